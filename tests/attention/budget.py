@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from trainstep.attention.eager import attention_eager, attention_scores
+from trainstep.attention.scoring import Scoring
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def log_sum_exp(q: Tensor, k: Tensor, is_causal: bool, scale: float, *band: Any) -> Tensor:
+def log_sum_exp(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
     """log Σ_j exp(scores_ij), shape (..., heads, n_queries): what flash attention saves for its backward."""
-    return attention_scores(q, k, is_causal, scale, *band).logsumexp(dim=-1)
+    return attention_scores(q, k, scoring).logsumexp(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ def references(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """What is exact, from the float64 oracle, and the error allowed to each of o, lse, dq, dk and dv.
 
-    band: a window and offsets of documents, as the oracle takes them.
+    band: the further fields of a Scoring.
     """
-    visible = (is_causal, scale, *band)
-    exact = value_and_gradients(lambda *t: attention_eager(*t, *visible), *(t.double() for t in (q, k, v, do))) | {
-        "lse": log_sum_exp(q.double(), k.double(), *visible)
+    scoring = Scoring(is_causal, scale, *band)
+    exact = value_and_gradients(lambda *t: attention_eager(*t, scoring), *(t.double() for t in (q, k, v, do))) | {
+        "lse": log_sum_exp(q.double(), k.double(), scoring)
     }
-    plain = value_and_gradients(lambda *t: attention_eager(*t, *visible), q, k, v, do) | {
-        "lse": log_sum_exp(q, k, *visible)
+    plain = value_and_gradients(lambda *t: attention_eager(*t, scoring), q, k, v, do) | {
+        "lse": log_sum_exp(q, k, scoring)
     }
     rounding = torch.finfo(q.dtype).eps
     return exact, {name: 2 * relative_error(plain[name], exact[name]) + rounding for name in exact}
@@ -87,7 +88,7 @@ def assert_one_nan_and_infinity_go_where_they_do_in_plain_attention(
     q[..., 0] = q[..., 0].abs()
     k[0, 0, 5, 0] = -float("inf")
     q[0, 0, 3, 7] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
-    o, expected = function(q, k, v), attention_eager(q, k, v, False, 0.2)
+    o, expected = function(q, k, v), attention_eager(q, k, v, Scoring(False, 0.2))
     assert expected.isnan().any(-1).nonzero().tolist() == [[0, 0, 3]]
     assert torch.equal(o.isnan(), expected.isnan())
     finite = expected.isfinite()

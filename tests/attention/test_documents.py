@@ -10,24 +10,25 @@ from tests.attention.budget import Case, assert_within_budget, relative_error, v
 from trainstep.attention import FlashAttentionReference, attention, flash_attn, varlen
 from trainstep.attention.documents import bounds, spans, token_first
 from trainstep.attention.eager import attention_eager
+from trainstep.attention.scoring import Scoring
 from trainstep.errors import UnsupportedError, UsageError
 
 OFFSETS = torch.tensor([0, 7, 7, 30, 40])
 ON_CPU = ["auto", "eager", "flash-reference"]
 
 
-def alone(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *visible: Any) -> Tensor:
+def alone(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scoring: Scoring) -> Tensor:
     """Each document by itself, end to end."""
-    parts = [attention_eager(q[..., i, :], k[..., i, :], v[..., i, :], *visible) for i in spans(offsets)]
+    parts = [attention_eager(q[..., i, :], k[..., i, :], v[..., i, :], scoring) for i in spans(offsets)]
     return torch.cat(parts, -2)
 
 
 @pytest.mark.parametrize(("is_causal", "window"), [(False, None), (True, None), (True, 5)])
 def test_the_oracle_is_each_document_alone(is_causal: bool, window: int | None) -> None:
     q, k, v, do = Case(40, 40, 8, heads=4, kv_heads=2, batch=2).inputs(torch.float64)
-    visible = (is_causal, 0.3, window)
-    actual = value_and_gradients(lambda *t: attention_eager(*t, *visible, OFFSETS), q, k, v, do)
-    expected = value_and_gradients(lambda *t: alone(*t, OFFSETS, *visible), q, k, v, do)
+    packed = Scoring(is_causal, 0.3, window, OFFSETS)
+    actual = value_and_gradients(lambda *t: attention_eager(*t, packed), q, k, v, do)
+    expected = value_and_gradients(lambda *t: alone(*t, OFFSETS, Scoring(is_causal, 0.3, window)), q, k, v, do)
     for name, x in actual.items():
         assert relative_error(x, expected[name]) < 1e-14, name
 
@@ -50,7 +51,7 @@ def test_the_reference_across_tiles_is_exact_to_the_rounding_of_float64() -> Non
     offsets = torch.tensor([0, 100, 101, 101, 257])
     for band in ((None, offsets), (30, offsets)):
         actual = value_and_gradients(lambda *t, b=band: FlashAttentionReference.apply(*t, True, 0.25, *b), q, k, v, do)
-        expected = value_and_gradients(lambda *t, b=band: attention_eager(*t, True, 0.25, *b), q, k, v, do)
+        expected = value_and_gradients(lambda *t, b=band: attention_eager(*t, Scoring(True, 0.25, *b)), q, k, v, do)
         for name, x in actual.items():
             assert relative_error(x, expected[name]) < 1e-14, name
 
@@ -66,7 +67,7 @@ def test_compiled(impl: str) -> None:
 @pytest.mark.parametrize("shape", [(40, 16), (3, 40, 16), (2, 4, 40, 16), (2, 3, 4, 40, 16)], ids=str)
 def test_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
     q, k, v = torch.randn((3, *shape), generator=torch.Generator().manual_seed(0))
-    expected = alone(q, k, v, OFFSETS, True, 0.25)
+    expected = alone(q, k, v, OFFSETS, Scoring(True, 0.25))
     for impl in ("eager", "flash-reference"):
         torch.testing.assert_close(attention(q, k, v, is_causal=True, cu_seqlens=OFFSETS, impl=impl), expected)
 
@@ -140,10 +141,10 @@ def test_any_offsets_at_all_stay_within_the_row() -> None:
         assert ((found >= 0) & (found <= 5)).all()
 
 
-def by_document(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *visible: Any) -> Tensor:
+def by_document(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scoring: Scoring) -> Tensor:
     """What a varlen function does with (tokens, heads, head_dim), by the oracle."""
     assert offsets.dtype == torch.int32
-    return alone(*(each.transpose(0, 1)[None] for each in (q, k, v)), offsets, *visible)[0].transpose(0, 1)
+    return alone(*(each.transpose(0, 1)[None] for each in (q, k, v)), offsets, scoring)[0].transpose(0, 1)
 
 
 def test_batch_rows_are_documents_of_their_own() -> None:
@@ -166,12 +167,11 @@ def test_flash_attn_is_handed_tokens_first(shape: tuple[int, ...], is_causal: bo
         assert cu_seqlens_q is cu_seqlens_k
         assert max_seqlen_q == max_seqlen_k == 23
         own = None if window_size[0] < 0 else window_size[0] + 1
-        return by_document(*tensors, cu_seqlens_q, causal, softmax_scale, own)
+        return by_document(*tensors, cu_seqlens_q, Scoring(causal, softmax_scale, own))
 
     package = flash_attn.Functions(None, varlen_function)  # type: ignore[arg-type]
-    actual = value_and_gradients(
-        lambda *t: flash_attn.in_its_layout(package, *t, is_causal, 0.25, window, OFFSETS), q, k, v, do
-    )
+    scoring = Scoring(is_causal, 0.25, window, OFFSETS)
+    actual = value_and_gradients(lambda *t: flash_attn.in_its_layout(package, *t, scoring), q, k, v, do)
     assert_within_budget(actual, q, k, v, do, is_causal, 0.25, window, OFFSETS)
 
 
@@ -183,17 +183,18 @@ def test_pytorchs_varlen_is_handed_what_it_takes(is_causal, window, size, monkey
 
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
         seen.update(window_size=window_size, longest=(max_q, max_k), dtype=cu_seq_q.dtype)
-        return by_document(query.float(), key.float(), value.float(), cu_seq_q, is_causal, scale, window)
+        return by_document(query.float(), key.float(), value.float(), cu_seq_q, Scoring(is_causal, scale, window))
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr(varlen, "unsupported_here", lambda q, k: False)
     q, k, v, _ = Case(40, 40, 16, batch=2).inputs(torch.float16)
-    o = varlen.attention_varlen(q, k, v, is_causal, 0.25, window, OFFSETS, None)
-    expected = attention_eager(q.float(), k.float(), v.float(), is_causal, 0.25, window, OFFSETS)
+    scoring = Scoring(is_causal, 0.25, window, OFFSETS)
+    o = varlen.attention_varlen(q, k, v, scoring)
+    expected = attention_eager(q.float(), k.float(), v.float(), scoring)
     torch.testing.assert_close(o, expected)
     assert seen == {"window_size": size, "longest": (23, 23), "dtype": torch.int32}
     with pytest.raises(UsageError, match=r"varlen_attn takes no enable_gqa, which impl='sdpa-flash' needs"):
-        varlen.attention_varlen(q, k[:, :1], v[:, :1], is_causal, 0.25, window, OFFSETS, None)
+        varlen.attention_varlen(q, k[:, :1], v[:, :1], scoring)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import torch
 from tests.attention.budget import Case, assert_within_budget, value_and_gradients
 from trainstep.attention import attention, flash_attn
 from trainstep.attention.eager import attention_eager
+from trainstep.attention.scoring import Scoring
 from trainstep.errors import UnsupportedError, UsageError
 
 
@@ -20,7 +21,8 @@ def in_bshd(
     """What `flash_attn_func` does, by the oracle; window_size is the keys before the own and after it."""
     assert window_size is None or window_size[1] == 0
     window = None if window_size is None else window_size[0] + 1
-    return attention_eager(*(each.transpose(1, 2) for each in (q, k, v)), causal, softmax_scale, window).transpose(1, 2)
+    scoring = Scoring(causal, softmax_scale, window)
+    return attention_eager(*(each.transpose(1, 2) for each in (q, k, v)), scoring).transpose(1, 2)
 
 
 def both(function: Any) -> flash_attn.Functions:
@@ -58,7 +60,8 @@ def test_layout_scale_mask_and_gradients(shape: tuple[int, ...], with_lse: bool,
         o = in_bshd(*tensors, **settings)
         return (o, None) if with_lse else o
 
-    actual = value_and_gradients(lambda *t: flash_attn.in_its_layout(both(function), *t, is_causal, 0.3), q, k, v, do)
+    scoring = Scoring(is_causal, 0.3)
+    actual = value_and_gradients(lambda *t: flash_attn.in_its_layout(both(function), *t, scoring), q, k, v, do)
     assert_within_budget(actual, q, k, v, do, is_causal, 0.3)
     heads = shape[-3] if len(shape) > 2 else 1
     assert shapes[0][1:] == (40, heads, 16), "batch, length, heads, head_dim"
@@ -68,13 +71,14 @@ def test_a_softcap_is_handed_on() -> None:
     q = torch.zeros(1, 2, 8, 16)
     seen = []
     package = both(lambda *tensors, **settings: seen.append(settings) or tensors[0])
-    flash_attn.in_its_layout(package, q, q, q, True, 0.3, softcap=2.0)
+    flash_attn.in_its_layout(package, q, q, q, Scoring(True, 0.3, softcap=2.0))
     assert seen == [{"softmax_scale": 0.3, "causal": True, "softcap": 2.0}]
 
 
 def test_a_window_counts_the_own_key_and_its_window_size_does_not() -> None:
     q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
-    actual = value_and_gradients(lambda *t: flash_attn.in_its_layout(both(in_bshd), *t, True, 0.3, 7), q, k, v, do)
+    scoring = Scoring(True, 0.3, 7)
+    actual = value_and_gradients(lambda *t: flash_attn.in_its_layout(both(in_bshd), *t, scoring), q, k, v, do)
     assert_within_budget(actual, q, k, v, do, True, 0.3, 7)
 
 
@@ -110,7 +114,7 @@ def test_what_it_cannot_run_is_refused() -> None:
         attention(q, q, q, impl="flash-attn")
     long, short = _OnGpu(8), _OnGpu(5)
     with pytest.raises(UsageError, match="from the end of the keys"):
-        flash_attn.attention_flash_attn(short, long, long, True, 1.0)  # type: ignore[arg-type]
+        flash_attn.attention_flash_attn(short, long, long, Scoring(True, 1.0))  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

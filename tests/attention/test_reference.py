@@ -9,6 +9,7 @@ from tests.attention.budget import Case, assert_within_budget, relative_error, v
 from trainstep.attention import FlashAttentionReference
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.reference import flash_forward
+from trainstep.attention.scoring import Scoring
 from trainstep.errors import UsageError
 
 CASES = [
@@ -32,7 +33,7 @@ def test_output_and_gradients(case: Case, is_causal: bool, dtype: torch.dtype) -
 def test_float64_is_exact_to_its_own_rounding(is_causal: bool) -> None:
     q, k, v, do = Case(150, 130, 16).inputs(torch.float64)
     actual = value_and_gradients(lambda *t: FlashAttentionReference.apply(*t, is_causal), q, k, v, do)
-    expected = value_and_gradients(lambda *t: attention_eager(*t, is_causal, 0.25), q, k, v, do)
+    expected = value_and_gradients(lambda *t: attention_eager(*t, Scoring(is_causal, 0.25)), q, k, v, do)
     for name, x in actual.items():
         assert relative_error(x, expected[name]) < 1e-14, name
 
@@ -41,7 +42,7 @@ def test_float64_is_exact_to_its_own_rounding(is_causal: bool) -> None:
 def test_windows_are_exact_to_the_rounding_of_float64(window: int) -> None:
     q, k, v, do = Case(257, 250, 16, heads=4, kv_heads=2).inputs(torch.float64)
     actual = value_and_gradients(lambda *t: FlashAttentionReference.apply(*t, True, 0.25, window), q, k, v, do)
-    expected = value_and_gradients(lambda *t: attention_eager(*t, True, 0.25, window), q, k, v, do)
+    expected = value_and_gradients(lambda *t: attention_eager(*t, Scoring(True, 0.25, window)), q, k, v, do)
     for name, x in actual.items():
         assert relative_error(x, expected[name]) < 1e-14, name
 
@@ -51,7 +52,7 @@ def test_softcaps_are_exact_to_the_rounding_of_float64(window: int | None) -> No
     q, k, v, do = Case(130, 130, 16, heads=4, kv_heads=2).inputs(torch.float64)
     band = (True, 0.25, window, None, 1.5)
     actual = value_and_gradients(lambda *t: FlashAttentionReference.apply(*t, *band), q, k, v, do)
-    expected = value_and_gradients(lambda *t: attention_eager(*t, *band), q, k, v, do)
+    expected = value_and_gradients(lambda *t: attention_eager(*t, Scoring(*band)), q, k, v, do)
     for name, x in actual.items():
         assert relative_error(x, expected[name]) < 1e-14, name
 
@@ -89,7 +90,7 @@ def test_any_shape(n_queries: int, n_keys: int, head_dim: int, group: int, is_ca
 def test_scores_of_ten_thousand_stay_finite() -> None:
     case = Case(130, 130, 16, magnitude=1e4)
     q, k, v, do = case.inputs(torch.float32)
-    o, lse = flash_forward(q, k, v, True, 0.25)
+    o, lse = flash_forward(q, k, v, Scoring(True, 0.25))
     assert lse.abs().max() > 1e4
     actual = value_and_gradients(lambda *t: FlashAttentionReference.apply(*t, True), q, k, v, do)
     assert all(x.isfinite().all() for x in (o, lse, *actual.values()))

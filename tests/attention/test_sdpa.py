@@ -53,3 +53,16 @@ def test_more_shapes_than_torch_compile_keeps_by_default_stay_compiled() -> None
         q, k, v, do = Case(n, n, 8).inputs(torch.float32)
         o = attention(q, k, v, impl="eager-compiled")  # fullgraph: beyond the limit this would raise
         assert_within_budget({"o": o}, q, k, v, do, False, 8**-0.5)
+
+
+def test_the_same_call_again_compiles_nothing_anew() -> None:
+    q, k, v, _ = Case(12, 12, 8).inputs(torch.float32)
+
+    def call(offsets: list[int], softcap: float) -> None:
+        attention(q, k, v, cu_seqlens=torch.tensor(offsets), softcap=softcap, impl="eager-compiled")
+
+    call([0, 5, 12], 2.0)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        call([0, 9, 12], 2.0)  # other documents, which are values on the device
+        with pytest.raises(torch._dynamo.exc.RecompileError):
+            call([0, 9, 12], 3.0)

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trainstep.bench.attention as bench
 from tests.planted.attention import WRONG
 from trainstep.attention.eager import attention_eager
+from trainstep.attention.scoring import Scoring
 from trainstep.bench import outcome, turns
 from trainstep.bench.attention import run_cases
 from trainstep.bench.cases import GRIDS, LISTS, AttentionCase, grid_cases, listed_cases, named_grid
@@ -20,7 +21,7 @@ SMALL = AttentionCase("sdpa", batch=2, heads=2, seq=64, head_dim=16, causal="yes
 
 def test_no_time_for_a_wrong_answer(monkeypatch):
     def wrong_scale(q, k, v, *, is_causal, window, impl):
-        return attention_eager(q, k, v, is_causal, 1.01 / math.sqrt(q.shape[-1]))
+        return attention_eager(q, k, v, Scoring(is_causal, 1.01 / math.sqrt(q.shape[-1])))
 
     monkeypatch.setattr(bench, "attention", wrong_scale)
     (row,) = run_cases([SMALL], device="cpu", warmup=1, passes=1)
@@ -155,7 +156,7 @@ def test_a_compilation_during_the_timed_passes_is_counted(monkeypatch):
     def compiled_anew(q, k, v, *, is_causal, window, impl):
         calls.append(impl)
         plain = torch.compile(lambda x, n: x * n / n, backend="eager", dynamic=False)  # one graph for each n
-        return plain(attention_eager(q, k, v, is_causal, 1 / math.sqrt(q.shape[-1])), 2 ** len(calls))
+        return plain(attention_eager(q, k, v, Scoring(is_causal, 1 / math.sqrt(q.shape[-1]))), 2 ** len(calls))
 
     monkeypatch.setattr(bench, "attention", compiled_anew)
     case = dataclasses.replace(SMALL, impl="eager-compiled")  # an implementation whose memory is not followed on a CPU
@@ -183,7 +184,7 @@ def test_the_cache_is_overwritten_before_each_pass(monkeypatch):
 
     def implementation(q, k, v):
         order.events.append("forward")
-        return attention_eager(q, k, v, True, 1 / math.sqrt(q.shape[-1]))
+        return attention_eager(q, k, v, Scoring(True, 1 / math.sqrt(q.shape[-1])))
 
     monkeypatch.setitem(turns.FLUSH_BYTES, "cpu", 12345)
     with order:

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainstep.attention import FlashAttentionReference, attention
 from trainstep.attention.eager import attention_eager
+from trainstep.attention.scoring import Scoring
 from trainstep.bench.check.attention import Errors, Implementation, check
 
 SHAPE = (2, 4, 128, 16)  # batch, heads, seq, head_dim
@@ -43,12 +44,12 @@ def scale_of(q: Tensor) -> float:
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The right formula, causal."""
-    return attention_eager(q, k, v, True, scale_of(q))
+    return attention_eager(q, k, v, Scoring(True, scale_of(q)))
 
 
 def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The right formula without a mask."""
-    return attention_eager(q, k, v, False, scale_of(q))
+    return attention_eager(q, k, v, Scoring(False, scale_of(q)))
 
 
 class _Gradient(torch.autograd.Function):
@@ -103,7 +104,7 @@ def _masked(visible: Callable[[Tensor, Tensor, int], Tensor]) -> Implementation:
 
 
 def _scaled(factor: float) -> Implementation:
-    return lambda q, k, v: attention_eager(q, k, v, True, factor * scale_of(q))
+    return lambda q, k, v: attention_eager(q, k, v, Scoring(True, factor * scale_of(q)))
 
 
 def _set(where: tuple, value: float | Callable[[Tensor], Tensor] = 0.0) -> Callable[[Tensor], Tensor]:
@@ -283,7 +284,7 @@ def _heads_in_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _scaled_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention_eager(q * scale_of(q), k, v, True, 1.0)
+    return attention_eager(q * scale_of(q), k, v, Scoring(True, 1.0))
 
 
 def _base_two(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -341,9 +341,9 @@ def test_our_attention_takes_what_the_kernels_take(shapes, options, is_ours, tri
 
     seen = []
 
-    def plain(q, k, v, is_causal, scale):
+    def plain(q, k, v, scoring):
         seen.append(tuple(k.shape))
-        return api.attention_eager(q, k, v, is_causal, scale)
+        return api.attention_eager(q, k, v, scoring)
 
     monkeypatch.setitem(api._BY_NAME, "flash-triton", plain)
     monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)

@@ -1,8 +1,8 @@
 """`attention`: checks the inputs, then runs the implementation named. An explicit name never falls back.
 
-A new implementation is a function of checked inputs (q, k, v, is_causal, scale, and if it is in `_WITH_MORE` window,
-cu_seqlens and softcap → o in q's shape; UsageError for what it cannot run here), its entry in `_BY_NAME` and its name
-in `config.AttentionImpl`, from which flags are made.
+A new implementation is a function of checked inputs (q, k, v, scoring → o in q's shape; UsageError for what it cannot
+run here), its entry in `_BY_NAME` and its name in `config.AttentionImpl`, from which flags are made. One that takes a
+plain scoring alone is left out of `_WITH_MORE`.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainstep.attention import flash_attn, flex, sdpa, tuned
-from trainstep.attention.documents import check_documents
 from trainstep.attention.eager import attention_eager
-from trainstep.attention.inputs import check_softcap, check_window, prepare
+from trainstep.attention.scoring import Scoring, checked
 from trainstep.errors import UnsupportedError, UsageError
 
 
-def _flash_reference(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, *band: Any) -> Tensor:
+def _flash_reference(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     from trainstep.attention.reference import FlashAttentionReference
 
-    return cast(Tensor, FlashAttentionReference.apply(q, k, v, is_causal, scale, *band))  # type: ignore[no-untyped-call]
+    settings = scoring.is_causal, scoring.scale, scoring.window, scoring.cu_seqlens, scoring.softcap
+    return cast(Tensor, FlashAttentionReference.apply(q, k, v, *settings))  # type: ignore[no-untyped-call]
 
 
-def _flash_triton(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, *band: Any) -> Tensor:
+def _flash_triton(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     from trainstep.attention.flash import attention_flash
 
-    return attention_flash(q, k, v, is_causal, scale, *band)
+    return attention_flash(q, k, v, scoring)
 
 
 _BY_NAME: dict[str, Callable[..., Tensor]] = {
@@ -52,7 +52,7 @@ _BY_NAME: dict[str, Callable[..., Tensor]] = {
 IMPLEMENTATIONS: tuple[str, ...] = (*_BY_NAME, "auto")
 
 _WITH_MORE = frozenset(_BY_NAME) - {"sdpa", "sdpa-cudnn", "sdpa-efficient", "sdpa-math"}
-"""What takes a window, documents or a softcap."""
+"""What takes a scoring that is not plain: a window, documents or a softcap."""
 
 
 def attention(
@@ -92,20 +92,18 @@ def attention(
     """
     if impl != "auto" and impl not in _BY_NAME:
         raise UsageError(f"unknown attention implementation {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
-    q, k, v, factor = prepare(q, k, v, scale)
-    window, cu_seqlens = check_window(q, k, is_causal, window), check_documents(q, k, cu_seqlens)
-    more = {"window": window, "cu_seqlens": cu_seqlens, "softcap": check_softcap(softcap)}
-    asked = [each for each, value in more.items() if value is not None]
-    name = choose(q, k, v, is_causal, is_plain=not asked) if impl == "auto" else impl
-    if not asked:
-        return _BY_NAME[name](q, k, v, is_causal, factor)
-    if name not in _WITH_MORE:
+    q, k, v, scoring = checked(
+        q, k, v, is_causal=is_causal, scale=scale, window=window, cu_seqlens=cu_seqlens, softcap=softcap
+    )
+    name = choose(q, k, v, is_causal, is_plain=scoring.is_plain) if impl == "auto" else impl
+    if not scoring.is_plain and name not in _WITH_MORE:
+        asked = next(each for each in ("window", "cu_seqlens", "softcap") if getattr(scoring, each) is not None)
         raise UnsupportedError(
-            f"impl={name!r} takes no {asked[0]}: PyTorch's scaled_dot_product_attention has no softcap, and windows "
+            f"impl={name!r} takes no {asked}: PyTorch's scaled_dot_product_attention has no softcap, and windows "
             "and documents as a mask of all queries by all keys alone, which its flash kernels do not take; use one of "
             f"{', '.join(sorted(_WITH_MORE))}"
         )
-    return _BY_NAME[name](q, k, v, is_causal, factor, *more.values())
+    return _BY_NAME[name](q, k, v, scoring)
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *, is_plain: bool = True) -> str:

@@ -14,36 +14,29 @@ import torch
 from torch import Tensor
 
 from trainstep.attention.documents import document_of
+from trainstep.attention.scoring import Scoring
 
 PIECES = {"scores": "attention_scores", "softmax": "attention_weights", "weighted sum": "weighted_sum"}
 """Name of each piece of eager attention → the function of this module that computes it."""
 
 
-def attention_scores(
-    q: Tensor,
-    k: Tensor,
-    is_causal: bool,
-    scale: float,
-    window: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def attention_scores(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
     """scale · QKᵀ, or softcap · tanh(scale · QKᵀ / softcap), with -inf where key j is hidden from query i.
 
     Causal masking hides j > i, a window j ≤ i - window too, and documents the keys of another.
 
     q (..., heads, n_queries, head_dim), k (..., kv_heads, n_keys, head_dim) → (..., heads, n_queries, n_keys)
     """
-    scores = q @ _per_query_head(k, q).mT * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    if is_causal:
+    scores = q @ _per_query_head(k, q).mT * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * (scores / scoring.softcap).tanh()
+    if scoring.is_causal:
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        if window is not None:
-            visible = visible.triu(1 - window)
+        if scoring.window is not None:
+            visible = visible.triu(1 - scoring.window)
         scores = scores.masked_fill(~visible, float("-inf"))
-    if cu_seqlens is not None:
-        document = document_of(cu_seqlens, scores.shape[-1])
+    if scoring.cu_seqlens is not None:
+        document = document_of(scoring.cu_seqlens, scores.shape[-1])
         scores = scores.masked_fill(document[:, None] != document, float("-inf"))
     return scores
 
@@ -58,18 +51,9 @@ def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
     return weights @ _per_query_head(v, weights)
 
 
-def attention_eager(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float,
-    window: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def attention_eager(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """softmax(scores) V, shape (..., heads, n_queries, head_dim)."""
-    return weighted_sum(attention_weights(attention_scores(q, k, is_causal, scale, window, cu_seqlens, softcap)), v)
+    return weighted_sum(attention_weights(attention_scores(q, k, scoring)), v)
 
 
 def _per_query_head(t: Tensor, q: Tensor) -> Tensor:

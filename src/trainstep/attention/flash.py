@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trainstep.attention import documents
-from trainstep.attention.documents import check_documents
-from trainstep.attention.inputs import check_softcap, check_window, describe, prepare
+from trainstep.attention.inputs import describe
+from trainstep.attention.scoring import Scoring, checked
 from trainstep.attention.triton import backward, forward
 from trainstep.attention.tuned import hopper_tile_for, tile_for
 from trainstep.errors import UnsupportedError
@@ -43,29 +43,23 @@ def flash_attention(
 
     Raises TypeError or UsageError, before anything is launched, for inputs outside of this.
     """
-    q, k, v, factor = prepare(q, k, v, scale)
-    window, cu_seqlens = check_window(q, k, is_causal, window), check_documents(q, k, cu_seqlens)
-    return attention_flash(q, k, v, is_causal, factor, window, cu_seqlens, check_softcap(softcap))
+    return attention_flash(
+        *checked(q, k, v, is_causal=is_causal, scale=scale, window=window, cu_seqlens=cu_seqlens, softcap=softcap)
+    )
 
 
-def attention_flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float,
-    window: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """`flash_attention` of inputs that `prepare`, `check_window` and `check_documents` have passed."""
+def attention_flash(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    """`flash_attention` of what `checked` returns."""
     _require_supported(q, k, v)
-    return cast(Tensor, forward_op(q, k, v, is_causal, scale, window, _bounds(q, cu_seqlens), softcap)[0])
+    return cast(Tensor, forward_op(q, k, v, *_settings(q, scoring))[0])
 
 
-def _bounds(q: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
-    """Made outside of the operators, so that compiled code makes them once for all layers."""
-    return None if cu_seqlens is None else documents.bounds(cu_seqlens, q.shape[-2])
+def _settings(q: Tensor, scoring: Scoring) -> tuple[bool, float, int | None, Tensor | None, float | None]:
+    """What the operators take of a scoring. Bounds are made outside of them, so that compiled code makes them once for
+    all layers."""
+    offsets = scoring.cu_seqlens
+    bounds = None if offsets is None else documents.bounds(offsets, q.shape[-2])
+    return scoring.is_causal, scoring.scale, scoring.window, bounds, scoring.softcap
 
 
 def _save(
@@ -103,12 +97,14 @@ class FlashAttentionTriton(torch.autograd.Function):
         cu_seqlens: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        q, k, v, factor = prepare(q, k, v, scale, as_autocast=False)
-        window, cu_seqlens = check_window(q, k, is_causal, window), check_documents(q, k, cu_seqlens)
+        q, k, v, scoring = checked(
+            q, k, v, is_causal=is_causal, scale=scale, window=window, cu_seqlens=cu_seqlens, softcap=softcap,
+            as_autocast=False,
+        )  # fmt: skip
         _require_supported(q, k, v)
-        band = window, _bounds(q, cu_seqlens), check_softcap(softcap)
-        o, lse = forward_op(q, k, v, is_causal, factor, *band)
-        _save(ctx, q, k, v, o, lse, is_causal, factor, *band)
+        settings = _settings(q, scoring)
+        o, lse = forward_op(q, k, v, *settings)
+        _save(ctx, q, k, v, o, lse, *settings)
         return cast(Tensor, o)
 
     backward = staticmethod(_backward)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trainstep.attention.documents import heads_first, token_first
 from trainstep.attention.inputs import describe, four_dims
+from trainstep.attention.scoring import Scoring
 from trainstep.errors import UnsupportedError
 
 PACKAGES = {"flash-attn-4": "flash_attn.cute", "flash-attn-3": "flash_attn_interface"}
@@ -35,54 +36,35 @@ class Functions(NamedTuple):
     varlen: Callable[..., Any]
 
 
-def attention_flash_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float,
-    window: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def attention_flash_attn(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """FlashAttention 4 or 3. UsageError: not on a GPU in 16 bits, neither package, causal with two lengths."""
     if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(
             f"impl='flash-attn' runs on NVIDIA GPUs in float16 and bfloat16; got {describe(q, k, v)}"
         )
-    if is_causal and q.shape[-2] != k.shape[-2]:
+    if scoring.is_causal and q.shape[-2] != k.shape[-2]:
         raise UnsupportedError(
             f"impl='flash-attn' counts a causal mask from the end of the keys, not from the start: {describe(q, k, v)}"
         )
-    return in_its_layout(installed()[1], q, k, v, is_causal, scale, window, cu_seqlens, softcap)
+    return in_its_layout(installed()[1], q, k, v, scoring)
 
 
-def in_its_layout(
-    package: Functions,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float,
-    window: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def in_its_layout(package: Functions, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """`package`'s function on tensors with heads before length: it takes (batch, length, heads, head_dim), and with
     documents (tokens, heads, head_dim), their offsets and the length of the longest, for which the host waits.
 
     Its window_size says how many keys a query sees before and after its own, which is not counted.
     """
-    settings: dict[str, Any] = {"softmax_scale": scale, "causal": is_causal}
-    if window is not None:
-        settings["window_size"] = (window - 1, 0)
-    if softcap is not None:
-        settings["softcap"] = softcap
-    if cu_seqlens is None:
+    settings: dict[str, Any] = {"softmax_scale": scoring.scale, "causal": scoring.is_causal}
+    if scoring.window is not None:
+        settings["window_size"] = (scoring.window - 1, 0)
+    if scoring.softcap is not None:
+        settings["softcap"] = scoring.softcap
+    if scoring.cu_seqlens is None:
         q4, k4, v4, _ = four_dims(q, k, v)
         o = _output(package.plain(*(each.transpose(1, 2) for each in (q4, k4, v4)), **settings))
         return o.transpose(1, 2).reshape(q.shape)
-    *tokens, offsets = token_first(q, k, v, cu_seqlens)
+    *tokens, offsets = token_first(q, k, v, scoring.cu_seqlens)
     longest = int(offsets.diff().max())
     settings |= {f"cu_seqlens_{of}": offsets for of in "qk"} | {f"max_seqlen_{of}": longest for of in "qk"}
     return heads_first(_output(package.varlen(*tokens, **settings)), q)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from trainstep.attention.documents import document_of
 from trainstep.attention.inputs import describe, four_dims
+from trainstep.attention.scoring import Scoring
 from trainstep.attention.sdpa import call_compiled
 from trainstep.errors import UnsupportedError
 
@@ -34,62 +35,35 @@ MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
 KERNEL_OPTIONS = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
 
 
-def attention_flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float,
-    window: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def attention_flex(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """With torch's defaults, compiled for this shape. UsageError: CPU tensors that need gradients."""
-    return _flex("flex", q, k, v, is_causal, scale, window, cu_seqlens, softcap)
+    return _flex("flex", q, k, v, scoring)
 
 
-def attention_flex_max_autotune(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float,
-    window: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def attention_flex_max_autotune(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """Tuned for this shape, which takes long the first time. UsageError: CPU tensors that need gradients."""
     settings = {"mode": MAX_AUTOTUNE, "kernel_options": KERNEL_OPTIONS}
-    return _flex("flex-max-autotune", q, k, v, is_causal, scale, window, cu_seqlens, softcap, **settings)
+    return _flex("flex-max-autotune", q, k, v, scoring, **settings)
 
 
-def _flex(
-    impl: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float,
-    window: int | None,
-    cu_seqlens: Tensor | None,
-    softcap: float | None,
-    **settings: Any,
-) -> Tensor:
+def _flex(impl: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, **settings: Any) -> Tensor:
     if q.device.type == "cpu" and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         raise UnsupportedError(
             f"impl={impl!r} has no backward on the CPU: {describe(q, k, v)}; use impl='eager' or 'sdpa' there"
         )
     from torch.nn.attention.flex_attention import flex_attention
 
-    lengths = q.shape[-2], k.shape[-2]
-    if cu_seqlens is not None:
-        mask = _document_block_mask(cu_seqlens, lengths[0], is_causal, window)
+    lengths, is_causal, window = (q.shape[-2], k.shape[-2]), scoring.is_causal, scoring.window
+    if scoring.cu_seqlens is not None:
+        mask = _document_block_mask(scoring.cu_seqlens, lengths[0], is_causal, window)
     else:
         mask = _causal_block_mask(*lengths, window, str(q.device)) if is_causal else None
-    if softcap is not None:
-        settings["score_mod"] = _softcapped(softcap)
+    if scoring.softcap is not None:
+        settings["score_mod"] = _softcapped(scoring.softcap)
     q4, k4, v4, grouped = four_dims(q, k, v)
-    out = call_compiled(flex_attention, q4, k4, v4, block_mask=mask, scale=scale, enable_gqa=grouped, **settings)
+    out = call_compiled(
+        flex_attention, q4, k4, v4, block_mask=mask, scale=scoring.scale, enable_gqa=grouped, **settings
+    )
     return cast(Tensor, out).reshape(q.shape)
 
 

@@ -1,7 +1,5 @@
 """What every implementation demands of q, k and v (shapes: see `api.attention`), checked once, before anything runs."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -16,52 +14,17 @@ def describe(q: Tensor, k: Tensor, v: Tensor) -> str:
     )
 
 
-def prepare(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, as_autocast: bool = True
-) -> tuple[Tensor, Tensor, Tensor, float]:
-    """The inputs, as autocast casts them if `as_autocast`, and the factor on QKᵀ: the caller's, or 1/√head_dim.
+def prepare(q: Tensor, k: Tensor, v: Tensor, *, as_autocast: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The inputs, as autocast casts them if `as_autocast`.
 
     Raises TypeError for what are not floating-point tensors of one dtype, UsageError for devices or shapes that do not
-    fit together and for a scale that is not finite.
+    fit together.
     """
     _require_tensors(q, k, v)
     if as_autocast:
         q, k, v = _as_autocast(q, k, v)
     _check_dtypes_and_shapes(q, k, v)
-    if scale is not None and not math.isfinite(scale):
-        raise UsageError(f"scale must be a finite number, got {scale}")
-    return q, k, v, 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-
-
-def check_softcap(softcap: float | None) -> float | None:
-    """The softcap as a float, or None. Raises UsageError for what is no finite number above 0."""
-    if softcap is None:
-        return None
-    if not isinstance(softcap, (int, float)) or not 0 < softcap < math.inf:
-        raise UsageError(f"softcap is {softcap!r}; expected a finite number above 0, or None for scores as they are")
-    return float(softcap)
-
-
-def check_window(q: Tensor, k: Tensor, is_causal: bool, window: int | None) -> int | None:
-    """The window, or None where it hides nothing: where there is none, or it holds every key up to a query's own.
-
-    Raises UsageError for what is no positive number of keys, without is_causal, or where a query would see no key.
-    """
-    if window is None:
-        return None
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise UsageError(f"window is {window!r}; expected how many keys a query sees, its own among them, at least 1")
-    if not is_causal:
-        raise UsageError(
-            f"window={window} counts the keys up to a query's own, and is_causal is False; pass is_causal=True"
-        )
-    n_queries, n_keys = q.shape[-2], k.shape[-2]
-    if n_queries >= n_keys + window:
-        raise UsageError(
-            f"query {n_queries - 1} sees none of {n_keys} keys through window={window}, which ends at a query's own "
-            f"position; pass as many keys as queries, or a window of at least {n_queries - n_keys + 1}"
-        )
-    return None if window >= n_queries else window
+    return q, k, v
 
 
 def _require_tensors(*inputs: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.inputs import describe, four_dims
+from trainstep.attention.scoring import Scoring
 from trainstep.attention.varlen import attention_varlen
 from trainstep.errors import UnsupportedError
 
@@ -31,57 +32,42 @@ BACKENDS = {
 _SHAPES = 4096
 
 
-def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """scaled_dot_product_attention with the backend PyTorch picks."""
+def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    """scaled_dot_product_attention with the backend PyTorch picks, of a plain scoring alone."""
+    assert scoring.is_plain
     q4, k4, v4, grouped = four_dims(q, k, v)
-    out = F.scaled_dot_product_attention(q4, k4, v4, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(
+        q4, k4, v4, is_causal=scoring.is_causal, scale=scoring.scale, enable_gqa=grouped
+    )
     return out.reshape(q.shape)
 
 
-def attention_sdpa_backend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, *, impl: str) -> Tensor:
+def attention_sdpa_backend(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, *, impl: str) -> Tensor:
     """scaled_dot_product_attention with the one backend that `impl` (a key of BACKENDS) names."""
     try:
         with sdpa_kernel(BACKENDS[impl]):
-            return attention_sdpa(q, k, v, is_causal, scale)
+            return attention_sdpa(q, k, v, scoring)
     except RuntimeError as error:
         # Raised by PyTorch's own choice of backend, before anything is launched.
         if "No available kernel" in str(error) or "No viable backend" in str(error):
             why = "PyTorch's warnings say why" if q.is_cuda else "PyTorch has no such kernel for them"
             raise UnsupportedError(
-                f"impl={impl!r} cannot run these inputs here: {describe(q, k, v)}, is_causal={is_causal}. "
+                f"impl={impl!r} cannot run these inputs here: {describe(q, k, v)}, is_causal={scoring.is_causal}. "
                 f"{why}; impl='sdpa' lets PyTorch pick a backend that can"
             ) from error
         raise
 
 
-def attention_sdpa_flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float,
-    window: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def attention_sdpa_flash(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """PyTorch's FlashAttention-2; windows and documents by another way to the same kernels (`varlen`)."""
-    if window is None and cu_seqlens is None and softcap is None:
-        return attention_sdpa_backend(q, k, v, is_causal, scale, impl="sdpa-flash")
-    return attention_varlen(q, k, v, is_causal, scale, window, cu_seqlens, softcap)
+    if scoring.is_plain:
+        return attention_sdpa_backend(q, k, v, scoring, impl="sdpa-flash")
+    return attention_varlen(q, k, v, scoring)
 
 
-def attention_eager_compiled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float,
-    window: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """The oracle through torch.compile, compiled for this shape and window."""
-    return cast(Tensor, call_compiled(attention_eager, q, k, v, is_causal, scale, window, cu_seqlens, softcap))
+def attention_eager_compiled(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    """The oracle through torch.compile, compiled for this shape and scoring."""
+    return cast(Tensor, call_compiled(attention_eager, q, k, v, scoring))
 
 
 def call_compiled(function: Callable[..., Any], *arguments: Any, mode: str | None = None, **options: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainstep.attention.documents import heads_first, token_first
 from trainstep.attention.inputs import describe
+from trainstep.attention.scoring import Scoring
 from trainstep.errors import UnsupportedError
 
 
@@ -22,22 +23,13 @@ def unsupported_here(q: Tensor, k: Tensor) -> bool:
     return q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-2] != k.shape[-2]
 
 
-def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float,
-    window: int | None,
-    cu_seqlens: Tensor | None,
-    softcap: float | None,
-) -> Tensor:
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """Documents or a window by PyTorch's FlashAttention-2. The host waits for the length of the longest document.
 
     UsageError: not on an NVIDIA GPU in 16 bits, two lengths, a softcap, or grouped heads where this torch's varlen has
     none.
     """
-    if softcap is not None:
+    if scoring.softcap is not None:
         raise UnsupportedError("impl='sdpa-flash' takes no softcap; use impl='flex' or impl='flash-triton'")
     if unsupported_here(q, k):
         raise UnsupportedError(
@@ -47,10 +39,11 @@ def attention_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     takes = inspect.signature(varlen_attn).parameters
-    settings: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    if not is_causal:
+    before = -1 if scoring.window is None else scoring.window - 1
+    settings: dict[str, Any] = {"scale": scoring.scale, "window_size": (before, 0)}
+    if not scoring.is_causal:
         settings["window_size"] = (-1, -1)
-    tokens_q, tokens_k, tokens_v, offsets = token_first(q, k, v, cu_seqlens)
+    tokens_q, tokens_k, tokens_v, offsets = token_first(q, k, v, scoring.cu_seqlens)
     if tokens_q.shape[1] != tokens_k.shape[1]:
         settings["enable_gqa"] = True
     if missing := settings.keys() - takes.keys():

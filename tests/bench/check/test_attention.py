@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trainstep.bench.check.attention as module
 from tests.planted.attention import PRECISIONS, RIGHT, SHAPE, WRONG, cases, causal
 from trainstep.attention.eager import attention_eager
+from trainstep.attention.scoring import Scoring
 from trainstep.bench.check import one_rounding
 from trainstep.bench.check.attention import NAMES, STATISTICS, Errors, check, oracle
 
@@ -29,7 +30,7 @@ def test_the_sliced_oracle_is_autograds(heads, group, seq, is_causal, window, mo
     monkeypatch.setattr(module, "SCORES", 1000 * seq)
     q, k, v, do = grouped_inputs(heads, group, seq)
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    o = attention_eager(*leaves, is_causal, 1 / math.sqrt(8), window)
+    o = attention_eager(*leaves, Scoring(is_causal, 1 / math.sqrt(8), window))
     expected = (o.detach(), *torch.autograd.grad(o, leaves, do))
     own, _ = oracle(q, k, v, do, is_causal=is_causal, window=window)
     for result, reference in zip(own, expected, strict=True):
@@ -85,9 +86,9 @@ def test_the_oracle_slices_the_rows_of_all_its_heads(monkeypatch):
 def test_the_plain_formula_has_as_many_scores_at_once_as_the_heads_of_one_group_at_least(monkeypatch, scores, at_once):
     heads = []
 
-    def eager(q, k, v, is_causal, scale, window):
+    def eager(q, k, v, scoring):
         heads.append(q.shape[:-2].numel())
-        return attention_eager(q, k, v, is_causal, scale, window)
+        return attention_eager(q, k, v, scoring)
 
     monkeypatch.setattr(module, "attention_eager", eager)
     monkeypatch.setattr(module, "SCORES", scores)
@@ -128,7 +129,7 @@ def test_what_is_right_passes(name, precision):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_window_is_held_to_the_window(dtype):
     def through(window):
-        return lambda q, k, v: attention_eager(q, k, v, True, 1 / math.sqrt(q.shape[-1]), window)
+        return lambda q, k, v: attention_eager(q, k, v, Scoring(True, 1 / math.sqrt(q.shape[-1]), window))
 
     assert check(through(20), SHAPE, dtype, CPU, is_causal=True, window=20).within_budget
     for wrong in (None, 19, 21):
@@ -232,11 +233,11 @@ def test_not_a_number_is_the_nearest_to_its_allowance():
 def test_where_the_plain_formula_does_not_fit_a_shorter_length_sets_the_budget(monkeypatch):
     lengths = []
 
-    def eager(q, k, v, is_causal, scale, window):
+    def eager(q, k, v, scoring):
         lengths.append(q.shape[-2])
         if q.shape[-2] > 40:
             raise torch.OutOfMemoryError
-        return attention_eager(q, k, v, is_causal, scale, window)
+        return attention_eager(q, k, v, scoring)
 
     monkeypatch.setattr(module, "attention_eager", eager)
     monkeypatch.setattr(module, "BUDGET_LENGTH", 80)
@@ -262,9 +263,9 @@ def test_the_error_in_all_is_that_of_the_norm():
 def test_the_plain_formula_shows_its_extremes_on_thousands_of_rows(monkeypatch):
     rows = []
 
-    def eager(q, k, v, is_causal, scale, window):
+    def eager(q, k, v, scoring):
         rows.append(q.shape[:-1].numel())
-        return attention_eager(q, k, v, is_causal, scale, window)
+        return attention_eager(q, k, v, scoring)
 
     monkeypatch.setattr(module, "attention_eager", eager)
     module._plain_errors.cache_clear()

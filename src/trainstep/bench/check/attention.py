@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from trainstep.attention.eager import attention_eager
+from trainstep.attention.scoring import Scoring
 from trainstep.bench.check import accumulated_rounding, allowed_error, one_rounding
 from trainstep.precision import PRECISIONS
 
@@ -162,7 +163,7 @@ def _plain_errors(
     """The errors of the eager formula, chunk by chunk, at half the length while that does not fit."""
 
     def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention_eager(q, k, v, is_causal, 1 / math.sqrt(head_dim), window)
+        return attention_eager(q, k, v, Scoring(is_causal, 1 / math.sqrt(head_dim), window))
 
     def of_chunk(chunk: slice) -> Four:
         q, k, v, do = (tensor[chunk].detach().requires_grad_() for tensor in inputs)
