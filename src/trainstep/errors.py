@@ -22,6 +22,18 @@ class UnsupportedError(UsageError):
     """Sound input that this machine, or this combination, cannot run. A grid records it as a row and goes on."""
 
 
+def refuse_create_graph(what: str, instead: str) -> None:
+    """In a backward whose results have no graph: raise under create_graph=True, where theirs would be silently lost.
+
+    Raises:
+        UnsupportedError: gradients are to have gradients.
+    """
+    import torch
+
+    if torch.is_grad_enabled():
+        raise UnsupportedError(f"{what} has no gradients of its gradients (create_graph=True); use {instead}")
+
+
 class CollectiveError(RuntimeError):
     """A collective failed, or was waited for in vain: one sentence that says which rank is missing, and where.
 

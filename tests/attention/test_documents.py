@@ -149,10 +149,12 @@ def by_document(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scoring: Scori
 
 def test_batch_rows_are_documents_of_their_own() -> None:
     q = torch.arange(2 * 3 * 4).reshape(2, 1, 3, 4).float()
-    tokens, _, _, offsets = token_first(q, q, q, torch.tensor([0, 1, 3]))
+    tokens, _, _, offsets, longest = token_first(q, q, q, torch.tensor([0, 1, 3]))
+    assert longest == 2
     assert offsets.tolist() == [0, 1, 3, 4, 6]
     assert torch.equal(tokens, q.reshape(6, 1, 4))
-    assert token_first(q, q, q, None)[3].tolist() == [0, 3, 6]
+    *_, offsets, longest = token_first(q, q, q, None)
+    assert (offsets.tolist(), offsets.dtype, longest) == ([0, 3, 6], torch.int32, 3)
 
 
 @pytest.mark.parametrize(("is_causal", "window"), [(False, None), (True, None), (True, 5)])

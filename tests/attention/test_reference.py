@@ -10,7 +10,7 @@ from trainstep.attention import FlashAttentionReference
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.reference import flash_forward
 from trainstep.attention.scoring import Scoring
-from trainstep.errors import UsageError
+from trainstep.errors import UnsupportedError, UsageError
 
 CASES = [
     *(Case(n, n, 16) for n in (1, 17, 63, 111, 128, 257)),
@@ -94,6 +94,13 @@ def test_scores_of_ten_thousand_stay_finite() -> None:
     assert lse.abs().max() > 1e4
     actual = value_and_gradients(lambda *t: FlashAttentionReference.apply(*t, True), q, k, v, do)
     assert all(x.isfinite().all() for x in (o, lse, *actual.values()))
+
+
+def test_gradients_of_gradients_are_an_error() -> None:
+    """They would lack what comes through the log-sum-exp, without a word."""
+    q = torch.randn(2, 5, 8, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="no gradients of its gradients"):
+        torch.autograd.grad(FlashAttentionReference.apply(q, q, q).sum(), q, create_graph=True)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 20, 8), (3, 20, 8), (20, 8)], ids=str)

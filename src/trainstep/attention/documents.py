@@ -83,18 +83,23 @@ def spans(cu_seqlens: Tensor) -> list[slice]:
     return [slice(first, end) for first, end in itertools.pairwise(offsets) if end > first]
 
 
-def token_first(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v (tokens, heads, head_dim), all batch rows end to end, and int32 offsets of all their documents.
+def token_first(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """q, k, v (tokens, heads, head_dim), all batch rows end to end, int32 offsets of all their documents, and the
+    length of the longest, for which the host waits.
 
-    What FlashAttention's varlen functions take. Without offsets every batch row is a document.
+    What FlashAttention's varlen functions take. Without offsets every batch row is a document, and nothing waits.
     """
     q4, k4, v4, _ = four_dims(q, k, v)
     batch, _, total, _ = q4.shape
-    own = torch.tensor([0, total], device=q.device) if cu_seqlens is None else cu_seqlens
-    starts = torch.arange(batch, device=q.device)[:, None] * total + own[:-1]
-    offsets = torch.cat((starts.flatten(), starts.new_full((1,), batch * total))).int()
+    rows = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * total
+    offsets, longest = rows, total
+    if cu_seqlens is not None:
+        offsets = torch.cat(((rows[:-1, None] + cu_seqlens[:-1]).flatten(), rows[-1:])).int()
+        longest = int(cu_seqlens.diff().max())
     flat = (each.transpose(1, 2).flatten(0, 1) for each in (q4, k4, v4))
-    return (*flat, offsets)  # type: ignore[return-value]
+    return (*flat, offsets, longest)  # type: ignore[return-value]
 
 
 def heads_first(o: Tensor, q: Tensor) -> Tensor:

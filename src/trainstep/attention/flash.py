@@ -14,7 +14,7 @@ from trainstep.attention.inputs import describe
 from trainstep.attention.scoring import Scoring, checked
 from trainstep.attention.triton import backward, forward
 from trainstep.attention.tuned import hopper_tile_for, tile_for
-from trainstep.errors import UnsupportedError
+from trainstep.errors import UnsupportedError, refuse_create_graph
 
 
 def flash_attention(
@@ -72,6 +72,7 @@ def _save(
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_create_graph("our FlashAttention", "impl='eager'")
     saved, (bounds,) = ctx.saved_tensors[:5], ctx.saved_tensors[5:] or (None,)
     gradients = backward_op(*saved, grads[0], ctx.is_causal, ctx.scale, ctx.window, bounds, ctx.softcap)
     return (*gradients, None, None, None, None, None)

@@ -64,8 +64,7 @@ def in_its_layout(package: Functions, q: Tensor, k: Tensor, v: Tensor, scoring: 
         q4, k4, v4, _ = four_dims(q, k, v)
         o = _output(package.plain(*(each.transpose(1, 2) for each in (q4, k4, v4)), **settings))
         return o.transpose(1, 2).reshape(q.shape)
-    *tokens, offsets = token_first(q, k, v, scoring.cu_seqlens)
-    longest = int(offsets.diff().max())
+    *tokens, offsets, longest = token_first(q, k, v, scoring.cu_seqlens)
     settings |= {f"cu_seqlens_{of}": offsets for of in "qk"} | {f"max_seqlen_{of}": longest for of in "qk"}
     return heads_first(_output(package.varlen(*tokens, **settings)), q)
 

@@ -97,4 +97,7 @@ def _document_block_mask(cu_seqlens: Tensor, total: int, is_causal: bool, window
             seen = seen & (key <= query)
         return seen if window is None else seen & (key > query - window)
 
-    return create_block_mask(visible, B=None, H=None, Q_LEN=total, KV_LEN=total, device=str(cu_seqlens.device))
+    sizes: dict[str, Any] = {"B": None, "H": None, "Q_LEN": total, "KV_LEN": total, "device": str(cu_seqlens.device)}
+    if not cu_seqlens.is_cuda:
+        return create_block_mask(visible, **sizes)
+    return call_compiled(create_block_mask, visible, **sizes)  # uncompiled it holds all queries by all keys

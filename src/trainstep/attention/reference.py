@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainstep.attention.documents import spans
 from trainstep.attention.scoring import Scoring, checked
+from trainstep.errors import refuse_create_graph
 
 TILE_QUERIES = 64  # B_r in the paper
 TILE_KEYS = 64  # B_c
@@ -55,6 +56,7 @@ class FlashAttentionReference(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_create_graph("the tile-by-tile FlashAttention", "impl='eager'")
         q, k, v, o, lse = ctx.saved_tensors
         q5, k5, v5 = _grouped(q, k, v)
         o, lse, do = o.reshape(q5.shape), lse.reshape(q5.shape[:-1]), grads[0].reshape(q5.shape)

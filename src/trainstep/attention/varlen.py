@@ -43,7 +43,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tenso
     settings: dict[str, Any] = {"scale": scoring.scale, "window_size": (before, 0)}
     if not scoring.is_causal:
         settings["window_size"] = (-1, -1)
-    tokens_q, tokens_k, tokens_v, offsets = token_first(q, k, v, scoring.cu_seqlens)
+    tokens_q, tokens_k, tokens_v, offsets, longest = token_first(q, k, v, scoring.cu_seqlens)
     if tokens_q.shape[1] != tokens_k.shape[1]:
         settings["enable_gqa"] = True
     if missing := settings.keys() - takes.keys():
@@ -51,6 +51,5 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tenso
             f"torch {torch.__version__}'s varlen_attn takes no {', '.join(sorted(missing))}, which impl='sdpa-flash' "
             f"needs here: {describe(q, k, v)}; use impl='flex' or impl='flash-triton'"
         )
-    longest = int(offsets.diff().max())
     out = varlen_attn(tokens_q, tokens_k, tokens_v, offsets, offsets, longest, longest, **settings)
     return heads_first(cast(Tensor, out), q)

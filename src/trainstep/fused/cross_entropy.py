@@ -16,8 +16,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from trainstep.errors import UnsupportedError, UsageError
-from trainstep.fused.one_piece import NO_SECOND, LossInOnePiece
+from trainstep.errors import UnsupportedError, UsageError, refuse_create_graph
+from trainstep.fused.one_piece import WORDS, LossInOnePiece
 from trainstep.fused.operators import described, operator, require
 from trainstep.fused.triton.cross_entropy import launch_loss
 
@@ -164,8 +164,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True; without this what is computed of them would lack a part
-            raise UnsupportedError(NO_SECOND)
+        refuse_create_graph(*WORDS)
         # In place, as the weight's gradient is large. Asked for it a second time, autograd notices and raises.
         d_states, d_weight, count = ctx.saved_tensors
         factor = grads[0] / count.clamp(min=1)  # without targets the gradients are 0, not NaN

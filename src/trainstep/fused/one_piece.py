@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.errors import UnsupportedError
+from trainstep.errors import refuse_create_graph
 from trainstep.fused.operators import operator
 from trainstep.fused.triton.cross_entropy import launch_loss
 
-NO_SECOND = "the fused loss has no gradients of its gradients (create_graph=True); use eager.linear_cross_entropy"
+WORDS = "the fused loss", "eager.linear_cross_entropy"
+"""Its name, and what has gradients of gradients."""
 
 
 class LossInOnePiece(torch.autograd.Function):
@@ -37,8 +38,7 @@ class LossInOnePiece(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Both products."""
-        if torch.is_grad_enabled():  # create_graph=True; without this what is computed of them would lack a part
-            raise UnsupportedError(NO_SECOND)
+        refuse_create_graph(*WORDS)
         states, weight, errors, count = ctx.saved_tensors
         factor = grads[0] / count.clamp(min=1)  # without targets the gradients are 0, not NaN
         d_states = d_weight = None
