@@ -23,6 +23,7 @@ from trainstep.attention.triton.backward import launch_dkdv, launch_dq
 from trainstep.attention.triton.forward import launch_forward
 from trainstep.attention.tuned import Tile
 from trainstep.casting import matmul_precision
+from trainstep.errors import UnsupportedError
 from trainstep.precision import PrecisionName
 
 SQUARE, WIDE, TALL = Tile(32, 32, 4, 2), Tile(16, 64, 4, 2), Tile(64, 16, 4, 2)
@@ -234,6 +235,14 @@ def test_operators_with_gradients(
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(flash.forward_op, (*leaves, is_causal, scale, window, limits, softcap), test_utils=tests)
+
+
+@pytest.mark.usefixtures("operators_on_cpu")
+def test_gradients_of_gradients_are_an_error() -> None:
+    q = torch.randn(1, 1, 16, 16, requires_grad=True)
+    for call in (lambda: attention(q, q, q, impl="flash-triton"), lambda: FlashAttentionTriton.apply(q, q, q)):
+        with pytest.raises(UnsupportedError, match="our FlashAttention has no gradients of its gradients"):
+            torch.autograd.grad(call().sum(), q, create_graph=True)
 
 
 def test_strides() -> None:
