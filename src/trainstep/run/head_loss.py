@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from trainstep.errors import UnsupportedError
@@ -39,6 +40,7 @@ class HeadLoss:
     def __init__(self, note: Note) -> None:
         self.note = note
         self.linear: Callable[..., Tensor] = F.linear
+        self.updates = 0
         self._heads: dict[int, Head] = {}
         self._dtypes = Dtypes()
         self._is_installed = False
@@ -64,6 +66,10 @@ class HeadLoss:
             return self._logits(input, weight, bias)
 
         F.linear = linear
+        register_optimizer_step_post_hook(self._updated)
+
+    def _updated(self, *_: object) -> None:
+        self.updates += 1
 
     def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         head = self._heads[id(weight)]
@@ -138,9 +144,11 @@ class HeadLoss:
             return "by our kernels", weight_cross_entropy(states, weight, ids, **options)
         from trainstep.model.transformer import chunked_cross_entropy
 
-        return "in chunks, by torch", chunked_cross_entropy(
-            states, lambda part: self.linear(part, weight, bias), ids, **options
-        )
+        def head(part: Tensor) -> Tensor:
+            product.check()  # backward computes logits again
+            return self.linear(part, weight, bias)
+
+        return "in chunks, by torch", chunked_cross_entropy(states, head, ids, **options)
 
 
 def _weights_of_heads(parts: list[nn.Module]) -> Iterator[tuple[nn.Parameter, int]]:

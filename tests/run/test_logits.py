@@ -1,0 +1,74 @@
+"""Logits that are not computed say so where they would be others by now."""
+
+import pytest
+import torch
+
+from tests.run.heads import IDS, WORDS, finder_in, model_of, plain
+from trainstep.errors import UnsupportedError
+
+TOO_LATE = "looks at logits that were not computed, .* after it has changed"
+
+
+@pytest.fixture
+def found(monkeypatch):
+    return finder_in(monkeypatch)
+
+
+class PastVersions(torch.optim.Optimizer):
+    """Somebody's own, whose updates raise no version."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self):
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.data.sub_(each.grad, alpha=group["lr"])
+
+
+OPTIMIZERS = {
+    "plain": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=False),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True),
+    "p.data": lambda parameters: PastVersions(parameters, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_logits_that_are_looked_at_after_an_update_are_refused(name, found):
+    model = model_of()
+    found.see_model(model)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    logits = model(IDS)
+    plain(model, logits).backward()
+    optimizer.step()
+    with pytest.raises(UnsupportedError, match=TOO_LATE):
+        logits.argmax(-1)
+    assert model(IDS).argmax(-1).shape == IDS.shape, "those of the next step are looked at as ever"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_backward_after_an_update_that_computes_logits_again_is_refused(name, found):
+    """Autograd has no weight to watch where the hidden states want no gradient, and sees no fused update at all."""
+    model = model_of()
+    for part in (model.embed, model.body):
+        part.requires_grad_(False)
+    found.see_model(model)
+    optimizer = OPTIMIZERS[name](model.head.parameters())
+    first, second = plain(model, model(IDS)), plain(model, model(IDS.flip(0)))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(UnsupportedError, match=TOO_LATE):
+        second.backward()
+
+
+def test_a_view_from_before_a_change_in_place_is_refused(found):
+    model = model_of()
+    found.see_model(model)
+    logits = model(IDS)
+    view = logits.view(-1, WORDS)
+    logits.mul_(2)
+    with pytest.raises(UnsupportedError, match="changes logits in place"):
+        view.sum()
