@@ -41,6 +41,19 @@ def only_queries(q, k, cos, sin):
     return as_transformers(q, k, cos, sin)[0], k
 
 
+def cast_back(q, k, cos, sin):
+    """As the tables' dtype was only wider for their sake."""
+    return tuple(each.type_as(q) for each in as_transformers(q, k, cos, sin))
+
+
+def cast_first(q, k, cos, sin):
+    return as_transformers(q, k, cos.to(q.dtype), sin.to(q.dtype))
+
+
+def as_tables(q, k, cos, sin):
+    return as_transformers(q.type_as(cos), k.type_as(cos), cos, sin)
+
+
 def of_more(q, k, cos, sin, position_ids):
     return as_transformers(q, k, cos, sin)
 
@@ -51,6 +64,12 @@ def of_others(x, cos, sin):
 
 def unlike_tensors(q, k, cos, sin):
     raise ValueError("for GPUs only")
+
+
+OTHERS = (
+    *(interleaved, turned_back, only_queries, of_more, of_others, unlike_tensors),
+    *(cast_back, cast_first, as_tables),
+)
 
 
 @pytest.fixture
@@ -106,7 +125,7 @@ def test_tables_that_are_wider_widen_the_results(home):
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("function", [interleaved, turned_back, only_queries, of_more, of_others, unlike_tensors])
+@pytest.mark.parametrize("function", OTHERS)
 def test_other_functions_are_left_alone(function, home):
     assert seen(home, function)[0] is function
 
