@@ -111,6 +111,23 @@ def fewer_words(model, logits):
     return F.cross_entropy(logits[..., :WORDS].flatten(0, 1) + logits[..., WORDS - 1 :].flatten(0, 1), IDS.flatten())
 
 
+def padded_words(model, logits):
+    """Of a vocabulary that was made larger for the products' sake."""
+    return F.cross_entropy(logits[..., :5].flatten(0, 1), IDS.flatten() % 5)
+
+
+def padded_third(model, logits):
+    return F.cross_entropy(logits[:, :, :5].flatten(0, 1), IDS.flatten() % 5)
+
+
+def chosen_words(model, logits):
+    return F.cross_entropy(logits[:, :, [0, 1, 2]].flatten(0, 1), IDS.flatten() % 3)
+
+
+def tensor_of_words(model, logits):
+    return F.cross_entropy(logits[:, :, torch.arange(3)].flatten(0, 1), IDS.flatten() % 3)
+
+
 def other_classes(model, logits):
     """Of three dimensions the second has the classes: these are as many as tokens."""
     return F.cross_entropy(logits, IDS.new_zeros(BATCH, WORDS))
@@ -184,6 +201,7 @@ JOINED = {
 }
 LEFT = (
     *(smoothed, weighted, each, legacy, soft, capped, scaled, changed_in_place, fewer_words, other_classes, narrower),
+    *(padded_words, padded_third, chosen_words, tensor_of_words),
     *(gathered, kept, hooked, first_looked_at, own_function, past_functions, pickled),
 )
 MODELS = ({}, {"bias": True}, {"is_tied": True}, {"is_embedding": True})
@@ -271,6 +289,33 @@ def test_autocast_gives_the_dtypes_that_it_gives(is_inside, found):
     for one, other in zip(own[2:], expected[2:], strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.002)
     assert found.notes == ["in chunks, by torch"]
+
+
+@pytest.mark.parametrize("call", [plain, shifted, transformers])
+def test_a_model_in_16_bits_has_losses_in_the_scripts_dtype(call, found):
+    expected = trained(model_of().bfloat16(), call)
+    model = model_of().bfloat16()
+    found.see_model(model)
+    own = trained(model, call)
+    is_wide = call is transformers
+    assert own[0].dtype == expected[0].dtype == (torch.float64 if is_wide else torch.bfloat16)
+    assert found.notes == ([] if is_wide else ["in chunks, by torch"])
+    for one, other in zip(own, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.002)
+
+
+@pytest.mark.parametrize("widen", [lambda logits: logits.double(), lambda logits: logits.float().to(torch.float64)])
+def test_a_loss_in_float64_of_logits_in_float32_is_the_scripts(widen, found):
+    def of(model):
+        loss = plain(model, widen(model(IDS)))
+        loss.backward()
+        return [loss.detach(), *(each.grad for each in model.parameters())]
+
+    expected = of(model_of().float())
+    model = model_of().float()
+    found.see_model(model)
+    torch.testing.assert_close(of(model), expected, rtol=0, atol=0)
+    assert found.notes == []
 
 
 def test_hooks_of_modules_and_checkpoints_have_their_gradients(found):

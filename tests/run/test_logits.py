@@ -5,6 +5,7 @@ import torch
 
 from tests.run.heads import IDS, WORDS, finder_in, model_of, plain
 from trainstep.errors import UnsupportedError
+from trainstep.run.logits import Logits
 
 TOO_LATE = "looks at logits that were not computed, .* after it has changed"
 
@@ -72,3 +73,14 @@ def test_a_view_from_before_a_change_in_place_is_refused(found):
     logits.mul_(2)
     with pytest.raises(UnsupportedError, match="changes logits in place"):
         view.sum()
+
+
+def test_an_index_is_as_it_was_when_it_was_used(found):
+    model = model_of()
+    expected = model(IDS)[IDS > 4].sum()
+    found.see_model(model)
+    chosen = IDS > 4
+    part = model(IDS)[chosen]
+    chosen.logical_not_()
+    assert isinstance(part, Logits)
+    torch.testing.assert_close(part.sum(), expected)

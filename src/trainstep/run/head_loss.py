@@ -91,8 +91,9 @@ class HeadLoss:
             return None
         if name in CASTS:
             dtype = cast_to(name, args, kwargs)
-            is_wider = dtype is not None and torch.promote_types(own.dtype, dtype) == dtype
-            return _then(own, Tensor.to, (own, dtype), {}, own.states, dtype) if is_wider else None
+            # To float64 from less is none that a loss has: it computes in float32.
+            is_kept = dtype == own.dtype or (dtype == torch.float32 and own.dtype in (torch.float16, torch.bfloat16))
+            return _then(own, Tensor.to, (own, dtype), {}, own.states, dtype) if is_kept else None
         if name == "contiguous" and len(args) == 1 and not kwargs:
             return _then(own, func, args, kwargs, own.states)
         if own.is_second:
