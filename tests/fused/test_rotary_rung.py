@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from tests.fused.places import DEVICE, DTYPES, HERE, draw
 from trainstep.bench.check.fused import compare, differentiate, expected
@@ -137,6 +138,16 @@ def test_what_the_kernel_does_not_take_is_the_scripts(home):
     swapped = q.transpose(1, 2)
     assert torch.equal(function(swapped, swapped, cos, sin, 2)[0], as_transformers(swapped, swapped, cos, sin, 2)[0])
     assert function(q.double(), q.double(), cos, sin)[0].dtype == torch.float64
+    assert notes == []
+
+
+def test_forward_mode_ad_is_the_scripts(home):
+    function, notes, _ = seen(home, as_transformers)
+    q, given = draw(1, 2, LENGTH, WIDTH, grad=False), tables()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, q.cos())
+        own, expected = (each(dual, dual, *given)[0] for each in (function, as_transformers))
+        assert torch.equal(forward_ad.unpack_dual(own).tangent, forward_ad.unpack_dual(expected).tangent)
     assert notes == []
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 from tests.run.heads import BATCH, IDS, LENGTH, WIDTH, WORDS, Model, finder_in, model_of, plain
 from trainstep.errors import UnsupportedError
@@ -337,6 +338,21 @@ def test_hooks_of_modules_and_checkpoints_have_their_gradients(found):
         torch.testing.assert_close(of(model, is_hooked, is_reentrant), expected)
         assert ("in chunks, by torch" in found.notes) is not is_hooked
         found.notes.clear()
+
+
+def test_forward_mode_ad_is_the_scripts(found):
+    model = model_of()
+    x = torch.linspace(-1, 1, BATCH * LENGTH * WIDTH).double().view(BATCH, LENGTH, WIDTH)
+
+    def tangent():
+        with forward_ad.dual_level():
+            loss = plain(model, model.head(forward_ad.make_dual(x, x.cos())))
+            return forward_ad.unpack_dual(loss).tangent
+
+    expected = tangent()
+    found.see_model(model)
+    assert torch.equal(tangent(), expected)
+    assert isinstance(model.head(x), Logits)
 
 
 def test_a_layer_that_is_last_is_a_head_of_tokens_and_no_classifier(found):

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from trainstep.errors import UnsupportedError
 from trainstep.run.lines import line_of_call
 from trainstep.run.logits import Head, Logits, Product
-from trainstep.run.uncomputed import CASTS, SELF, Dtypes, cast_to
+from trainstep.run.uncomputed import CASTS, SELF, Dtypes, cast_to, is_transformed
 
 Note = Callable[[str, str], object]
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
@@ -172,7 +172,7 @@ def _may_be_logits(hidden: Any, weight: Tensor, bias: Any) -> bool:
     tensors = [hidden, weight] if bias is None else [hidden, weight, bias]
     if type(hidden) is not Tensor or type(weight) is not nn.Parameter or type(bias) not in (nn.Parameter, type(None)):
         return False
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(each) or each.is_inference() for each in tensors):
+    if is_transformed(*tensors) or any(each.is_inference() for each in tensors):
         return False
     return (
         torch.is_grad_enabled()

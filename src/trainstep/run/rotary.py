@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from trainstep.errors import UnsupportedError
 from trainstep.fused import eager
 from trainstep.run.lines import line_of_call
+from trainstep.run.uncomputed import is_transformed
 
 Note = Callable[[str, str], object]
 HOW = "by our kernel"
@@ -133,7 +134,7 @@ def _turns_dtypes(function: Callable[..., Any], dtype: torch.dtype, of_tables: t
 
 def _kernel_takes(q: Any, k: Any, cos: Any, sin: Any) -> bool:
     given = q, k, cos, sin
-    if any(type(each) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(each) for each in given):
+    if any(type(each) is not Tensor for each in given) or is_transformed(*given):
         return False
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or not (q.numel() and k.numel()):
         return False
