@@ -366,6 +366,13 @@ def test_a_layer_that_is_last_is_a_head_of_tokens_and_no_classifier(found):
     assert type(model[0](torch.randn(2, 9, WIDTH))) is torch.Tensor
 
 
+def test_a_weight_at_the_address_of_a_head_that_is_gone_is_none(found):
+    model, other = model_of(), model_of()
+    found.see_model(model)
+    found._heads[id(other.head.weight)] = found._heads.pop(id(model.head.weight))
+    assert type(other(IDS)) is torch.Tensor
+
+
 def test_sharded_weights_are_left_alone(found):
     class FSDPModule:
         pass

@@ -84,3 +84,63 @@ def test_an_index_is_as_it_was_when_it_was_used(found):
     chosen.logical_not_()
     assert isinstance(part, Logits)
     torch.testing.assert_close(part.sum(), expected)
+
+
+def past_functions(logits):
+    """As C++ code uses tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return (logits * 2).square().mean()
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "storage"])
+def test_what_logits_come_of_is_as_it_was_where_their_loss_is_computed(name, found):
+    model = model_of()
+    found.see_model(model)
+    hidden = torch.tanh(model.body(model.embed(IDS)))
+    logits = model.head(hidden)
+    with torch.no_grad():
+        if name == "storage":
+            model.head.weight.untyped_storage().resize_(0)  # as wrappers free what they have gathered
+        else:
+            {"hidden": hidden, "weight": model.head.weight}[name].mul_(2)
+    with pytest.raises(UnsupportedError, match=TOO_LATE):
+        plain(model, logits)
+    with pytest.raises(UnsupportedError, match=TOO_LATE):
+        logits.sum()
+
+
+def test_gradients_past_functions_are_of_the_weights_that_there_were(found):
+    model = model_of()
+    found.see_model(model)
+    loss = past_functions(model(IDS))
+    plain(model, model(IDS)).backward()
+    OPTIMIZERS["fused"](model.parameters()).step()
+    with pytest.raises(UnsupportedError, match=TOO_LATE):
+        loss.backward()
+
+
+def test_gradients_past_functions_of_logits_that_were_changed_in_place_are_refused(found):
+    """The node behind them has the gradients of what they were."""
+    model = model_of()
+    found.see_model(model)
+    logits = model(IDS)
+    logits.mul_(2)
+    loss = past_functions(logits)
+    with pytest.raises(UnsupportedError, match="changes logits in place"):
+        loss.backward()
+
+
+def test_a_change_in_place_past_functions_is_refused(found):
+    model = model_of()
+    found.see_model(model)
+    logits = model(IDS)
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(UnsupportedError, match="is to change logits in place"):
+        logits.mul_(2)
+
+
+def test_gradients_of_gradients_past_functions_are_refused(found):
+    model = model_of()
+    found.see_model(model)
+    loss = past_functions(model(IDS))
+    with pytest.raises(UnsupportedError, match="no gradients of their gradients"):
+        torch.autograd.grad(loss, model.head.weight, create_graph=True)
