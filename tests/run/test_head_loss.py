@@ -366,6 +366,33 @@ def test_a_layer_that_is_last_is_a_head_of_tokens_and_no_classifier(found):
     assert type(model[0](torch.randn(2, 9, WIDTH))) is torch.Tensor
 
 
+class Blocks(Model):
+    """Of blocks as wide inside as the model has positions, with a table of distances in each. The head is a list's."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Embedding(4 * WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Embedding(WIDTH, 1))
+            for _ in range(2)
+        )
+        self.heads = nn.ModuleList([self.head])
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.positions.weight[: ids.shape[1]]
+        for block in self.blocks:
+            inside = block[0](x)
+            assert type(inside) is torch.Tensor
+            x = x + block[2](block[1](inside))
+        return self.head(x)
+
+
+def test_layers_in_blocks_are_no_heads(found):
+    model = Blocks()
+    found.see_model(model)
+    assert isinstance(model(IDS), Logits)
+
+
 def test_a_weight_at_the_address_of_a_head_that_is_gone_is_none(found):
     model, other = model_of(), model_of()
     found.see_model(model)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from trainstep.blocks import find_blocks
 from trainstep.errors import UnsupportedError
 from trainstep.run.lines import line_of_call
 from trainstep.run.logits import Head, Logits, Product
@@ -47,10 +48,9 @@ class HeadLoss:
 
     def see_model(self, module: nn.Module) -> None:
         """A model that is about to be called in training; its heads are looked for."""
-        parts = list(module.modules())
-        if any(kind.__name__ in _SHARDED for part in parts for kind in type(part).__mro__):
+        if any(kind.__name__ in _SHARDED for part in module.modules() for kind in type(part).__mro__):
             return
-        for weight, least_dims in _weights_of_heads(parts):
+        for weight, least_dims in _weights_of_heads(module):
             self._heads[id(weight)] = Head(weight, least_dims)
         if self._heads and not self._is_installed:
             self._is_installed = True
@@ -152,10 +152,13 @@ class HeadLoss:
         return "in chunks, by torch", chunked_cross_entropy(states, head, ids, **options)
 
 
-def _weights_of_heads(parts: list[nn.Module]) -> Iterator[tuple[nn.Parameter, int]]:
+def _weights_of_heads(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
     """Those of linear layers as wide as an embedding has rows, of the last one, and of embeddings themselves; each with
     how many dimensions its input has at least. A last one that is as wide as nothing may be a classifier's, whose
-    logits are few: its input has to have tokens."""
+    logits are few: its input has to have tokens. What is in a block is none, though positions may be as many as an MLP
+    is wide."""
+    in_blocks = {part for block in find_blocks(module) for part in block.modules() if part is not block}
+    parts = [part for part in module.modules() if part not in in_blocks]
     embeddings = [part for part in parts if isinstance(part, nn.Embedding)]
     linears = [part for part in parts if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward]
     rows = {each.num_embeddings for each in embeddings}
