@@ -7,6 +7,7 @@ from torch import nn
 
 from tests.fused.places import DEVICE, DTYPES, HERE, draw
 from trainstep.bench.check.fused import compare, expected
+from trainstep.errors import UnsupportedError
 from trainstep.run.head_loss import HeadLoss
 
 pytestmark = HERE
@@ -36,3 +37,15 @@ def test_the_kernels_take_what_a_script_does_with_its_logits(dtype, reduction, m
     assert [each.dtype for each in found] == [each.dtype for each in plain]
     budget = compare(found, plain, exact, ("loss", "dhidden", "dweight"))
     assert budget.within, str(budget)
+
+
+@pytest.mark.parametrize("is_weight", [True, False])
+def test_what_logits_come_of_is_as_it_was_where_the_kernels_compute_their_loss(is_weight, monkeypatch) -> None:
+    monkeypatch.setattr(F, "linear", F.linear)
+    head, hidden = nn.Linear(8, 23, bias=False, device=DEVICE), draw(2, 9, 8)
+    HeadLoss(lambda line, how: None).see_model(head)
+    logits = F.linear(hidden, head.weight)
+    with torch.no_grad():
+        (head.weight if is_weight else hidden).mul_(2)
+    with pytest.raises(UnsupportedError, match="after it has changed what they come of"):
+        F.cross_entropy(logits.flatten(0, 1), torch.zeros(18, dtype=torch.int64, device=DEVICE))

@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from tests.fused.places import DEVICE, DTYPES, HERE, draw
 from trainstep.bench.check.fused import compare, differentiate, expected
@@ -41,6 +42,19 @@ def only_queries(q, k, cos, sin):
     return as_transformers(q, k, cos, sin)[0], k
 
 
+def cast_back(q, k, cos, sin):
+    """As the tables' dtype was only wider for their sake."""
+    return tuple(each.type_as(q) for each in as_transformers(q, k, cos, sin))
+
+
+def cast_first(q, k, cos, sin):
+    return as_transformers(q, k, cos.to(q.dtype), sin.to(q.dtype))
+
+
+def as_tables(q, k, cos, sin):
+    return as_transformers(q.type_as(cos), k.type_as(cos), cos, sin)
+
+
 def of_more(q, k, cos, sin, position_ids):
     return as_transformers(q, k, cos, sin)
 
@@ -51,6 +65,12 @@ def of_others(x, cos, sin):
 
 def unlike_tensors(q, k, cos, sin):
     raise ValueError("for GPUs only")
+
+
+OTHERS = (
+    *(interleaved, turned_back, only_queries, of_more, of_others, unlike_tensors),
+    *(cast_back, cast_first, as_tables),
+)
 
 
 @pytest.fixture
@@ -106,7 +126,7 @@ def test_tables_that_are_wider_widen_the_results(home):
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("function", [interleaved, turned_back, only_queries, of_more, of_others, unlike_tensors])
+@pytest.mark.parametrize("function", OTHERS)
 def test_other_functions_are_left_alone(function, home):
     assert seen(home, function)[0] is function
 
@@ -118,6 +138,16 @@ def test_what_the_kernel_does_not_take_is_the_scripts(home):
     swapped = q.transpose(1, 2)
     assert torch.equal(function(swapped, swapped, cos, sin, 2)[0], as_transformers(swapped, swapped, cos, sin, 2)[0])
     assert function(q.double(), q.double(), cos, sin)[0].dtype == torch.float64
+    assert notes == []
+
+
+def test_forward_mode_ad_is_the_scripts(home):
+    function, notes, _ = seen(home, as_transformers)
+    q, given = draw(1, 2, LENGTH, WIDTH, grad=False), tables()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, q.cos())
+        own, expected = (each(dual, dual, *given)[0] for each in (function, as_transformers))
+        assert torch.equal(forward_ad.unpack_dual(own).tangent, forward_ad.unpack_dual(expected).tangent)
     assert notes == []
 
 

@@ -58,15 +58,21 @@ def test_what_is_called_off_is_not_called() -> None:
     assert not seen
 
 
-def test_a_module_that_is_loaded_later_has_its_attributes_when_the_call_is_made() -> None:
-    """Its class hides the module's own `__getattr__`, by which numpy has `random` and `fft`."""
-    seen: list[str] = []
-    after_import(NAME, lambda: seen.append(sys.modules[NAME].anything))
+def lazy() -> ModuleType:
+    """The module, which loads when something is asked of it."""
     spec = importlib.util.find_spec(NAME)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     module.__class__ = Lazy
     sys.modules[NAME] = module
+    return module
+
+
+def test_a_module_that_is_loaded_later_has_its_attributes_when_the_call_is_made() -> None:
+    """Its class hides the module's own `__getattr__`, by which numpy has `random` and `fft`."""
+    seen: list[str] = []
+    after_import(NAME, lambda: seen.append(sys.modules[NAME].anything))
+    module = lazy()
     assert not seen
     assert module.HERE == 1
     assert seen == ["anything on demand"]
@@ -87,9 +93,13 @@ def test_pythons_lazy_modules_are_called_when_they_load() -> None:
     assert seen == ["anything on demand"]
 
 
-def test_a_module_that_chooses_its_class_keeps_it(tmp_path: Path) -> None:
-    own = "import sys, types\nclass Own(types.ModuleType): pass\nsys.modules[__name__].__class__ = Own\n"
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_a_module_that_chooses_its_class_keeps_it(is_lazy: bool, tmp_path: Path) -> None:
+    own = "import sys, types\nclass Own(types.ModuleType): pass\nHERE = 1\nsys.modules[__name__].__class__ = Own\n"
     (tmp_path / f"{NAME}.py").write_text(own)
     importlib.invalidate_caches()
-    after_import(NAME, lambda: None)
-    assert type(importlib.import_module(NAME)).__name__ == "Own"
+    seen: list[str] = []
+    after_import(NAME, lambda: seen.append(type(sys.modules[NAME]).__name__))
+    module = lazy() if is_lazy else importlib.import_module(NAME)
+    assert module.HERE == 1
+    assert seen == ["Own"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 from trainstep.errors import UnsupportedError
 from trainstep.run.written_out import Finder
@@ -203,6 +204,20 @@ def test_what_is_mapped_over_is_computed(found):
     expected = several @ k.mT
     looking()
     torch.testing.assert_close(torch.vmap(lambda own: own @ k.mT)(several), expected)
+
+
+def test_forward_mode_ad_is_the_scripts(found):
+    _, (q, k, v) = drawn()
+
+    def tangent():
+        with forward_ad.dual_level():
+            weights = (forward_ad.make_dual(q.detach(), q.cos().detach()) @ k.mT).softmax(-1)
+            return forward_ad.unpack_dual(weights @ v).tangent
+
+    expected = tangent()
+    looking()
+    assert torch.equal(tangent(), expected)
+    assert found == []
 
 
 def test_a_mask_that_is_not_causal_later_is_seen(found):

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from trainstep.blocks import find_blocks
 from trainstep.errors import UnsupportedError
 from trainstep.run.lines import line_of_call
 from trainstep.run.logits import Head, Logits, Product
-from trainstep.run.uncomputed import CASTS, SELF, Dtypes, cast_to
+from trainstep.run.uncomputed import CASTS, SELF, Dtypes, cast_to, is_transformed
 
 Note = Callable[[str, str], object]
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
@@ -39,16 +41,16 @@ class HeadLoss:
     def __init__(self, note: Note) -> None:
         self.note = note
         self.linear: Callable[..., Tensor] = F.linear
+        self.updates = 0
         self._heads: dict[int, Head] = {}
         self._dtypes = Dtypes()
         self._is_installed = False
 
     def see_model(self, module: nn.Module) -> None:
         """A model that is about to be called in training; its heads are looked for."""
-        parts = list(module.modules())
-        if any(kind.__name__ in _SHARDED for part in parts for kind in type(part).__mro__):
+        if any(kind.__name__ in _SHARDED for part in module.modules() for kind in type(part).__mro__):
             return
-        for weight, least_dims in _weights_of_heads(parts):
+        for weight, least_dims in _weights_of_heads(module):
             self._heads[id(weight)] = Head(weight, least_dims)
         if self._heads and not self._is_installed:
             self._is_installed = True
@@ -64,6 +66,10 @@ class HeadLoss:
             return self._logits(input, weight, bias)
 
         F.linear = linear
+        register_optimizer_step_post_hook(self._updated)
+
+    def _updated(self, *_: object) -> None:
+        self.updates += 1
 
     def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         head = self._heads[id(weight)]
@@ -85,8 +91,9 @@ class HeadLoss:
             return None
         if name in CASTS:
             dtype = cast_to(name, args, kwargs)
-            is_wider = dtype is not None and torch.promote_types(own.dtype, dtype) == dtype
-            return _then(own, Tensor.to, (own, dtype), {}, own.states, dtype) if is_wider else None
+            # To float64 from less is none that a loss has: it computes in float32.
+            is_kept = dtype == own.dtype or (dtype == torch.float32 and own.dtype in (torch.float16, torch.bfloat16))
+            return _then(own, Tensor.to, (own, dtype), {}, own.states, dtype) if is_kept else None
         if name == "contiguous" and len(args) == 1 and not kwargs:
             return _then(own, func, args, kwargs, own.states)
         if own.is_second:
@@ -138,15 +145,20 @@ class HeadLoss:
             return "by our kernels", weight_cross_entropy(states, weight, ids, **options)
         from trainstep.model.transformer import chunked_cross_entropy
 
-        return "in chunks, by torch", chunked_cross_entropy(
-            states, lambda part: self.linear(part, weight, bias), ids, **options
-        )
+        def head(part: Tensor) -> Tensor:
+            product.check()  # backward computes logits again
+            return self.linear(part, weight, bias)
+
+        return "in chunks, by torch", chunked_cross_entropy(states, head, ids, **options)
 
 
-def _weights_of_heads(parts: list[nn.Module]) -> Iterator[tuple[nn.Parameter, int]]:
+def _weights_of_heads(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
     """Those of linear layers as wide as an embedding has rows, of the last one, and of embeddings themselves; each with
     how many dimensions its input has at least. A last one that is as wide as nothing may be a classifier's, whose
-    logits are few: its input has to have tokens."""
+    logits are few: its input has to have tokens. What is in a block is none, though positions may be as many as an MLP
+    is wide."""
+    in_blocks = {part for block in find_blocks(module) for part in block.modules() if part is not block}
+    parts = [part for part in module.modules() if part not in in_blocks]
     embeddings = [part for part in parts if isinstance(part, nn.Embedding)]
     linears = [part for part in parts if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward]
     rows = {each.num_embeddings for each in embeddings}
@@ -163,7 +175,7 @@ def _may_be_logits(hidden: Any, weight: Tensor, bias: Any) -> bool:
     tensors = [hidden, weight] if bias is None else [hidden, weight, bias]
     if type(hidden) is not Tensor or type(weight) is not nn.Parameter or type(bias) not in (nn.Parameter, type(None)):
         return False
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(each) or each.is_inference() for each in tensors):
+    if is_transformed(*tensors) or any(each.is_inference() for each in tensors):
         return False
     return (
         torch.is_grad_enabled()

@@ -41,9 +41,10 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         spec.loader = module.__loader__ = self._loader
         begun_as = type(module)
         self._loader.exec_module(module)
-        if begun_as is not ModuleType and type(module) is begun_as:
-            # One that is loaded when something is asked of it, as wandb makes numpy, becomes a plain module after this;
-            # until then its class hides the module's own `__getattr__`, by which numpy has `random`.
+        if type(module) is begun_as:
+            # One that is loaded when something is asked of it, as wandb makes numpy, becomes a plain module after this,
+            # unless its code chose a class; until then its class hides the module's own `__getattr__`, by which numpy
+            # has `random`. A plain module stays one.
             module.__class__ = ModuleType
         self._call()
 

@@ -27,6 +27,7 @@ class Finder(Protocol):
 
     linear: Callable[..., Tensor]  # torch's own
     note: Callable[[str, str], object]
+    updates: int  # steps of optimizers until now
 
     def further(self, own: Logits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         """What comes of another call, or None where that computes them."""
@@ -50,16 +51,23 @@ class Product:
         self.value: Tensor | None = None
         self.is_joined = False
         self._versions, self._version = self._versions_now(), 0
+        self._updates = finder.updates
 
     def inputs(self) -> tuple[Tensor, ...]:
         return (self.hidden, self.weight) if self.bias is None else (self.hidden, self.weight, self.bias)
 
     def check(self) -> None:
-        """Raise `UnsupportedError` where something was changed since, so that it is too late to compute it."""
-        if self._versions_now() != self._versions or not self.weight.untyped_storage().nbytes():
+        """Raise `UnsupportedError` where something was changed since, so that it is too late to compute it.
+
+        Fused optimizers, and those that write to `weight.data`, leave a weight's version as it is: so updates are
+        counted beside versions, those of other weights too, as an optimizer may hold copies of these.
+        """
+        is_changed = self._versions_now() != self._versions or self.finder.updates != self._updates
+        if is_changed or not self.weight.untyped_storage().nbytes():
             raise UnsupportedError(
-                "the script looks at logits that were not computed after it has changed what they come of (by an "
-                "update, or in place): let it use them before, or as `logits.detach()` from the beginning"
+                "the script looks at logits that were not computed, or at gradients of them, after it has changed what "
+                "they come of (by an update, or in place): let it use them before, or as `logits.detach()` from the "
+                "beginning"
             )
 
     def after(self, calls: tuple[Call, ...]) -> Tensor:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from trainstep.errors import UnsupportedError
 from trainstep.fused import eager
 from trainstep.run.lines import line_of_call
+from trainstep.run.uncomputed import is_transformed
 
 Note = Callable[[str, str], object]
-Tables = tuple[Tensor, Tensor]  # (S, K/2) each
 HOW = "by our kernel"
 
 
@@ -103,20 +103,30 @@ def _turns(function: Callable[..., Any]) -> bool:
         return False
     if names[:4] != ["q", "k", "cos", "sin"]:
         return False
-    q, k = (torch.linspace(-1, 2, heads * 48, dtype=torch.float64).cos().view(2, heads, 3, 8) for heads in (4, 2))
-    angles = torch.linspace(0, 3, 3 * 4, dtype=torch.float64).view(3, 4)
+    return all(_turns_dtypes(function, *dtypes) for dtypes in _DTYPES)
+
+
+_DTYPES = ((torch.float64, torch.float64), (torch.float32, torch.float64), (torch.float64, torch.float32))
+"""Of (q, k) and of tables. Where they differ, ours come in the wider one, as products do, and some cast theirs back."""
+
+
+def _turns_dtypes(function: Callable[..., Any], dtype: torch.dtype, of_tables: torch.dtype) -> bool:
+    q, k = (torch.linspace(-1, 2, heads * 48, dtype=dtype).cos().view(2, heads, 3, 8) for heads in (4, 2))
+    angles = torch.linspace(0, 3, 3 * 4, dtype=of_tables).view(3, 4)
     cos, sin = angles.cos(), 1.5 * angles.sin()
     try:
         with torch.no_grad():
             found = function(q, k, *(torch.cat((each, each), -1)[None] for each in (cos, sin)))
     except Exception:  # of somebody else's: whatever it does not take, it is not this
         return False
-    expected = eager.rope(q, k, cos, sin)
+    expected = eager.rope(*(each.double() for each in (q, k, cos, sin)))
     return (
         isinstance(found, tuple)
         and len(found) == 2
         and all(
-            isinstance(own, Tensor) and own.shape == other.shape and torch.allclose(own, other, rtol=1e-9, atol=1e-12)
+            isinstance(own, Tensor)
+            and (own.shape, own.dtype) == (other.shape, torch.float64)
+            and torch.allclose(own, other, rtol=1e-9, atol=1e-12)
             for own, other in zip(found, expected, strict=True)
         )
     )
@@ -124,7 +134,7 @@ def _turns(function: Callable[..., Any]) -> bool:
 
 def _kernel_takes(q: Any, k: Any, cos: Any, sin: Any) -> bool:
     given = q, k, cos, sin
-    if any(type(each) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(each) for each in given):
+    if any(type(each) is not Tensor for each in given) or is_transformed(*given):
         return False
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or not (q.numel() and k.numel()):
         return False

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 SELF = object()
 """Among the arguments of a call that was taken note of: the result of the call before."""
@@ -57,6 +58,15 @@ def after(value: Any, calls: tuple[Call, ...]) -> Any:
     for func, args, kwargs in calls:
         value = func(*(value if each is SELF else each for each in args), **kwargs)
     return value
+
+
+def is_transformed(*tensors: Tensor) -> bool:
+    """Whether any is of torch.func's transforms, or has a tangent (forward-mode AD): nodes with a backward alone do not
+    know what to do with these."""
+    return any(
+        torch._C._functorch.is_functorch_wrapped_tensor(each) or unpack_dual(each).tangent is not None
+        for each in tensors
+    )
 
 
 class State(NamedTuple):

@@ -32,6 +32,7 @@ from trainstep.run.uncomputed import (
     after,
     as_written,
     cast_to,
+    is_transformed,
     known,
     state_of,
 )
@@ -216,7 +217,7 @@ def _may_be_scores(query: Any, key: Any) -> bool:
     """Whether two factors may be queries and transposed keys: activations of equal batch and heads."""
     if type(query) is not Tensor or type(key) is not Tensor:
         return False
-    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (query, key))):  # under vmap
+    if is_transformed(query, key):
         return False
     return (
         query.dim() in (3, 4)
