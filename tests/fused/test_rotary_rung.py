@@ -161,6 +161,15 @@ def test_tables_that_do_not_repeat_are_left_to_the_script_from_then_on(home):
     assert notes == []
 
 
+def test_tables_that_are_changed_in_place_are_looked_at_again(home):
+    function, notes, _ = seen(home, as_transformers)
+    q, (cos, sin) = draw(1, 2, LENGTH, WIDTH), tables()
+    function(q, q, cos, sin)
+    assert len(notes) == 1
+    cos[0, 3, 1] += 1
+    assert torch.equal(function(q, q, cos, sin)[0], as_transformers(q, q, cos, sin)[0])
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_asked_for_its_tables_until_the_first_update_only(home):
     function, _, finder = seen(home, as_transformers)

@@ -60,7 +60,7 @@ class _Replaced:
     def __init__(self, finder: Rotary, original: Callable[..., Any]) -> None:
         self._finder, self._original = finder, original
         self._is_left = False  # it was given tables that do not repeat
-        self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None  # tables that were looked at
+        self._last: list[tuple[weakref.ref[Tensor], int | None]] = []  # tables that were looked at, and their versions
 
     def function(self) -> Callable[..., Any]:
         """What takes its place."""
@@ -82,7 +82,11 @@ class _Replaced:
 
     def _repeat(self, cos: Tensor, sin: Tensor) -> bool:
         """Whether tables repeat; looked at once for all layers that are given the same ones."""
-        if self._last and self._last[0]() is cos and self._last[1]() is sin:
+        now = [(each, _version(each)) for each in (cos, sin)]
+        if self._last and all(
+            known() is each and version == before and version is not None
+            for (known, before), (each, version) in zip(self._last, now, strict=True)
+        ):
             return True
         half = cos.shape[-1] // 2
         repeats = torch.stack([(each[..., :half] == each[..., half:]).all() for each in (cos, sin)]).all()
@@ -90,9 +94,14 @@ class _Replaced:
             torch._assert_async(repeats)
         elif not bool(repeats):
             return False
-        self._last = weakref.ref(cos), weakref.ref(sin)
+        self._last = [(weakref.ref(each), version) for each, version in now]
         self._finder.note(line_of_call(), HOW)
         return True
+
+
+def _version(table: Tensor) -> int | None:
+    """How often it was changed in place; None of inference mode's tensors, of which nobody knows."""
+    return None if table.is_inference() else table._version
 
 
 def _turns(function: Callable[..., Any]) -> bool:
