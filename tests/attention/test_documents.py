@@ -56,7 +56,7 @@ def test_the_reference_across_tiles_is_exact_to_the_rounding_of_float64() -> Non
             assert relative_error(x, expected[name]) < 1e-14, name
 
 
-@pytest.mark.parametrize("impl", ["flex", "eager-compiled"])
+@pytest.mark.parametrize("impl", [pytest.param("flex", marks=pytest.mark.thorough), "eager-compiled"])
 def test_compiled(impl: str) -> None:
     q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
     for offsets in (OFFSETS, torch.tensor([0, 20, 20, 20, 40])):  # which are not compiled into it

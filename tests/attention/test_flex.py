@@ -19,6 +19,7 @@ def test_without_gradients(impl: str) -> None:
     assert_within_budget({"o": o}, q, k, v, do, True, 0.25)
 
 
+@pytest.mark.thorough
 def test_softcaps_without_gradients() -> None:
     q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
     for softcap in (0.5, 2.0):

@@ -283,14 +283,14 @@ def test_in_one_piece_it_may_be_differentiated_again() -> None:
 def test_sums_over_many_tokens_stay_within_float16() -> None:
     """A gradient of the weight, before it is divided by the number of targets, goes beyond 65,504."""
     hidden, weight = (
-        draw(4096, 8, dtype=torch.float16, seed=1, grad=False) + 40,
+        draw(256, 8, dtype=torch.float16, seed=1, grad=False) + 400,
         draw(9, 8, dtype=torch.float16, seed=2),
     )
-    targets = torch.zeros(4096, dtype=torch.int64, device=DEVICE)
+    targets = torch.zeros(256, dtype=torch.int64, device=DEVICE)
     budget = check(fused(None), eager.linear_cross_entropy, (hidden.requires_grad_(), weight, targets), NAMES)
     assert budget.within, str(budget)
     (dweight,) = torch.autograd.grad(fused(None)(hidden, weight, targets), weight)
-    assert 4096 * dweight.float().abs().max() > 65_504
+    assert 256 * dweight.float().abs().max() > 65_504
 
 
 def test_gradients_of_a_float16_weight_are_scaled_after_their_sum() -> None:

@@ -50,15 +50,22 @@ def compilers() -> Iterator[Executor]:
         yield pool
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(slice(0, None, 2), id="half"),
+        pytest.param(slice(1, None, 2), id="rest", marks=pytest.mark.thorough),
+    ],
+)
 @pytest.mark.parametrize("arch", CAPABILITY)
-def test_every_portable_configuration_compiles_and_fits(arch: str, compilers: Executor) -> None:
+def test_every_portable_configuration_compiles_and_fits(arch: str, part: slice, compilers: Executor) -> None:
     # A causal kernel contains the full one: where both have one configuration, compiling it says both.
     rows = [
         row
         for row, tile in PORTABLE.items()
         if row.gpu == arch and (row.is_causal or tile != PORTABLE[row._replace(is_causal=True)])
-    ]
-    assert len(rows) >= 45
+    ][part]
+    assert len(rows) >= 22
     compiled = dict(zip(rows, compilers.map(_portable, rows), strict=True))
     too_large = {row: c.shared_bytes for row, c in compiled.items() if c.shared_bytes > LIMITS[arch]}
     assert not too_large
@@ -71,7 +78,7 @@ def test_every_portable_configuration_compiles_and_fits(arch: str, compilers: Ex
         small = {row: c for row, c in compiled.items() if row.precision == "16-bit" and row.head_dim <= 32}
         assert small
         assert all("wgmma.mma_async" in c.ptx and c.spilled_bytes == 0 for c in small.values())
-        assert _read(compilers, [c for c in compiled.values() if reads_registers(c.ptx)]) >= 40
+        assert _read(compilers, [c for c in compiled.values() if reads_registers(c.ptx)]) >= 20
 
 
 MORE = (("window",), ("bounds_ptr",), ("window", "bounds_ptr", "cap"))
