@@ -1,6 +1,7 @@
 """A policy is the same after a file, and a file that is none is named."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,24 @@ def test_a_file_says_the_same(tmp_path):
     POLICY.save(tmp_path / "made" / "fit.json")
     assert Policy.load(tmp_path / "made" / "fit.json") == POLICY
     assert policy_of(f"@{tmp_path}/made/fit.json") == POLICY
+
+
+def test_a_file_that_is_written_again_is_there_all_the_while(tmp_path, monkeypatch):
+    """Every rank writes it, and reads it as soon as it has."""
+    path, policy = tmp_path / "fit.json", Policy({"blocks.0": BlockPolicy(recompute=True)})
+    policy.save(path)
+    written, seen = Path.write_text, []
+
+    def write(own, *arguments, **options):
+        seen.append(Policy.load(path) == policy)
+        own.open("w").close()
+        seen.append(Policy.load(path) == policy)
+        return written(own, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", write)
+    policy.save(path)
+    assert seen == [True, True]
+    assert [each.name for each in tmp_path.iterdir()] == ["fit.json"]
 
 
 def test_a_step_takes_the_name_of_a_file_and_no_formula_is_used_for_it():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,13 +62,15 @@ class Policy:
     blocks: Mapping[str, BlockPolicy] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Write the policy as JSON, a line for each block."""
+        """Write the policy as JSON, a line for each block; ranks may write and read one file at the same time."""
         lines = [
             f"    {json.dumps(name)}: {json.dumps(dataclasses.asdict(block))}" for name, block in self.blocks.items()
         ]
         text = f'{{\n  "format": {json.dumps(FORMAT)},\n  "blocks": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
 
     @staticmethod
     def load(path: Path) -> Policy:

@@ -2,6 +2,7 @@ import functools
 import json
 import re
 from collections import deque
+from statistics import median
 
 import pytest
 import torch
@@ -36,8 +37,9 @@ def test_every_phase_of_every_mode():
         assert record.case["batch"] == 2
         assert record.case["context"] == 32
         assert record.environment["torch"] == torch.__version__
-    for step_ms, *laps in zip(whole.samples["step"], *(whole.samples[name] for name in phases), strict=True):
-        assert 0.5 * step_ms <= sum(laps) <= step_ms
+    laps = [sum(each) for each in zip(*(whole.samples[name] for name in phases), strict=True)]
+    assert all(each <= step_ms for each, step_ms in zip(laps, whole.samples["step"], strict=True))
+    assert median(laps) >= 0.5 * median(whole.samples["step"]), "in a single one another process may come between"
 
 
 def test_the_numbers_follow_from_the_samples():

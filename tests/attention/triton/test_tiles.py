@@ -50,22 +50,20 @@ def compilers() -> Iterator[Executor]:
         yield pool
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        pytest.param(slice(0, None, 2), id="half"),
-        pytest.param(slice(1, None, 2), id="rest", marks=pytest.mark.thorough),
-    ],
-)
+PARTS = [pytest.param(0), *(pytest.param(part, marks=pytest.mark.thorough) for part in (1, 2))]
+"""Every third configuration: compiling all of them takes both cores of a test machine five minutes."""
+
+
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("arch", CAPABILITY)
-def test_every_portable_configuration_compiles_and_fits(arch: str, part: slice, compilers: Executor) -> None:
+def test_every_portable_configuration_compiles_and_fits(arch: str, part: int, compilers: Executor) -> None:
     # A causal kernel contains the full one: where both have one configuration, compiling it says both.
     rows = [
         row
         for row, tile in PORTABLE.items()
         if row.gpu == arch and (row.is_causal or tile != PORTABLE[row._replace(is_causal=True)])
-    ][part]
-    assert len(rows) >= 22
+    ][part::3]
+    assert len(rows) >= 15
     compiled = dict(zip(rows, compilers.map(_portable, rows), strict=True))
     too_large = {row: c.shared_bytes for row, c in compiled.items() if c.shared_bytes > LIMITS[arch]}
     assert not too_large
@@ -78,7 +76,7 @@ def test_every_portable_configuration_compiles_and_fits(arch: str, part: slice, 
         small = {row: c for row, c in compiled.items() if row.precision == "16-bit" and row.head_dim <= 32}
         assert small
         assert all("wgmma.mma_async" in c.ptx and c.spilled_bytes == 0 for c in small.values())
-        assert _read(compilers, [c for c in compiled.values() if reads_registers(c.ptx)]) >= 20
+        assert _read(compilers, [c for c in compiled.values() if reads_registers(c.ptx)]) >= 13
 
 
 MORE = (("window",), ("bounds_ptr",), ("window", "bounds_ptr", "cap"))
