@@ -1,4 +1,4 @@
-"""Every configuration that is shipped, compiled for its GPU without one: it fits, and on Hopper uses its hardware."""
+"""Configurations that are shipped, compiled for their GPUs without one: they fit, and on Hopper use its hardware."""
 
 import itertools
 import multiprocessing
