@@ -77,7 +77,7 @@ def test_compiling_is_not_advised_to_a_compiled_step():
 
 
 LAUNCHES = ScriptRow(
-    workload="train.py", times={"step": Times(10.0), "issue": Times(9.9), "data": Times(4.0)}, n=20, on_gpu=True
+    workload="train.py", times={"step": Times(10.0), "starved": Times(9.9), "data": Times(4.0)}, n=20, on_gpu=True
 )
 
 

@@ -83,9 +83,7 @@ def test_on_a_gpu_lines_that_wait_and_launches_are_told():
     values = {
         "forward": [10.0] * 5,
         "step": [10.0] * 5,
-        "issue": [10.0] * 5,
-        "ahead": [0.0] * 5,
-        "optimizer": [0.0] * 5,
+        "starved": [10.0] * 5,
     }
     own = {"workload": "train.py", "rank": None, "on_gpu": True}
     step = ScriptRow(

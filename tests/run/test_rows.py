@@ -63,18 +63,10 @@ def test_lines_that_would_wait_on_a_gpu_are_one_sentence():
     assert "waits.would" not in ids(script_records([log], "train.py", 0)), "once in a while is not every step"
 
 
-@pytest.mark.parametrize(("forward", "is_bound"), [(34.0, True), (30.0, False)])
-def test_a_step_that_the_host_cannot_issue_faster_is_bound_by_launches(forward, is_bound):
-    host = {"data": 0.0, "forward": forward, "optimizer": 1.0}
-    assert ("launches.script" in ids(script_records([gpu_log(host=host)], "train.py", 0))) is is_bound
-
-
-@pytest.mark.parametrize(("ahead", "is_bound"), [(6.7, True), (6.9, False), (30.0, False)])
-def test_a_host_that_waits_for_room_in_the_queue_is_not_what_binds(ahead, is_bound):
-    """A loop that reads nothing runs ahead until launches themselves wait: then it issues at the device's pace."""
-    host = {"data": 0.0, "forward": 35.0, "optimizer": 1.0}
-    log = gpu_log(host=host, ahead_ms=ahead)
-    assert ("launches.script" in ids(script_records([log], "train.py", 0))) is is_bound, "5 ms of it are the update's"
+@pytest.mark.parametrize(("starved", "is_bound"), [(32.5, True), (32.3, False)])
+def test_a_step_that_the_host_cannot_issue_faster_is_bound_by_launches(starved, is_bound):
+    log = gpu_log(host={"data": 0.0, "forward": 36.0}, starved_ms=starved)
+    assert ("launches.script" in ids(script_records([log], "train.py", 0))) is is_bound, "nine tenths of 36 ms"
 
 
 @pytest.mark.parametrize(("data", "is_bound"), [(4.0, True), (3.0, False)])
@@ -169,6 +161,27 @@ def test_a_log_that_was_cut_short_keeps_its_whole_lines(tmp_path):
     assert found.header == {"rank": 0}
     assert [each["host"] for each in found.steps] == [{"data": 5.0, "other": 2.0}]
     assert read_log(tmp_path / "nothing").steps == []
+
+
+@pytest.mark.parametrize(
+    ("phases", "ahead", "starved"),
+    [
+        # (phase, milliseconds on the host, on the device), of two steps that are alike
+        ([("forward", 10, 10), ("backward", 20, 20), ("optimizer", 5, 5)], 0, 35),  # the device does what just came
+        ([("forward", 4, 10), ("backward", 8, 20), ("optimizer", 20, 2)], 0, 8),  # the update's launches find no room
+        ([("forward", 4, 10), ("backward", 8, 20), ("optimizer", 2, 6)], 44, 6),  # further ahead with every step
+        ([("data", 30, 30), ("copies", 6, 6), ("forward", 3, 9), ("other", 6, 0)], 0, 3),  # no launch was late
+        ([("communication", 9, 9), ("forward", 2, 5), ("backward", 9, 8), ("other", 0.5, 0)], 3, 8),
+    ],
+)
+def test_how_long_a_device_can_have_waited_for_launches(tmp_path, phases, ahead, starved):
+    names, host, device = (list(each) for each in zip(*phases, strict=True))
+    step = {"is": "step", "updated": [], "phases": names, "host": host, "device": device}
+    log_path(tmp_path, 0).write_text("".join(json.dumps(step | {"number": number}) + "\n" for number in (1, 2)))
+    first, second = read_log(log_path(tmp_path, 0)).steps
+    assert second["ahead_ms"] == pytest.approx(ahead)
+    assert first["starved_ms"] == pytest.approx(starved)
+    assert second["starved_ms"] <= first["starved_ms"], "and less where the host was ahead before"
 
 
 def test_how_a_script_ended():

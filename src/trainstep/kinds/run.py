@@ -21,9 +21,10 @@ class ScriptRow(OfScript, Timed, kind="script"):
     (from host to device), "forward", "loss" (from forward to backward), "backward", "communication" (waiting for other
     ranks after backward, and collectives), "optimizer", "evaluation" and "other".
 
-    On a GPU these are the device's times. Beside them "own" (the step but for communication), and the host's: "issue"
-    (without waiting for data or the device; of a host that is far ahead, with waits for room in the device's queue),
-    "wait" (for the device, in lines of code) and "ahead" (by how much later the device ends the step).
+    On a GPU these are the device's times. Beside them "own" (the step but for communication), "starved" (the most that
+    the device can have waited for launches), and the host's: "issue" (without waiting for data or the device; of a host
+    that is far ahead, with waits for room in the device's queue), "wait" (for the device, in lines of code) and "ahead"
+    (by how much later the device ends the step).
     """
 
     updates: str | None = setting(None)  # which optimizers, where not all steps update the same

@@ -138,7 +138,7 @@ CLAIMS: Mapping[str, Claim] = {
         is_mended=_is_compiled,
     ),
     "launches.script": Claim(
-        "Launches set the step’s pace, not the GPU", _figure("issue_ms"), ("script",), rungs=_COMPILED[::-1]
+        "Launches set the step’s pace, not the GPU", _figure("starved_ms"), ("script",), rungs=_COMPILED[::-1]
     ),
     "utilisation.low": Claim(
         "Most of the step is not matrix products at full speed",

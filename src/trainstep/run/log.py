@@ -16,6 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainstep.run.steps import COMMUNICATION, COPIES, DATA
+
+WAITS_FOR_OTHERS = frozenset({DATA, COPIES, COMMUNICATION})
+"""Phases in which a device without work does not wait for launches."""
 EVERY_S = 0.1  # how long lines are gathered
 PATIENCE_S = 10.0  # how long the first rank waits for what the others write last; those of other hosts may never come
 _ENCODED = json.JSONEncoder(default=str).encode  # `json.dumps` with an argument would make an encoder each time
@@ -80,7 +84,7 @@ class RankLog:
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)  # number → line of code that waits
     steps: list[dict[str, Any]] = field(default_factory=list)
     """number, updated, host and on a GPU device (phase → milliseconds), forwards, backwards; where there is any,
-    evaluations, skipped, tags, waits ([line, calls, milliseconds])."""
+    evaluations, skipped, tags, waits ([line, calls, milliseconds]); on a GPU ahead_ms and starved_ms."""
     rows: list[dict[str, Any]] = field(default_factory=list)  # rows as in a file of results
     recompilations: list[dict[str, Any]] = field(default_factory=list)
     syncs: Counter[int] = field(default_factory=Counter)  # line → calls that waited, in the one step that was recorded
@@ -91,7 +95,7 @@ class RankLog:
 
 def read_log(path: Path) -> RankLog:
     """The log of one rank; empty where there is no file. A line that was cut short is left out."""
-    found = RankLog()
+    found, ahead_ms = RankLog(), 0.0
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -110,6 +114,9 @@ def read_log(path: Path) -> RankLog:
             found.lines[entry.pop("number")] = entry
         elif what == "step":
             phases = entry.pop("phases")
+            if "device" in entry:
+                ahead_ms, starved_ms = _lag(phases, entry["host"], entry["device"], ahead_ms)
+                entry |= {"ahead_ms": ahead_ms, "starved_ms": starved_ms}
             for clock in ("host", "device"):
                 if clock in entry:
                     entry[clock] = _by_phase(phases, entry[clock])
@@ -127,6 +134,26 @@ def read_log(path: Path) -> RankLog:
         elif what == "end" and found.ended is None:
             found.ended = entry
     return found
+
+
+def _lag(phases: Sequence[str], host: Sequence[float], device: Sequence[float], ahead_ms: float) -> tuple[float, float]:
+    """By how much the host is ahead of the device in the end, and how long the device can have waited for launches.
+
+    A device that is `ahead_ms` behind when the host begins something has work for that long. So it is without any for
+    at most what the host needs beyond that, however long a launch itself took: a full queue lets none pass.
+
+    Args:
+        phases: that followed one another.
+        host: milliseconds of each.
+        device: the same, from the device's own clock.
+        ahead_ms: by how much the host is ahead when they begin.
+    """
+    starved_ms = 0.0
+    for phase, on_host, on_device in zip(phases, host, device, strict=True):
+        if phase not in WAITS_FOR_OTHERS:
+            starved_ms += min(on_device, max(0.0, on_host - ahead_ms))
+        ahead_ms = max(0.0, ahead_ms + on_device - on_host)
+    return ahead_ms, starved_ms
 
 
 def _by_phase(phases: Sequence[str], times: Sequence[float]) -> dict[str, float]:

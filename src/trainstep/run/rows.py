@@ -155,7 +155,7 @@ def _times_of(step: Mapping[str, Any]) -> dict[str, float]:
     found = {**phases, "step": whole, "own": whole - phases.get(COMMUNICATION, 0.0)}
     if "device" in step:
         found |= {"wait": waited, "issue": max(0.0, sum(host.values()) - waited - host.get(DATA, 0.0))}
-        found["ahead"] = step.get("ahead_ms", 0.0)
+        found |= {name: step.get(f"{name}_ms", 0.0) for name in ("ahead", "starved")}
     return found
 
 

@@ -58,7 +58,6 @@ class Session:
         self.on_stop: Callable[[], object] = lambda: None  # called before the script is ended
         self._recompilations = Recompilations(log)
         self._queued: deque[Step] = deque()
-        self._ahead_ms = 0.0  # by how much the host ran ahead of the device at the end of the last step
         self._handed_out = 0
         self._is_finished = self._knows_device = False
         self._instruments: Any = None
@@ -213,8 +212,7 @@ class Session:
                 device = [elapsed(before[1], after[1]) for before, after in itertools.pairwise(marks)]
             except RuntimeError:  # the device failed
                 return
-            self._ahead_ms = max(0.0, self._ahead_ms + sum(device) - sum(host))
-            times += f', "device": {_numbers(device)}, "ahead_ms": {self._ahead_ms:.3f}'
+            times += f', "device": {_numbers(device)}'
         if step.samples:
             entry["samples"] = step.samples
         if step.evaluations:

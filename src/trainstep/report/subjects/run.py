@@ -27,11 +27,7 @@ PHASES = {
 }
 """Phase → its name in words, in the order of a step."""
 DATA_BOUND = 0.1  # Share of the step spent waiting for data from which it is remarked on
-LAUNCH_BOUND = 0.95
-"""A step on a GPU that the host needs more than this share of to issue, without waiting, may be bound by the host."""
-AHEAD = 0.05
-"""It is not, where the device is behind by more than this share beyond the update: with a full queue launches wait."""
-LAG = ("issue", "ahead", "optimizer")
+LAUNCH_BOUND = 0.9  # Share of the step for which the GPU may have waited for launches, from which they set its pace
 WAITING = 0.02  # Share of a step on a GPU that a line waits for, from which the line is remarked on
 PER_STEP = 0.5  # Calls per step of a line that would wait on a GPU, from which it is remarked on
 LATE = 0.05  # By how much a rank's own part must exceed the others' median to be late
@@ -46,6 +42,7 @@ SCRIPT = define(
     columns.median("step [95 %]", "step"),
     *(columns.files_only(columns.mean(f"{PHASES.get(name, name)}, mean ± std", name)) for name in (*PHASES, "step")),
     *columns.values({"issue": "issue_ms", "host waits": "wait_ms", "host ahead": "ahead_ms"}, brief=False),
+    columns.value("waiting for launches, at most", "starved_ms", brief=False),
     columns.value("first step", "first_step_ms", brief=False),
     columns.value("forwards", "forwards", brief=False),
     columns.value("backwards", "backwards", brief=False),
@@ -168,14 +165,14 @@ def data_bound(rows: Sequence[Row]) -> Iterator[Finding]:
 def launch_bound(rows: Sequence[Row]) -> Iterator[Finding]:
     """Steps that the host cannot issue any faster."""
     for row in first_rank(rows):
-        if row.on_gpu and "issue" in row.times and row.step_ms:
-            issue, ahead, update = (row.times[name].median if name in row.times else 0.0 for name in LAG)
-            if issue >= LAUNCH_BOUND * row.step_ms and ahead - update <= AHEAD * row.step_ms:
+        if row.on_gpu and "starved" in row.times and row.step_ms:
+            starved = row.times["starved"].median
+            if starved >= LAUNCH_BOUND * row.step_ms:
                 said = (
-                    "The host needs {issue_ms:ms} to issue a step that takes {step_ms:ms}: launches set its pace, not "
-                    "the GPU. Larger batches, torch.compile or CUDA graphs help; faster kernels will not."
+                    "The GPU may wait for launches for {starved_ms:ms} of a step that takes {step_ms:ms}: they set its "
+                    "pace, not the GPU. Larger batches, torch.compile or CUDA graphs help; faster kernels will not."
                 )
-                yield found("launches.script", said, issue_ms=issue, step_ms=row.step_ms)
+                yield found("launches.script", said, starved_ms=starved, step_ms=row.step_ms)
 
 
 def waiting_lines(rows: Sequence[Row]) -> Iterator[Finding]:
