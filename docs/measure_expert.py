@@ -3,8 +3,9 @@
     python docs/measure_expert.py vit_large                       # on a GPU: some forty runs
     python docs/measure_expert.py llama_1b --steps 12
     python docs/measure_expert.py nanogpt --folder ../nanoGPT     # a clone, with train.bin and val.bin of its data
+    python docs/measure_expert.py vit_large --runs 1 --rungs "bf16 autocast,compiled blocks"        # in less time
 
-The expert's script is run twice before the ladder and twice after it, so that what drifts reaches both. Kept in
+The expert's script is run before the ladder and after it, so that what drifts reaches both. Kept in
 docs/results/h200-run.json, a cell a script; what is measured again takes the place of what was.
 """
 
@@ -106,14 +107,14 @@ def top_of(rungs: Sequence[ScriptRungRow]) -> ScriptRungRow:
     return next((row for row in kept if row.rung == TOP), kept[-1])
 
 
-def measure(pair: Pair, out: Path, steps: int) -> dict[str, Any]:
-    """The expert's, the ladder, the expert's again."""
-    experts = [by_expert(pair, out / f"expert-{number}", steps) for number in (1, 2)]
+def measure(pair: Pair, out: Path, steps: int, runs: int) -> dict[str, Any]:
+    """The expert's `runs` times, the ladder, the expert's as often again."""
+    experts = [by_expert(pair, out / f"expert-{number}", steps) for number in range(runs)]
     options = ["--ladder", "--steps", str(steps), "--rungs", pair.rungs]
     start = time.monotonic()
     rungs = of_kind(rows_of(pair.plain, out / "ladder", options), ScriptRungRow)
     climbed_s = time.monotonic() - start
-    experts += [by_expert(pair, out / f"expert-{number}", steps) for number in (3, 4)]
+    experts += [by_expert(pair, out / f"expert-{number}", steps) for number in range(runs, 2 * runs)]
     top = top_of(rungs)
     # the ladder's speed over the expert's: above 1 the ladder is faster
     speed = ratio_of_runs(experts, [[median] for median in top.samples["runs"]])
@@ -133,6 +134,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", choices=PAIRS)
     parser.add_argument("--steps", type=int, default=16, help="of each run")
+    parser.add_argument("--runs", type=int, default=2, help="of the expert's, before the ladder and again after it")
+    parser.add_argument("--rungs", help="of the ladder, divided by commas; by default all that may help this script")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="from which it is run")
     parser.add_argument("--out", type=Path, help="what the runs leave; by default a temporary folder")
     given = parser.parse_args()
@@ -142,7 +145,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         out = (given.out or Path(name)).resolve()
         pair = PAIRS[given.script]
-        cell = measure(replace(pair, plain=replace(pair.plain, folder=given.folder)), out, given.steps)
+        pair = replace(pair, plain=replace(pair.plain, folder=given.folder), rungs=given.rungs or pair.rungs)
+        cell = measure(pair, out, given.steps, given.runs)
     kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
     kept[given.script] = cell | {each: environment[each] for each in SAID_OF}
     KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

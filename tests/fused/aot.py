@@ -41,11 +41,10 @@ class Kernel:
 def kernels_of(head_dim: int, n_vocab: int) -> dict[str, Kernel]:
     """Every kernel as the shapes of a model make it."""
     half = head_dim // 2
-    pairs = 1 << (half - 1).bit_length()
-    turn = {"HALF": half, "BLOCK_HALF": pairs, "BLOCK_H": rotary.BLOCK_HEADS}
-    chunk = min(cross_entropy.WIDEST_BLOCK, 1 << (n_vocab - 1).bit_length())
-    found = {"rope": Kernel(rotary.rope_kernel, warps_for(4 * rotary.BLOCK_HEADS * pairs), turn)}
+    turn = {"HALF": half, "BLOCK_HALF": 1 << (half - 1).bit_length(), "BLOCK_H": rotary.BLOCK_HEADS}
+    chunk = cross_entropy.block_for(n_vocab)
+    found = {"rope": Kernel(rotary.rope_kernel, rotary.warps(32, half), turn)}
     for gradient in (False, True):
-        constants = {"GRADIENT": gradient, "BLOCK": chunk}
+        constants = {"GRADIENT": gradient, "BLOCK": chunk, "WIDTH": cross_entropy.WIDTH}
         found[f"loss, gradient {gradient}"] = Kernel(cross_entropy.cross_entropy_kernel, warps_for(chunk), constants)
     return found

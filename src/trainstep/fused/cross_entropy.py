@@ -118,8 +118,9 @@ def weight_cross_entropy(
     if weight.ndim != 2 or weight.shape[1] != states.shape[1] or len(ids) != len(states) or not hidden.numel():
         what = "the fused loss takes hidden (..., D), weight (V, D) and a target for each row of hidden, none empty"
         raise UsageError(f"{what}: got {described(**given, targets=targets)}")
-    _check_ids(ids, len(weight), ignore_index)
     kind = hidden.device.type
+    if kind == "cpu":
+        _require_ids(ids, len(weight), ignore_index)
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     elif hidden.dtype == weight.dtype:
@@ -130,11 +131,15 @@ def weight_cross_entropy(
     is_mean = reduction == "mean"
     with torch.autocast(kind, enabled=False):
         if chunk >= len(states) and torch.is_grad_enabled():
-            return cast(Tensor, LossInOnePiece.apply(states, weight, ids, dtype, ignore_index, is_mean))  # type: ignore[no-untyped-call]
-        return cast(Tensor, _Loss.apply(states, weight, ids, dtype, ignore_index, chunk, is_mean))  # type: ignore[no-untyped-call]
+            loss = LossInOnePiece.apply(states, weight, ids, dtype, ignore_index, is_mean)  # type: ignore[no-untyped-call]
+        else:
+            loss = _Loss.apply(states, weight, ids, dtype, ignore_index, chunk, is_mean)  # type: ignore[no-untyped-call]
+    if kind != "cpu":  # last, so that the device has the products to compute while these are launched
+        _require_ids(ids, len(weight), ignore_index)
+    return cast(Tensor, loss)
 
 
-def _check_ids(ids: Tensor, n_vocab: int, ignore_index: int) -> None:
+def _require_ids(ids: Tensor, n_vocab: int, ignore_index: int) -> None:
     fits = ((ids >= 0) & (ids < n_vocab)) | (ids == ignore_index)
     what = f"the fused loss takes targets from 0 to {n_vocab - 1} (the head's rows), or {ignore_index} to ignore"
     if ids.device.type != "cpu" or torch.compiler.is_compiling():

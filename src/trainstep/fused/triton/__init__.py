@@ -28,5 +28,6 @@ def named_arguments(kernel: Any, tensors: dict[str, Tensor], programs: int, **na
 
 
 def warps_for(elements: int) -> int:
-    """Warps for a program that holds so many numbers in each of its tensors: at most 16 a thread up to 8,192."""
-    return max(1, min(16, elements // 512))
+    """Warps for a program that holds so many numbers in each of its tensors: 16 a thread, where that makes 1 to 16."""
+    warps = max(1, min(16, elements // 512))
+    return 1 << (warps.bit_length() - 1)  # Triton takes powers of two

@@ -60,6 +60,11 @@ def rope_kernel(
     )  # fmt: skip
 
 
+def warps(q_heads: int, half: int) -> int:
+    """By the numbers that a program holds and that are no padding: two loads and two stores of each head's pairs."""
+    return warps_for(4 * min(BLOCK_HEADS, q_heads) * half)
+
+
 def _by_position(kernel: Any, tensors: dict[str, Tensor], sign: float) -> Launch:
     q, k = tensors["q"], tensors["k"]
     batch, q_heads, positions, head_dim = q.shape
@@ -69,10 +74,10 @@ def _by_position(kernel: Any, tensors: dict[str, Tensor], sign: float) -> Launch
         for name in ("q", "k", "oq", "ok")
         for axis, stride in zip("bhn", tensors[name].stride(), strict=False)
     }
-    block = triton.next_power_of_2(half)
     return named_arguments(
         kernel, tensors, batch * positions, **strides, positions=positions, q_heads=q_heads, k_heads=k.shape[1],
-        sign=sign, HALF=half, BLOCK_HALF=block, BLOCK_H=BLOCK_HEADS, num_warps=warps_for(4 * BLOCK_HEADS * block),
+        sign=sign, HALF=half, BLOCK_HALF=triton.next_power_of_2(half), BLOCK_H=BLOCK_HEADS,
+        num_warps=warps(q_heads, half),
     )  # fmt: skip
 
 
