@@ -182,6 +182,53 @@ def test_what_is_smaller_counts_until_something_else_is_kept():
     assert rows["larger batch"].verdict == "not tried"
 
 
+OPTIMIZER, WORKERS = BY_NAME["fused optimizer"], BY_NAME["loader workers"]
+
+
+class Noisy(Given):
+    """Runs take turns at being slower and faster by this share."""
+
+    def __init__(self, share, **ms):
+        super().__init__(**{names: {"step_ms": (each,) * 7} for names, each in ms.items()})
+        self.share = share
+
+    def run(self, what, rungs=(), **more):
+        found = super().run(what, rungs, **more)
+        self.share = -self.share
+        return dataclasses.replace(found, step_ms=tuple(ms * (1 + self.share) for ms in found.step_ms))
+
+
+@pytest.mark.parametrize(
+    ("share", "fused", "workers", "both", "is_again"),
+    [
+        (0.01, 9.95, 5.0, 4.4, True),  # what may be a third of a millisecond is little of ten, and something of five
+        (0.01, 9.95, 5.0, 4.98, True),  # and is not kept if it is nothing there
+        (0.001, 9.99, 9.0, 1.0, False),  # it is nothing of nine either
+        (0.001, 9.99, 9.99, 1.0, False),  # nothing was kept since
+        (0.01, 11.0, 5.0, 1.0, False),  # it is slower
+        (0.01, 8.0, 5.0, 4.0, False),  # it was kept
+    ],
+)
+def test_what_brought_nothing_sure_is_tried_again_on_a_shorter_step(share, fused, workers, both, is_again):
+    ms = {"fused optimizer": fused, "loader workers": workers}
+    script = Noisy(share, **ms, **{"fused optimizer,loader workers": both, "loader workers,fused optimizer": both})
+    ladder, rows = climbed(script, OPTIMIZER, WORKERS)
+    assert ("fused optimizer, on the top" in rows) is is_again
+    if is_again:
+        again = rows["fused optimizer, on the top"]
+        assert again.kept is (both < 4.5), again.verdict
+        assert again.gain == pytest.approx(workers / both, rel=share)
+        assert [rung.name for rung in ladder.kept] == ["loader workers", *["fused optimizer"] * again.kept]
+
+
+def test_what_another_rung_took_the_place_of_is_not_tried_again():
+    ms = {"compiled blocks": 9.95, "compiled model": 5.0, "compiled model,loader workers": 2.0}
+    script = Noisy(0.01, **ms)
+    ladder, rows = climbed(script, BY_NAME["compiled blocks"], BY_NAME["compiled model"], WORKERS)
+    assert [rung.name for rung in ladder.kept] == ["compiled model", "loader workers"]
+    assert not any(name.endswith("on the top") for name in rows)
+
+
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_on_a_gpu_runs_that_are_only_timed_leave_nothing_to_judge(on_gpu, monkeypatch):
     """On a CPU what a judged run copies slows its steps, so that all have to copy."""

@@ -37,7 +37,7 @@ from trainstep.bench.step import (
 )
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
-from trainstep.kinds import ControlRow, RungRow
+from trainstep.kinds import ON_TOP, ControlRow, RungRow
 from trainstep.measure.environment import describe
 from trainstep.measure.timing import Sample, Timing, device_clock, time_in_turns
 from trainstep.precision import PRECISIONS
@@ -165,7 +165,7 @@ def climb(
         yield ladder.try_rung(rung)
     for rung in rungs:
         if ladder.is_worth_another_try(rung):
-            again = Rung(f"{rung.name}, on the top", rung.change)
+            again = Rung(rung.name + ON_TOP, rung.change)
             on_part(_part(again))
             yield ladder.try_rung(again)
     on_part("ladder: the first rung and the top again")

@@ -84,6 +84,10 @@ class RatioRow(StepSettings, kind="ratio"):
     smallest_found: float | None = None  # the relative difference that these runs tell from none 9 times of 10
 
 
+ON_TOP = ", on the top"
+"""Ends the name of a ladder's rung that was not kept at first and is tried again."""
+
+
 class RungRow(MeasuredStep, Checked, kind="rung"):
     """One rung of the ladder: a change, whether it is right, and what it brings."""
 

@@ -335,7 +335,7 @@ def _tried(rows: Sequence[Row]) -> dict[str, bool]:
         base_name(row): row.kept and row.verdict == "faster" for row in of_kind(rows, RungRow) if row.workload in of
     }
     script = (row for row in of_kind(rows, ScriptRungRow) if row.workload in of)
-    return ladder | {row.rung: row.kept and row.verdict == "faster" for row in script}
+    return ladder | {base_name(row): row.kept and row.verdict == "faster" for row in script}
 
 
 def _evidence(claim: Claim, sections: Sequence[Section]) -> tuple[str, str]:

@@ -101,6 +101,6 @@ def _change(row: RungRow) -> Change:
 
 
 def _script_line(row: ScriptRungRow) -> Line:
-    known = CHANGES.get(row.rung)
+    known = CHANGES.get(base_name(row))
     change = known if known is not None and row.lines in (None, known.text) else Change(row.lines or row.rung, "")
     return Line(row.rung, change.code, change.where, ratio_cell(row, "gain"))

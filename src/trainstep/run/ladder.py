@@ -6,19 +6,23 @@ B A A B (the run that was judged is the first B), every run a process of its own
 A rung that is faster is built upon, and one that needs less memory if it is certainly not much slower. Where several
 were kept, the top and the script as it is take turns at the end: that ratio is what was proven.
 
+What was right and brought nothing sure may bring more where a step is shorter: it is tried once more on the top, if
+what it may have saved is of some weight there.
+
 A larger batch is no rung of that kind (`larger`): it is held against what was kept by its samples per second alone, on
 top of that, or of a rung that needs less memory where only that leaves room.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainstep.bench.ladder import NO_SLOWER, WIDE
 from trainstep.errors import OUT_OF_MEMORY
-from trainstep.kinds import ANOTHER_STEP, ScriptRungRow
+from trainstep.kinds import ANOTHER_STEP, ON_TOP, ScriptRungRow
 from trainstep.precision import PrecisionName
 from trainstep.records import Status
 from trainstep.run.capture import Captured
@@ -55,6 +59,14 @@ class CannotJudge(Exception):
         self.verdict = verdict
 
 
+@dataclass(frozen=True)
+class Left:
+    """A rung that was right and not kept."""
+
+    kept: frozenset[str]  # the rungs that it was tried on
+    saved_ms: float  # of a step, at most
+
+
 class Ladder:
     """Climbs, and remembers what was kept.
 
@@ -77,6 +89,7 @@ class Ladder:
         self._own: PrecisionName = "fp32"
         self._drops = False
         self._top: Taken | None = None
+        self._left: dict[str, Left] = {}  # rungs that were right and not kept
         self._smaller: tuple[list[Rung], Taken] | None = None  # what is right, needs less memory, and was not kept
         self._speedup = Ratio(1.0, None, between_runs=True)
 
@@ -101,7 +114,13 @@ class Ladder:
             yield self._row("baseline", baseline, verdict=error.verdict, reason=str(error), status="failed")
             return
         yield self._row("baseline", baseline, repeat, verdict="baseline", kept=True, runs=1)
-        for rung in self.rungs:
+        place = next((place for place, rung in enumerate(self.rungs) if rung.trades), len(self.rungs))
+        for rung in self.rungs[:place]:
+            yield self.try_rung(rung)
+        for rung in self.rungs[:place]:
+            if self._may_gain_on_top(rung):
+                yield self.try_rung(rung, ON_TOP)
+        for rung in self.rungs[place:]:
             yield self.try_rung(rung)
         if len(self.kept) > 1:
             yield self._proven()
@@ -148,8 +167,22 @@ class Ladder:
             return self._captured(f"the script in {precision}", change)
         return self._captured(f"roundings of {precision} at random, {seed + 1}", change, (precision, seed))
 
-    def try_rung(self, rung: Rung) -> ScriptRungRow:
-        """Run it on what was kept, judge it, and time it if it is right."""
+    def _may_gain_on_top(self, rung: Rung) -> bool:
+        """Whether something that is not of its kind was kept since it was tried, and the most that it may have saved is
+        more than runs of the top differ by."""
+        left, now = self._left.get(rung.name), {each.name for each in self.kept}
+        if left is None or self._top is None or left.kept == now:
+            return False
+        its_place_is_taken = any(rung.name in each.instead_of for each in self.kept)
+        takes_a_place = not left.kept.issuperset(now.intersection(rung.instead_of))
+        return not (its_place_is_taken or takes_a_place) and left.saved_ms > RUN_SPREAD * self._top.median_ms
+
+    def try_rung(self, rung: Rung, place: str = "") -> ScriptRungRow:
+        """Run it on what was kept, judge it, and time it if it is right; `place` ends its name in the row."""
+        row = self._tried(rung)
+        return replace(row, rung=f"{row.rung}{place}")
+
+    def _tried(self, rung: Rung) -> ScriptRungRow:
         if why := rung.why_not(self.settings):
             return self._not_tried(rung, why)
         try:
@@ -236,6 +269,9 @@ class Ladder:
             self._smaller = None  # it stood on what was kept before
         elif rung.trades and _is_smaller(taken, self._top):
             self._smaller = together, taken
+        if not keep and gain.interval is not None:
+            at_most = statistics.median(run.median_ms for run in before) * (1 - 1 / gain.interval.high)
+            self._left[rung.name] = Left(frozenset(each.name for each in self.kept), at_most)
         return self._row(
             rung.name,
             taken,

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from trainstep.kinds import ControlRow, RungRow
+from trainstep.kinds import ON_TOP, ControlRow, RungRow, ScriptRungRow
 from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Finding, found, listed, literal, told_apart
@@ -15,7 +15,6 @@ from trainstep.stats import Interval, Ratio, product
 
 BASELINE = "baseline"  # the rung that every climb begins with
 FIRST_THAT_FITS = "first that fits"  # its verdict where the baseline is too large
-ON_TOP = ", on the top"  # ends the name of a rung that was not kept at first and is tried again
 SETTINGS = ("precision", "attention", "optimizer", "compile", "loss", "fused")  # what rungs change, and flags
 
 
@@ -40,7 +39,7 @@ def with_controls(climb: Sequence[RungRow], rows: Sequence[Row]) -> list[Row]:
     return [*itertools.islice(own, 1), *until_next]
 
 
-def base_name(row: RungRow) -> str:
+def base_name(row: RungRow | ScriptRungRow) -> str:
     """The change that a rung tries, wherever on the ladder."""
     return row.rung.removesuffix(ON_TOP)
 
