@@ -6,7 +6,7 @@ from typing import Any
 from triton.compiler import ASTSource
 
 from tests.attention.triton.aot import Compiled, compile_source
-from trainstep.fused.triton import cross_entropy, rotary, warps_for
+from trainstep.fused.triton import cross_entropy, rotary
 
 FLOAT32 = ("losses_ptr", "cos_ptr", "sin_ptr")
 OTHERS = {"targets_ptr": "*i64", "sign": "fp32"}
@@ -32,7 +32,8 @@ class Kernel:
                 signature[name] = "*fp32" if name in FLOAT32 else f"*{dtype}"
             else:
                 signature[name] = "i32"
-            if name.endswith("_ptr") or name.startswith("stride_"):
+            is_length = name.startswith("stride_") or name == "n_vocab"
+            if name.endswith("_ptr") or (is_length and self.constants.get("SIDE_BY_SIDE", True)):
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, self.constants, attributes)
         return compile_source(source, capability, {"num_warps": self.warps})
@@ -42,9 +43,9 @@ def kernels_of(head_dim: int, n_vocab: int) -> dict[str, Kernel]:
     """Every kernel as the shapes of a model make it."""
     half = head_dim // 2
     turn = {"HALF": half, "BLOCK_HALF": 1 << (half - 1).bit_length(), "BLOCK_H": rotary.BLOCK_HEADS}
-    chunk = cross_entropy.block_for(n_vocab)
+    rows, warps = cross_entropy.layout(n_vocab, n_vocab)
     found = {"rope": Kernel(rotary.rope_kernel, rotary.warps(32, half), turn)}
     for gradient in (False, True):
-        constants = {"GRADIENT": gradient, "BLOCK": chunk, "WIDTH": cross_entropy.WIDTH}
-        found[f"loss, gradient {gradient}"] = Kernel(cross_entropy.cross_entropy_kernel, warps_for(chunk), constants)
+        constants = rows | {"GRADIENT": gradient}
+        found[f"loss, gradient {gradient}"] = Kernel(cross_entropy.cross_entropy_kernel, warps, constants)
     return found

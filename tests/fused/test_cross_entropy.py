@@ -42,7 +42,8 @@ def ids(*shape, n_vocab, seed=3):
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("shape", "n_vocab", "chunk"), [((1, 8), 1, 1), ((3, 7, 24), 101, 5), ((16, 32), 128, 16), ((33, 8), 9001, 32)]
+    ("shape", "n_vocab", "chunk"),
+    [((1, 8), 1, 1), ((3, 7, 24), 101, 5), ((16, 32), 128, 16), ((33, 8), 9001, 32), ((5, 8), 3008, 5)],
 )
 def test_loss_and_gradients(shape, n_vocab, chunk, dtype) -> None:
     hidden, weight = draw(*shape, dtype=dtype, seed=1), draw(n_vocab, shape[-1], dtype=dtype, seed=2)

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.fused.aot import kernels_of
+from trainstep.fused.triton.cross_entropy import block_for
 from trainstep.measure.profile.kernels import kernel_family
 
 SHAPES = {"2.7B": (80, 10_000), "8B": (128, 151_936), "odd": (6, 101)}
@@ -17,6 +18,26 @@ def test_kernels_of_a_models_shapes(capability) -> None:
             assert "st.global" in compiled.ptx, (model, name)
             assert compiled.spilled_bytes == 0, (model, name)
             assert compiled.shared_bytes <= 48 * 1024, (model, name)
+
+
+@pytest.mark.parametrize(("n_vocab", "loads"), [(10_000, "ld.global.v4"), (50_257, "ld.global.b16")])
+def test_eight_logits_of_a_thread_share_a_rescaling(n_vocab, loads) -> None:
+    """In registers: whether a row's length lets them be read at once or not, no thread hands any to another."""
+    kernel = kernels_of(16, n_vocab)["loss, gradient False"]
+    compiled, of_a_thread = kernel.compile(90, "bf16"), kernel.constants["BLOCK"] // (32 * kernel.warps)
+    assert loads in compiled.ptx
+    assert of_a_thread < compiled.ptx.count("ex2.") <= of_a_thread * 9 / 8 + 1, "and once for all of the row"
+    of_a_row = 2 * (5 + 4)  # two sums or maxima over 32 lanes, and over the warps
+    assert compiled.ptx.count("shfl.") <= of_a_row
+
+
+@pytest.mark.parametrize(
+    ("n_vocab", "block"),
+    [(5, 8), (300, 512), (513, 1024), (1500, 2048), (10_000, 2048), (50_257, 4096), (151_936, 8192)],
+)
+def test_a_block_goes_little_beyond_a_row(n_vocab, block) -> None:
+    assert block_for(n_vocab) == block
+    assert -n_vocab % block <= n_vocab / 16 or n_vocab < 2048
 
 
 def test_float32_and_the_widest_rows() -> None:

@@ -14,7 +14,7 @@ from trainstep.attention.triton import Launch, Launcher
 from trainstep.fused.triton import named_arguments, warps_for
 
 WIDTH = 8
-"""Logits of a row that a thread reads at once: 16 bytes of them in 16 bits."""
+"""Logits of a row that a thread holds at once, 16 bytes of them in 16 bits: they share one rescaling of its sum."""
 BLOCKS = (8192, 4096, 2048, 1024)
 """Logits that a program may take at once."""
 
@@ -22,16 +22,23 @@ BLOCKS = (8192, 4096, 2048, 1024)
 @triton.jit(do_not_specialize=["ignore_index"])
 def cross_entropy_kernel(
     logits_ptr, targets_ptr, losses_ptr, stride_logits, n_vocab, ignore_index,
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
 ):  # fmt: skip
-    """logits (N, V), targets (N,) int64, losses (N,) float32. Where GRADIENT, the logits become their gradient."""
+    """logits (N, V), targets (N,) int64, losses (N,) float32. Where GRADIENT, the logits become their gradient.
+
+    SIDE_BY_SIDE: whether a thread's logits are, as rows whose length Triton knows to be aligned allow to be read at
+    once; otherwise each of them is beside those of other threads, which are read together.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
     target = tl.load(targets_ptr + row)
     ignored = target == ignore_index
     known = (target >= 0) & (target < n_vocab)
     LANES: tl.constexpr = BLOCK // WIDTH
-    places = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    if SIDE_BY_SIDE:
+        places = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    else:
+        places = tl.arange(0, LANES)[:, None] + tl.arange(0, WIDTH)[None, :] * LANES
 
     largest = tl.full([LANES], float("-inf"), tl.float32)  # of each lane
     total = tl.zeros([LANES], tl.float32)
@@ -66,12 +73,19 @@ def block_for(n_vocab: int) -> int:
     return min(beyond, key=beyond.__getitem__, default=max(WIDTH, triton.next_power_of_2(n_vocab)))
 
 
+def layout(n_vocab: int, stride: int) -> tuple[dict[str, Any], int]:
+    """The kernel's constants for rows of so many logits that lie `stride` apart, and its warps."""
+    block = block_for(n_vocab)
+    constants = {"BLOCK": block, "WIDTH": WIDTH, "SIDE_BY_SIDE": n_vocab % 16 == stride % 16 == 0}
+    return constants, warps_for(2 * block)
+
+
 def _by_row(kernel: Any, tensors: dict[str, Tensor], ignore_index: int, gradient: bool) -> Launch:
     rows, n_vocab = tensors["logits"].shape
-    block = block_for(n_vocab)
+    constants, warps = layout(n_vocab, tensors["logits"].stride(0))
     return named_arguments(
-        kernel, tensors, rows, n_vocab=n_vocab, ignore_index=ignore_index, GRADIENT=gradient, BLOCK=block,
-        WIDTH=WIDTH, num_warps=warps_for(block),
+        kernel, tensors, rows, n_vocab=n_vocab, ignore_index=ignore_index, GRADIENT=gradient, num_warps=warps,
+        **constants,
     )  # fmt: skip
 
 
