@@ -85,6 +85,7 @@ def test_whose_code_a_file_is():
         ("raises", 1, 3, "it was ended by ValueError: the loss is no number (ending.py:"),
         ("sys.exit", 7, 3, "it ended by sys.exit"),
         ("os._exit", 5, 3, "it ended by os._exit"),
+        ("updates by hand", 0, None, "but 3 backward passes: a step is found by its optimizer"),
         ("forks", 0, None, "but in a process that the script forked, which is not measured"),
     ],
 )

@@ -185,6 +185,16 @@ def test_what_is_smaller_counts_until_something_else_is_kept():
 OPTIMIZER, WORKERS = BY_NAME["fused optimizer"], BY_NAME["loader workers"]
 
 
+def test_how_many_runs_are_left_is_counted_from_what_may_be_something():
+    bf16, tf32 = BY_NAME["bf16 autocast"], BY_NAME["TF32 matmuls"]
+    assert [climbed(Given(), *rungs)[0].runs_left for rungs in ([], [OPTIMIZER], [OPTIMIZER, WORKERS])] == [0, 4, 12]
+    assert climbed(Given(), bf16)[0].runs_left == 4 + 4, "judged by the script in bf16, and by three roundings of it"
+    assert tf32.why_not(FOUND | {"on_gpu": False})
+    ladder, _ = climbed(Given(), tf32, OPTIMIZER)
+    ladder.settings = FOUND | {"on_gpu": False}
+    assert ladder.runs_left == 4
+
+
 class Noisy(Given):
     """Runs take turns at being slower and faster by this share."""
 

@@ -22,6 +22,10 @@ SEEN = (
     "is in {folder}/*/output.txt."
 )
 HERE = "It runs in this directory: what it writes there, such as checkpoints and logs, each run writes again."
+LEFT = (
+    "About {runs} runs are left, {minutes:.0f} minutes at the {own_s:.1f} s of the first; --rungs names fewer changes, "
+    "and Ctrl-C keeps what was measured."
+)
 COPIED = "Each run has a copy of this directory, which is removed; what it writes elsewhere, each run writes again."
 
 
@@ -59,6 +63,9 @@ def climb_script(leader: Leader, out: Path, *, steps: int, names: str | None, pa
         for row in ladder.climb():
             writer.write(row)
             console.print(f"  {row.rung}: {row.verdict}{f' ({row.reason})' if row.reason else ''}")
+            if row.verdict == "baseline" and script.own_s is not None:
+                runs, minutes = ladder.runs_left, ladder.runs_left * script.own_s / 60
+                console.print(LEFT.format(runs=runs, minutes=minutes, own_s=script.own_s))
         if patch is not None:
             patched, said = _patched(ladder, command, patch)
             if patched is not None:

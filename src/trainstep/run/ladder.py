@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainstep.bench.check.reference import DRAWS
 from trainstep.bench.ladder import NO_SLOWER, WIDE
 from trainstep.errors import OUT_OF_MEMORY
 from trainstep.kinds import ANOTHER_STEP, ON_TOP, ScriptRungRow
@@ -124,6 +125,13 @@ class Ladder:
             yield self.try_rung(rung)
         if len(self.kept) > 1:
             yield self._proven()
+
+    @property
+    def runs_left(self) -> int:
+        """About how many runs the rungs take that may be something for the script, once its first run is known."""
+        tried = [rung for rung in self.rungs if not rung.why_not(self.settings)]
+        in_turns = 4 * (len(tried) + (len(tried) > 1))  # B A A B, and the top at the end
+        return in_turns + (1 + DRAWS) * sum(rung.precision is not None for rung in tried)
 
     def _prepare_judge(self, baseline: Taken, captured: Captured) -> ScriptVerdict:
         """Run it again, and see whether it repeats itself."""

@@ -268,7 +268,13 @@ def why_no_step(log: RankLog, code: int | None) -> str:
         )
     if "torch" not in log.facts:
         return f"the script imported no torch ({how}): there is nothing to measure"
-    return f"no step of a torch.optim optimizer was seen ({how}): there is nothing to measure"
+    seen = f"no step of a torch.optim optimizer was seen ({how})"
+    if backwards := log.facts.get("backwards"):
+        return (
+            f"{seen}, but {backwards} backward passes: a step is found by its optimizer, and an update that is written "
+            "out has none; torch.optim.SGD subtracts lr times the gradient too"
+        )
+    return f"{seen}: there is nothing to measure"
 
 
 def kernel_records(log: RankLog, rows: Sequence[Row], folder: Path) -> list[Row]:

@@ -321,7 +321,6 @@ def _rung(name: str, change: Callable[[Trial], object], *more: Any, **also: Any)
 
 RUNGS = (
     _rung("TF32 matmuls", tf32, reasons.of_tf32, "tf32"),
-    _rung("fused optimizer", fused_optimizers, reasons.of_fused),
     _rung("bf16 autocast", bf16_autocast, reasons.of_autocast, "bf16"),
     _rung(
         "fused attention",
@@ -341,6 +340,7 @@ RUNGS = (
         instead_of=("compiled blocks", "fused loss", "fused RoPE"),
     ),
     _rung("compiled for any size", any_sizes, reasons.of_sizes),
+    _rung("fused optimizer", fused_optimizers, reasons.of_fused),
     _rung("pinned memory", pinned_memory, reasons.of_pinning),
     _rung("loader workers", workers, reasons.of_workers),
     _rung("late reads", late_reads, reasons.of_reads, nothing=reasons.NO_READS),
@@ -350,4 +350,4 @@ RUNGS = (
     _rung("checkpointed blocks", checkpointed_blocks, reasons.of_checkpointing, trades="time for memory"),
     _rung("larger batch", larger_batch, reasons.of_batches, trades="the step"),
 )
-"""In the order in which they are tried."""
+"""In the order in which they are tried: what the device does before what the host does, which weighs more after it."""

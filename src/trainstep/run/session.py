@@ -87,6 +87,8 @@ class Session:
         self._recompilations.look(self.finder.ended)
         self._recompilations.stop()
         self._write_loaders()
+        if not self.finder.ended and self.finder.backwards:
+            self.log.write("facts", {"backwards": self.finder.backwards})
         self.log.flush()
         if self.finder.ended and self.plan.has_cost:
             self.log.write("facts", {"cost_ms": self._cost_ms()})

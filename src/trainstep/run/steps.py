@@ -74,6 +74,11 @@ class StepFinder:
         return self._open is not None
 
     @property
+    def backwards(self) -> int:
+        """Backward passes of the step under way."""
+        return self._open.backwards if self._open is not None else 0
+
+    @property
     def current(self) -> str:
         """The phase that is under way."""
         return self._current

@@ -14,7 +14,11 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 def train(steps):
     for _ in range(steps):
         model(torch.randn(2, 4)).mean().backward()
-        optimizer.step()
+        if how == "updates by hand":
+            for parameter in model.parameters():
+                parameter.data.sub_(parameter.grad, alpha=0.1)
+        else:
+            optimizer.step()
 
 
 how = sys.argv[1]
