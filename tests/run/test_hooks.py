@@ -72,6 +72,15 @@ def test_reads_of_tensors_on_the_host_are_no_waits(hooks):
     assert [calls for calls, _ in ended(hooks).waits.values()] == [1]
 
 
+def test_without_a_gpu_what_a_dataset_reads_would_be_no_wait_on_one(hooks):
+    hooks.on_gpu = False
+    read = hooks._reading("item", lambda each: 1.0)
+    hooks._within("data", read)(tensor(is_cuda=False))
+    assert not hooks.places
+    read(tensor(is_cuda=False))
+    assert [calls for calls, _ in ended(hooks).waits.values()] == [1]
+
+
 def test_a_read_within_a_read_is_one(hooks):
     item = hooks._reading("item", lambda each: 1.0)
     hooks._reading("__repr__", lambda each: item(each))(tensor(is_cuda=True))

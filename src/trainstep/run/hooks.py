@@ -271,6 +271,8 @@ class Hooks:
             if self.on_gpu:
                 if not tensor.is_cuda:
                     return original(tensor, *args, **kwargs)
+            elif finder.current == DATA:  # a dataset's tensors would lie on the host
+                return original(tensor, *args, **kwargs)
             else:
                 file = sys._getframe(1).f_code.co_filename
                 if owner_of(file) == "torch" and not file.endswith("_tensor.py"):  # no read on a GPU, such as Adam's
