@@ -69,6 +69,12 @@ def test_a_step_that_the_host_cannot_issue_faster_is_bound_by_launches(starved, 
     assert ("launches.script" in ids(script_records([log], "train.py", 0))) is is_bound, "nine tenths of 36 ms"
 
 
+@pytest.mark.parametrize(("waited", "is_bound"), [(3.5, True), (3.7, False)])
+def test_a_host_that_waits_in_a_line_meanwhile_launches_nothing_late(waited, is_bound):
+    log = gpu_log(host={"data": 0.0, "forward": 36.0}, starved_ms=36.0, waits=[[0, 1, waited]])
+    assert ("launches.script" in ids(script_records([log], "train.py", 0))) is is_bound
+
+
 @pytest.mark.parametrize(("data", "is_bound"), [(4.0, True), (3.0, False)])
 def test_a_step_that_waits_for_its_batch_is_bound_by_data(data, is_bound):
     device = {"data": data, "forward": 10.0, "backward": 20.0}

@@ -154,8 +154,9 @@ def _times_of(step: Mapping[str, Any]) -> dict[str, float]:
     waited = sum(ms for _, _, ms in step.get("waits", ()))
     found = {**phases, "step": whole, "own": whole - phases.get(COMMUNICATION, 0.0)}
     if "device" in step:
-        found |= {"wait": waited, "issue": max(0.0, sum(host.values()) - waited - host.get(DATA, 0.0))}
-        found |= {name: step.get(f"{name}_ms", 0.0) for name in ("ahead", "starved")}
+        issue = max(0.0, sum(host.values()) - waited - host.get(DATA, 0.0))
+        starved = min(issue, step.get("starved_ms", 0.0))  # a line that waits does so while the device works
+        found |= {"wait": waited, "issue": issue, "ahead": step.get("ahead_ms", 0.0), "starved": starved}
     return found
 
 
