@@ -93,6 +93,24 @@ def test_a_budget_that_allows_anything_is_none():
     assert not judge_of(Draws(0.2)).of_repeat().is_judged
 
 
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_what_roundings_make_no_number_is_not_judged(broken):
+    """As where a learning rate is so large that training diverges in one run and not in another."""
+
+    class Diverging(Draws):
+        def __call__(self, precision, seed):
+            run = super().__call__(precision, seed)
+            ends = {name: math.nan * value for name, value in BASE.items()}
+            return dataclasses.replace(run, losses=(1.0, 0.9, math.nan), moved=ends) if seed == broken else run
+
+    judge = judge_of(Diverging(1e-6))
+    other = run_of(1e-6, 1, losses=(1.0, 0.9, 7.0), moved=3.0)
+    verdict = judge.judge(other, "fp32")
+    assert (verdict.moved.is_judged, verdict.moved.is_right, verdict.losses.is_right) == (False, True, True)
+    assert not judge.judge(dataclasses.replace(other, losses=(1.0, 1.1, 7.0)), "fp32").is_right, "the second was judged"
+    assert not judge.judge(run_of(1e-6, 1, moved=math.nan), "fp32").is_right
+
+
 def test_a_precision_is_judged_by_its_own_roundings():
     draws = Draws(3e-3, plain=4e-3)
     judge = judge_of(draws)

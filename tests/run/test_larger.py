@@ -185,14 +185,26 @@ def test_what_is_smaller_counts_until_something_else_is_kept():
 OPTIMIZER, WORKERS = BY_NAME["fused optimizer"], BY_NAME["loader workers"]
 
 
+def test_against_a_script_that_does_not_train_nothing_is_held():
+    script = Given()
+    script.plain["captured"] = captured(4.0, losses=(2.0, math.nan, math.nan))
+    _, rows = climbed(script, OPTIMIZER)
+    assert list(rows) == ["baseline"]
+    assert (rows["baseline"].status, rows["baseline"].verdict) == ("failed", "not judged")
+    assert rows["baseline"].reason.startswith("the loss of update 2 is nan: nothing can be held")
+
+
 def test_how_many_runs_are_left_is_counted_from_what_may_be_something():
     bf16, tf32 = BY_NAME["bf16 autocast"], BY_NAME["TF32 matmuls"]
-    assert [climbed(Given(), *rungs)[0].runs_left for rungs in ([], [OPTIMIZER], [OPTIMIZER, WORKERS])] == [0, 4, 12]
-    assert climbed(Given(), bf16)[0].runs_left == 4 + 4, "judged by the script in bf16, and by three roundings of it"
+    found = [climbed(Given(), *rungs, rounds=2)[0].runs_left for rungs in ([], [OPTIMIZER], [OPTIMIZER, WORKERS])]
+    assert found == [(0, 0), (4, 8), (12, 24)]
+    assert climbed(Given(), bf16)[0].runs_left == (4 + 4, 12 + 4), (
+        "judged by it in bf16, and by three roundings of that"
+    )
     assert tf32.why_not(FOUND | {"on_gpu": False})
     ladder, _ = climbed(Given(), tf32, OPTIMIZER)
     ladder.settings = FOUND | {"on_gpu": False}
-    assert ladder.runs_left == 4
+    assert ladder.runs_left == (4, 12)
 
 
 class Noisy(Given):

@@ -23,8 +23,8 @@ SEEN = (
 )
 HERE = "It runs in this directory: what it writes there, such as checkpoints and logs, each run writes again."
 LEFT = (
-    "About {runs} runs are left, {minutes:.0f} minutes at the {own_s:.1f} s of the first; --rungs names fewer changes, "
-    "and Ctrl-C keeps what was measured."
+    "{least} to {most} runs are left, {first:.0f} to {last:.0f} minutes at the {own_s:.1f} s of the first; --rungs "
+    "names fewer changes, and Ctrl-C keeps what was measured."
 )
 COPIED = "Each run has a copy of this directory, which is removed; what it writes elsewhere, each run writes again."
 
@@ -64,8 +64,10 @@ def climb_script(leader: Leader, out: Path, *, steps: int, names: str | None, pa
             writer.write(row)
             console.print(f"  {row.rung}: {row.verdict}{f' ({row.reason})' if row.reason else ''}")
             if row.verdict == "baseline" and script.own_s is not None:
-                runs, minutes = ladder.runs_left, ladder.runs_left * script.own_s / 60
-                console.print(LEFT.format(runs=runs, minutes=minutes, own_s=script.own_s))
+                (least, most), each = ladder.runs_left, script.own_s / 60
+                console.print(
+                    LEFT.format(least=least, most=most, first=least * each, last=most * each, own_s=script.own_s)
+                )
         if patch is not None:
             patched, said = _patched(ladder, command, patch)
             if patched is not None:

@@ -24,7 +24,7 @@ from itertools import zip_longest
 
 import torch
 
-from trainstep.bench.check import allowed_error, one_rounding
+from trainstep.bench.check import allowed_error, larger, one_rounding
 from trainstep.bench.check.gradients import HEADROOM, VACUOUS, Deviation, Rounding, compare
 from trainstep.bench.check.reference import DRAWS, FLOAT32_LOSES
 from trainstep.bench.check.updates import UpdateError, compare_updates
@@ -124,10 +124,10 @@ class _Usual:
     moved: float = 0.0
 
     def take(self, apart: _Apart) -> None:
-        """One more difference: the largest counts."""
+        """One more difference: the largest counts, and what is no number allows anything."""
         self.gradients = Rounding.most([self.gradients, apart.gradients])
-        self.losses = [max(pair) for pair in zip_longest(self.losses, apart.losses, fillvalue=0.0)]
-        self.moved = max(self.moved, apart.moved)
+        self.losses = [larger(*pair) for pair in zip_longest(self.losses, apart.losses, fillvalue=0.0)]
+        self.moved = larger(self.moved, apart.moved)
 
 
 class ScriptJudge:

@@ -127,14 +127,17 @@ class Ladder:
             yield self._proven()
 
     @property
-    def runs_left(self) -> int:
-        """About how many runs the rungs take that may be something for the script, once its first run is known."""
+    def runs_left(self) -> tuple[int, int]:
+        """About how many runs, at least and at most, the rungs take that may be something for the script."""
         tried = [rung for rung in self.rungs if not rung.why_not(self.settings)]
         in_turns = 4 * (len(tried) + (len(tried) > 1))  # B A A B, and the top at the end
-        return in_turns + (1 + DRAWS) * sum(rung.precision is not None for rung in tried)
+        roundings = (1 + DRAWS) * sum(rung.precision is not None for rung in tried)
+        return in_turns + roundings, self.rounds * in_turns + roundings
 
     def _prepare_judge(self, baseline: Taken, captured: Captured) -> ScriptVerdict:
         """Run it again, and see whether it repeats itself."""
+        if broken := what_is_not_finite(captured):
+            raise CannotJudge(f"{broken}: nothing can be held against a script that does not train")
         reference = captured
         if self._drops:
             reference = self._captured("the script as it is, without dropout")
@@ -187,8 +190,7 @@ class Ladder:
 
     def try_rung(self, rung: Rung, place: str = "") -> ScriptRungRow:
         """Run it on what was kept, judge it, and time it if it is right; `place` ends its name in the row."""
-        row = self._tried(rung)
-        return replace(row, rung=f"{row.rung}{place}")
+        return replace(self._tried(rung), rung=rung.name + place)
 
     def _tried(self, rung: Rung) -> ScriptRungRow:
         if why := rung.why_not(self.settings):

@@ -35,3 +35,8 @@ def allowed_error(plain: float, rounding: float, *, floor: float = 0.0) -> float
         floor: an error that is allowed, before the rounding, even where the plain one is less than half of it.
     """
     return max(2 * plain, floor) + rounding
+
+
+def larger(a: float, b: float) -> float:
+    """The larger of two differences that roundings make; where they make one no number, they may make any."""
+    return math.inf if math.isnan(a) or math.isnan(b) else max(a, b)

@@ -21,6 +21,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from trainstep.bench.check import larger
 from trainstep.errors import UsageError
 from trainstep.weights import copied_to_host
 
@@ -111,13 +112,14 @@ class Rounding:
 
     @staticmethod
     def most(several: Iterable[Rounding]) -> Rounding:
-        """The largest of each."""
+        """The largest of each; what is no number is infinite."""
         found = Rounding()
         for one in several:
-            found.loss, found.scale = max(found.loss, one.loss), max(found.scale, one.scale)
+            found.loss, found.scale = larger(found.loss, one.loss), larger(found.scale, one.scale)
             for name, error in one.by_name.items():
                 known = found.by_name.get(name, error)
-                found.by_name[name] = Error(max(known.norm, error.norm), torch.maximum(known.rows, error.rows))
+                rows = torch.maximum(known.rows, error.rows).nan_to_num(nan=math.inf)
+                found.by_name[name] = Error(larger(known.norm, error.norm), rows)
         return found
 
     def plus(self, other: Rounding) -> Rounding:
