@@ -58,6 +58,13 @@ def test_times_that_belie_the_speed_up_are_said_to_be_of_different_moments(ms, a
     assert (moved in told.sentence) is not agree
 
 
+def test_without_both_times_nothing_belies_the_speed_up():
+    top = bf16(step_ms=1100.0, speedup=2.0, speedup_low=1.9, speedup_high=2.1)
+    assert not times_agree([BASELINE, top])
+    assert times_agree([replace(BASELINE, times={}), top])
+    assert times_agree([BASELINE, replace(top, times={})])
+
+
 def failed_baseline(case=None, reason="no such file"):
     return rung("baseline", "failed", False, "failed", reason, case)
 
