@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trainstep.bench.check import accumulated_rounding, allowed_error, one_rounding
+from trainstep.bench.check import accumulated_rounding, allowed_error, larger, one_rounding
 from trainstep.precision import PRECISIONS
 
 
@@ -34,3 +34,11 @@ def test_twice_the_plain_error_plus_one_rounding_is_allowed_and_no_less_than_the
 
 def test_roundings_add_up_with_the_root_of_their_number():
     assert accumulated_rounding(2**-24, 900) == pytest.approx(30 * 2**-24)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [(1.0, 2.0, 2.0), (2.0, 1.0, 2.0), (math.nan, 1.0, math.inf), (1.0, math.nan, math.inf), (0.0, math.inf, math.inf)],
+)
+def test_what_is_no_number_is_larger_than_any(a, b, expected):
+    assert larger(a, b) == expected
