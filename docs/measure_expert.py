@@ -139,6 +139,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="from which it is run")
     parser.add_argument("--out", type=Path, help="what the runs leave; by default a temporary folder")
     given = parser.parse_args()
+    if given.runs < 1:
+        parser.error(f"--runs is {given.runs}; expected 1 or more, or there is nothing to hold the ladder against")
     os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     environment = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -63,11 +63,8 @@ def climb_script(leader: Leader, out: Path, *, steps: int, names: str | None, pa
         for row in ladder.climb():
             writer.write(row)
             console.print(f"  {row.rung}: {row.verdict}{f' ({row.reason})' if row.reason else ''}")
-            if row.verdict == "baseline" and script.own_s is not None:
-                (least, most), each = ladder.runs_left, script.own_s / 60
-                console.print(
-                    LEFT.format(least=least, most=most, first=least * each, last=most * each, own_s=script.own_s)
-                )
+            if row.verdict == "baseline" and (left := _left(ladder, script.own_s or 0.0)):
+                console.print(left)
         if patch is not None:
             patched, said = _patched(ladder, command, patch)
             if patched is not None:
@@ -86,6 +83,13 @@ def climb_script(leader: Leader, out: Path, *, steps: int, names: str | None, pa
     if ladder.judge is not None:
         return 0
     return ladder.code if ladder.code > 0 else NOTHING_RAN
+
+
+def _left(ladder: Ladder, own_s: float) -> str:
+    """How long the ladder may take, in words, where a run of the script takes `own_s`; empty where nothing is left."""
+    least, most = ladder.runs_left
+    minutes = own_s / 60
+    return LEFT.format(least=least, most=most, first=least * minutes, last=most * minutes, own_s=own_s) if most else ""
 
 
 def _named(names: str | None) -> Sequence[Rung]:

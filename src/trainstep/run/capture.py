@@ -40,6 +40,12 @@ class Captured:
     fixed_gib: float | None = None  # of it, what no batch changes: weights, their gradients, optimizers' states
     limit_gib: float | None = None  # what the process could have of the GPU's memory
 
+    @property
+    def what_is_not_finite(self) -> str:
+        """The first loss that is no number, in words; empty where all are."""
+        broken = next((number for number, loss in enumerate(self.losses, 1) if not math.isfinite(loss)), None)
+        return "" if broken is None else f"the loss of update {broken} is {self.losses[broken - 1]}"
+
 
 class Capture:
     """Collects it in the script's process.

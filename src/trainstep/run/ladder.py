@@ -32,7 +32,6 @@ from trainstep.run.larger import (
     lines_of,
     ms_per_sample,
     throughput_fields,
-    what_is_not_finite,
     why_memory_limits_not,
     why_not_told,
     with_room,
@@ -136,7 +135,7 @@ class Ladder:
 
     def _prepare_judge(self, baseline: Taken, captured: Captured) -> ScriptVerdict:
         """Run it again, and see whether it repeats itself."""
-        if broken := what_is_not_finite(captured):
+        if broken := captured.what_is_not_finite:
             raise CannotJudge(f"{broken}: nothing can be held against a script that does not train")
         reference = captured
         if self._drops:
@@ -188,9 +187,9 @@ class Ladder:
         takes_a_place = not left.kept.issuperset(now.intersection(rung.instead_of))
         return not (its_place_is_taken or takes_a_place) and left.saved_ms > RUN_SPREAD * self._top.median_ms
 
-    def try_rung(self, rung: Rung, place: str = "") -> ScriptRungRow:
-        """Run it on what was kept, judge it, and time it if it is right; `place` ends its name in the row."""
-        return replace(self._tried(rung), rung=rung.name + place)
+    def try_rung(self, rung: Rung, suffix: str = "") -> ScriptRungRow:
+        """Run it on what was kept, judge it, and time it if it is right; `suffix` ends its name in the row."""
+        return replace(self._tried(rung), rung=rung.name + suffix)
 
     def _tried(self, rung: Rung) -> ScriptRungRow:
         if why := rung.why_not(self.settings):
@@ -231,7 +230,7 @@ class Ladder:
                 break
         if taken.failure or taken.captured is None:
             return self._failed(rung, taken)
-        if broken := what_is_not_finite(taken.captured):
+        if broken := taken.captured.what_is_not_finite:
             return self._row(rung.name, None, status="wrong", reason=broken, verdict="wrong")
         if why := why_not_told(self._top, taken):
             return self._not_tried(rung, why)

@@ -80,12 +80,6 @@ def why_not_told(before: Taken, own: Taken) -> str:
     return ""
 
 
-def what_is_not_finite(captured: Captured) -> str:
-    """The first loss that is no number, in words; empty where all are."""
-    broken = next((number for number, loss in enumerate(captured.losses, 1) if not math.isfinite(loss)), None)
-    return "" if broken is None else f"the loss of update {broken} is {captured.losses[broken - 1]}"
-
-
 def ms_per_sample(runs: Sequence[Taken]) -> list[Sequence[float]]:
     """Of each run's steps, to be held against those of another batch."""
     return [[ms / (run.samples_per_step or math.nan) for ms in run.step_ms] for run in runs]

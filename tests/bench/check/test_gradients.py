@@ -328,3 +328,11 @@ def test_rounding_relative_to_gradients_is_a_quotient_of_norms():
     gradients = Gradients(1.0, {"a": torch.tensor([6.0]), "b": torch.tensor([8.0])})
     assert errors.relative(gradients) == pytest.approx(0.5)
     assert errors.relative(Gradients(1.0, {"a": torch.zeros(1), "b": torch.zeros(1)})) == pytest.approx(5.0)
+
+
+def test_rounding_that_makes_a_gradient_no_number_allows_any():
+    plain = torch.linspace(0.5, 1.5, 12).view(3, 4)
+    shaken = (Gradients(1.0, {"a": by * plain}) for by in (2.0, math.nan, math.inf))
+    usual = Rounding.most(Rounding.between(each, Gradients(1.0, {"a": plain})) for each in shaken)
+    assert usual.scale == usual.by_name["a"].norm == math.inf
+    assert usual.by_name["a"].rows.isposinf().all()

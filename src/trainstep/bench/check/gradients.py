@@ -118,7 +118,7 @@ class Rounding:
             found.loss, found.scale = larger(found.loss, one.loss), larger(found.scale, one.scale)
             for name, error in one.by_name.items():
                 known = found.by_name.get(name, error)
-                rows = torch.maximum(known.rows, error.rows).nan_to_num(nan=math.inf)
+                rows = torch.maximum(known.rows, error.rows).nan_to_num(nan=math.inf, posinf=math.inf)
                 found.by_name[name] = Error(larger(known.norm, error.norm), rows)
         return found
 
