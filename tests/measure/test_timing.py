@@ -147,6 +147,46 @@ def test_covering_work_hides_the_launches_and_is_not_counted():
     assert covered.laps["forward"].ms == pytest.approx(ISSUE_MS / 10)
 
 
+def launch_bound(device, kernels):
+    def step(phase):
+        with phase("forward"):
+            for _ in range(kernels):
+                device.launch(ISSUE_MS / 100)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("most", "times", "seen_ms"), [(1, 1, 9), (5, 5, 5), (14, 14, 0.1), (15, 15, 0.1), (100, 15, 0.1)]
+)
+def test_work_too_short_to_cover_a_step_is_repeated(most, times, seen_ms):
+    """1000 launches take the host 10 ms and the device 0.1; one piece of covering work takes the device 1 ms."""
+    device, covers = FakeDevice(), []
+    timing = time_steps(
+        launch_bound(device, 1000), device=device, warmup=1, steps=3, clock=device.clock,
+        cover=lambda: (covers.append(None), device.launch(1.0)), most_covers=most,
+    )  # fmt: skip
+    assert len(covers) == 1 + 3 * times, "before the first step once, then half as long again as the launches took"
+    for sample in timing.samples:
+        assert sample.issue_ms == pytest.approx(10, abs=0.01)
+        assert sample.ms == pytest.approx(seen_ms, rel=0.02)
+        assert sample.laps["forward"].ms == pytest.approx(seen_ms, rel=0.02)
+
+
+def test_covering_work_is_as_long_as_the_last_step_needs():
+    device, covers, kernels = FakeDevice(), [], iter([1000, 0, 0, 300, 300])
+
+    def step(phase):
+        launch_bound(device, next(kernels))(phase)
+
+    time_steps(
+        step, device=device, warmup=0, steps=5, clock=device.clock, most_covers=1000,
+        cover=lambda: (covers.append(None), device.launch(1.0)), after_step=lambda _: covers.append("step"),
+    )  # fmt: skip
+    told = "".join("c" if each is None else "|" for each in covers)
+    assert [len(each) for each in told.split("|")] == [1, 15, 1, 1, 5, 0]
+
+
 def launches_then_work(device):
     """5 ms of launches that give the device nothing, then 10 ms for the device."""
 

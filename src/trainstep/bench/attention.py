@@ -20,13 +20,22 @@ from trainstep.attention import attention, flash_attn
 from trainstep.bench.cases import AttentionCase
 from trainstep.bench.check.attention import NAMES, STATISTICS, Errors, Implementation, check, random_inputs
 from trainstep.bench.outcome import Failure, failed_row
-from trainstep.bench.turns import Checked, by_problem, compilations, flush_for, ratio_columns, take_turns
+from trainstep.bench.turns import (
+    Checked,
+    by_problem,
+    compilations,
+    flush_for,
+    pass_columns,
+    ratio_columns,
+    take_turns,
+    time_passes,
+)
 from trainstep.casting import DTYPES
 from trainstep.config import PhaseContext
 from trainstep.kinds import AttentionRatioRow, AttentionRow
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
-from trainstep.measure.timing import CpuClock, Timing, device_clock, time_steps
+from trainstep.measure.timing import Timing
 from trainstep.plan.flops import attention_flops
 from trainstep.plan.memory import eager_memory, flash_memory
 from trainstep.records import Scalar, make_row
@@ -88,13 +97,9 @@ def _row(case: AttentionCase, result: Checked | Errors | Failure, device: torch.
     if isinstance(result, Errors):
         allowed = {f"{name}_allowed": result.allowed[name, "all"] for name in NAMES}
         return row(_error_values(result) | allowed, status="wrong", reason=_what_is_wrong(result))
-    samples = {name: [sample.laps[name].ms for sample in result.passes] for name in ("forward", "backward")}
-    if isinstance(device_clock(device), CpuClock):
-        samples["both"] = [sum(pair) for pair in zip(samples["forward"], samples["backward"], strict=True)]
-    else:
-        samples["both"] = [sample.ms for sample in result.passes]  # with the gap between them
-    counts = {"n": len(result.passes), "rounds": rounds, "recompilations_timed": result.recompilations}
-    return row(_time_values(case, samples) | counts | result.values | _predicted(case, device), samples=samples)
+    samples, values = pass_columns(result.passes)
+    values |= {"rounds": rounds, "recompilations_timed": result.recompilations}
+    return row(_time_values(case, samples) | values | result.values | _predicted(case, device), samples=samples)
 
 
 def ratio_rows(rows: Sequence[AttentionRow]) -> Iterator[AttentionRatioRow]:
@@ -161,7 +166,7 @@ def _time(implementation: Implementation, case: AttentionCase, flush: Tensor, wa
         with phase("backward"):
             torch.autograd.grad(o, (q, k, v), do)
 
-    return time_steps(step, device=device_clock(device), warmup=warmup, steps=passes, cover=flush.zero_)
+    return time_passes(step, flush, warmup, passes)
 
 
 def _memory_values(implementation: Implementation, case: AttentionCase, device: torch.device) -> dict[str, Scalar]:

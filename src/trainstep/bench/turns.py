@@ -1,7 +1,7 @@
 """Cases that are alike, checked first and then timed in turns, so that what drifts reaches all alike.
 
 Compiled code is kept until all are timed. Before every pass a cache's worth of memory is overwritten, which also keeps
-the device busy while the host launches the pass.
+the device busy while the host launches the pass; where one time is too short for that, several times.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from trainstep.bench.outcome import Failure, attempt, caught, release_memory
+from trainstep.config import PhaseContext
 from trainstep.errors import UsageError
-from trainstep.measure.timing import Sample
+from trainstep.measure.timing import Sample, Timing, device_clock, time_steps
 from trainstep.records import Scalar
 from trainstep.stats import in_rounds, ratio_of_rounds
 
@@ -26,8 +28,12 @@ Case = TypeVar("Case", bound=Hashable)
 Wrong = TypeVar("Wrong")
 Measured = TypeVar("Measured")
 
+PHASES = ("forward", "backward")
+
 FLUSH_BYTES = {"cuda": 512 * 2**20, "cpu": 0}
 """Written before each pass: several times any L2, and a tenth of a millisecond of device time. Nothing on a CPU."""
+MOST_FLUSHES = 32
+"""Before one pass: some four milliseconds, more than the host takes to launch any kernel worth its own time."""
 
 
 @dataclass
@@ -43,6 +49,24 @@ class Checked:
 def flush_for(device: torch.device) -> Tensor:
     """What is overwritten before each pass."""
     return torch.empty(FLUSH_BYTES[device.type], dtype=torch.int8, device=device)
+
+
+def time_passes(step: Callable[[PhaseContext], object], flush: Tensor, warmup: int, passes: int) -> Timing:
+    """Time so many passes of the phases `PHASES` after `warmup` others, on the device of `flush`."""
+    clock = device_clock(flush.device)
+    return time_steps(step, device=clock, warmup=warmup, steps=passes, cover=flush.zero_, most_covers=MOST_FLUSHES)
+
+
+def pass_columns(passes: Sequence[Sample]) -> tuple[dict[str, list[float]], dict[str, Scalar]]:
+    """The samples of each phase and of both, in milliseconds, and what else a row says of all passes."""
+    samples = {name: [each.laps[name].ms for each in passes] for name in PHASES}
+    values: dict[str, Scalar] = {"n": len(passes)}
+    if passes[0].device_ms is None:
+        samples["both"] = [sum(pair) for pair in zip(*samples.values(), strict=True)]
+    else:
+        samples["both"] = [each.ms for each in passes]  # with the gap between them
+        values["issue_ms"] = median(each.issue_ms for each in passes)
+    return samples, values
 
 
 def compilations() -> int:

@@ -9,6 +9,7 @@ busy for longer than the host says the step lasted, one clock is wrong and no fi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from typing import Any, Protocol
 import torch
 
 from trainstep.config import PhaseContext
+
+COVERED = 1.5
+"""Time for which the device is kept busy before a step, over the host's time to launch one."""
 
 
 class DeviceClock(Protocol):
@@ -97,6 +101,11 @@ class Sample:
         """The time the step's work took: the device's where there is one, else the host's."""
         return self.wall_ms if self.device_ms is None else self.device_ms
 
+    @property
+    def issue_ms(self) -> float:
+        """Host time from the step's start until all of it was launched."""
+        return self.wall_ms - self.wait_ms
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -134,6 +143,7 @@ def time_steps(
     clock: Callable[[], float] = time.perf_counter,
     after_step: Callable[[Sample], object] = lambda sample: None,
     cover: Callable[[], object] = lambda: None,
+    most_covers: int = 1,
 ) -> Timing:
     """Run `step` `warmup + steps` times and time each run.
 
@@ -147,12 +157,17 @@ def time_steps(
         cover: gives the device work right before each step. While it runs, the host launches the step, so that a step
             of a few short kernels is timed by the device as in the middle of a busy queue; `wall_ms` and `wait_ms` then
             include what is left of that work, `device_ms` and the laps do not.
+        most_covers: how often `cover` may be called before a step. It is called as often as the host needed to launch
+            the step before, and half as often again; before the first step once. 1 for work that several processes must
+            launch alike.
     """
     assert warmup >= 0, f"warmup is {warmup}"
     assert steps >= 1, f"steps is {steps}"
+    covers = _Covers(cover, device, most_covers)
     taken: list[Sample] = []
     for _ in range(warmup + steps):
-        taken.append(_time_one(step, device, clock, cover))
+        taken.append(_time_one(step, device, clock, covers.launch))
+        covers.fit(taken[-1].issue_ms)
         after_step(taken[-1])
     return Timing(tuple(taken), warmup)
 
@@ -254,6 +269,29 @@ class _Laps:
             name: Lap(host * 1e3, None if first is None else self._device.elapsed_ms(first, last))
             for name, (host, first, last) in self._marks.items()
         }
+
+
+class _Covers:
+    """Work for the device right before a step, as often as it takes to outlast the host's launches of that step."""
+
+    def __init__(self, work: Callable[[], object], device: DeviceClock, most: int) -> None:
+        self._work, self._device, self._most = work, device, most
+        self._times = 1
+        self._marks: tuple[Any, Any] = (None, None)
+
+    def launch(self) -> None:
+        start = self._device.record()
+        for _ in range(self._times):
+            self._work()
+        self._marks = start, self._device.record()
+
+    def fit(self, issue_ms: float) -> None:
+        """Choose how often for the next step, once the device is done with this one, which took that long to launch."""
+        start, end = self._marks
+        if start is None or self._most == 1:
+            return
+        one_ms = self._device.elapsed_ms(start, end) / self._times
+        self._times = max(1, min(self._most, math.ceil(COVERED * issue_ms / one_ms)))
 
 
 def _time_one(

@@ -14,18 +14,24 @@ from trainstep.bench.check.fused import Budget
 from trainstep.bench.fused import problems
 from trainstep.bench.fused.passes import judge, step_of
 from trainstep.bench.outcome import Failure, failed_row
-from trainstep.bench.turns import Checked, by_problem, compilations, flush_for, ratio_columns, take_turns
+from trainstep.bench.turns import (
+    Checked,
+    by_problem,
+    compilations,
+    flush_for,
+    pass_columns,
+    ratio_columns,
+    take_turns,
+    time_passes,
+)
 from trainstep.config import PhaseContext, no_phases
 from trainstep.kinds import FusedRatioRow, FusedRow
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
-from trainstep.measure.timing import CpuClock, device_clock, time_steps
 from trainstep.peers import liger
 from trainstep.records import Scalar, make_row
 from trainstep.stats import summarize
 from trainstep.workload import resolve_device
-
-PHASES = ("forward", "backward")
 
 
 def run_cases(
@@ -53,12 +59,12 @@ def run_cases(
 
 
 def _measure(cases: Sequence[FusedCase], device: torch.device, warmup: int, passes: int, rounds: int) -> list[FusedRow]:
-    flush, clock = flush_for(device), device_clock(device)
+    flush = flush_for(device)
 
     def time_round(checked: Checked, case: FusedCase, count: int) -> None:
         before = compilations()
         step = step_of(case, checked.implementation, device)
-        checked.passes += time_steps(step, device=clock, warmup=warmup, steps=count, cover=flush.zero_).samples
+        checked.passes += time_passes(step, flush, warmup, count).samples
         checked.recompilations += compilations() - before
         checked.values |= gpu_state(device)
 
@@ -115,13 +121,8 @@ def _row(case: FusedCase, result: Checked | Budget | Failure, device: torch.devi
         errors = _error_values(result)
         finite = {name: value for name, value in errors.items() if value != float("inf")}
         return row(finite, status="wrong", reason=str(result))
-    samples = {name: [sample.laps[name].ms for sample in result.passes] for name in PHASES}
-    if isinstance(device_clock(device), CpuClock):
-        samples["both"] = [sum(pair) for pair in zip(samples["forward"], samples["backward"], strict=True)]
-    else:
-        samples["both"] = [sample.ms for sample in result.passes]
-    values: dict[str, Scalar] = {"n": len(result.passes), "rounds": rounds}
-    values["recompilations_timed"] = result.recompilations
+    samples, values = pass_columns(result.passes)
+    values |= {"rounds": rounds, "recompilations_timed": result.recompilations}
     for name, milliseconds in samples.items():
         values |= summarize(milliseconds).columns(name)
     return row(values | result.values, samples=samples)

@@ -27,6 +27,7 @@ ATTENTION = define(
     replace(_IMPLEMENTATION, page=False),
     *columns.values({"forward": "forward_ms", "backward": "backward_ms"}),
     columns.median("both [95 %]", "both"),
+    columns.value("issue (host)", "issue_ms"),
     columns.value("TFLOP/s forward", "forward_tflops", brief=False, page=False),
     columns.value("TFLOP/s backward", "backward_tflops", brief=False, page=False),
     *columns.values({"TFLOP/s": "both_tflops", "before backward (GiB)": "before_backward_gib"}),

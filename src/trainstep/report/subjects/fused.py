@@ -24,6 +24,7 @@ FUSED = define(
     replace(_IMPLEMENTATION, page=False),
     *columns.values({"forward": "forward_ms", "backward": "backward_ms"}),
     columns.median("both [95 %]", "both"),
+    columns.value("issue (host)", "issue_ms"),
     *columns.values({"before backward (GiB)": "before_backward_gib", "peak (GiB)": "peak_gib"}),
     columns.value("largest share of an allowed error", "error_share", digits=2),
     columns.value("of", "error_nearest", brief=False, page=False),
