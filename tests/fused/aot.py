@@ -6,10 +6,10 @@ from typing import Any
 from triton.compiler import ASTSource
 
 from tests.attention.triton.aot import Compiled, compile_source
-from trainstep.fused.triton import cross_entropy, rotary
+from trainstep.fused.triton import cross_entropy, rotary, scaling
 
-FLOAT32 = ("losses_ptr", "cos_ptr", "sin_ptr")
-OTHERS = {"targets_ptr": "*i64", "sign": "fp32"}
+FLOAT32 = ("losses_ptr", "scale_ptr", "factor_ptr", "cos_ptr", "sin_ptr")
+OTHERS = {"targets_ptr": "*i64", "fits_ptr": "*i32", "sign": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class Kernel:
     kernel: Any
     warps: int
     constants: dict[str, Any] = field(default_factory=dict)
+    is_aligned: bool = True
+    """Whether rows are as long, and as far apart, as reading 16 bytes at once needs."""
 
     def compile(self, capability: int, dtype: str) -> Compiled:
         """For sm_`capability`; dtype in Triton's names ("bf16")."""
@@ -33,7 +35,7 @@ class Kernel:
             else:
                 signature[name] = "i32"
             is_length = name.startswith("stride_") or name == "n_vocab"
-            if name.endswith("_ptr") or (is_length and self.constants.get("SIDE_BY_SIDE", True)):
+            if name.endswith("_ptr") or (is_length and self.is_aligned):
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, self.constants, attributes)
         return compile_source(source, capability, {"num_warps": self.warps})
@@ -47,5 +49,9 @@ def kernels_of(head_dim: int, n_vocab: int) -> dict[str, Kernel]:
     found = {"rope": Kernel(rotary.rope_kernel, rotary.warps(32, half), turn)}
     for gradient in (False, True):
         constants = rows | {"GRADIENT": gradient}
-        found[f"loss, gradient {gradient}"] = Kernel(cross_entropy.cross_entropy_kernel, warps, constants)
+        kernel = cross_entropy.kernel_for(n_vocab)
+        found[f"loss, gradient {gradient}"] = Kernel(kernel, warps, constants, is_aligned=n_vocab % 16 == 0)
+    targets = {"MEAN": True, "BLOCK": cross_entropy.TARGETS}
+    found["targets"] = Kernel(cross_entropy.count_targets_kernel, 8, targets)
+    found["scale"] = Kernel(scaling.scale_kernel, 8, {"BLOCK": scaling.BLOCK})
     return found

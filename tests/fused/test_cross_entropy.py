@@ -13,6 +13,7 @@ from trainstep.errors import UnsupportedError, UsageError
 from trainstep.fused import cross_entropy as module
 from trainstep.fused import eager, linear_cross_entropy, one_piece
 from trainstep.fused.cross_entropy import LOGITS_BYTES, MULTIPLE, launch_loss, loss_op, tokens_at_once
+from trainstep.fused.triton.cross_entropy import launch_targets
 
 pytestmark = HERE
 NAMES = ("loss", "dhidden", "dweight")
@@ -43,7 +44,14 @@ def ids(*shape, n_vocab, seed=3):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("shape", "n_vocab", "chunk"),
-    [((1, 8), 1, 1), ((3, 7, 24), 101, 5), ((16, 32), 128, 16), ((33, 8), 9001, 32), ((5, 8), 3008, 5)],
+    [
+        ((1, 8), 1, 1),
+        ((3, 7, 24), 101, 5),
+        ((16, 32), 128, 16),
+        ((33, 8), 9001, 32),
+        ((5, 8), 3008, 5),
+        ((4, 8), 9300, 4),
+    ],
 )
 def test_loss_and_gradients(shape, n_vocab, chunk, dtype) -> None:
     hidden, weight = draw(*shape, dtype=dtype, seed=1), draw(n_vocab, shape[-1], dtype=dtype, seed=2)
@@ -85,8 +93,9 @@ def test_a_sum_that_is_divided_by_a_number_of_its_own(dtype) -> None:
         assert budget.within, str(budget)
 
 
-def test_all_ignored_is_as_in_torch() -> None:
-    hidden, weight = draw(4, 8, seed=1), draw(30, 8, seed=2)
+@pytest.mark.parametrize("n_vocab", [30, 31])
+def test_all_ignored_is_as_in_torch(n_vocab) -> None:
+    hidden, weight = draw(4, 8, seed=1), draw(n_vocab, 8, seed=2)
     targets = torch.full((4,), -100, device=DEVICE)
     for function in (fused(3), fused(4), fused(3, reduction="sum"), eager.linear_cross_entropy):
         loss = function(hidden, weight, targets)
@@ -97,8 +106,9 @@ def test_all_ignored_is_as_in_torch() -> None:
     assert fused(3, reduction="sum")(hidden, weight, targets) == 0
 
 
-def test_nan_and_infinity_make_the_loss_what_torch_makes_of_them() -> None:
-    weight, targets = draw(30, 8, seed=2), ids(4, n_vocab=30)
+@pytest.mark.parametrize("n_vocab", [30, 31])
+def test_nan_and_infinity_make_the_loss_what_torch_makes_of_them(n_vocab) -> None:
+    weight, targets = draw(n_vocab, 8, seed=2), ids(4, n_vocab=n_vocab)
     for bad in (float("nan"), float("inf")):
         hidden = draw(4, 8, seed=1, grad=False)
         hidden[2, 3] = bad
@@ -117,22 +127,27 @@ def test_nan_and_infinity_make_the_loss_what_torch_makes_of_them() -> None:
     assert fused(3)(hidden, weight, targets) == float("inf")
 
 
-@pytest.mark.parametrize("bad", [30, -1, 2**40])
-def test_targets_out_of_range(bad) -> None:
-    hidden, weight, targets = draw(4, 8, seed=1), draw(30, 8, seed=2), ids(4, n_vocab=30)
+@pytest.mark.parametrize("n_vocab", [30, 31])
+@pytest.mark.parametrize("bad", [31, -1, 2**40])
+def test_targets_out_of_range(n_vocab, bad) -> None:
+    hidden, weight, targets = draw(4, 8, seed=1), draw(n_vocab, 8, seed=2), ids(4, n_vocab=n_vocab)
     targets[1] = bad
     if DEVICE == "cpu":  # on a GPU the assertion would end the process's use of it
-        with pytest.raises(UsageError, match=f"targets from 0 to 29 .*got {bad}, the first of 1 others"):
+        with pytest.raises(UsageError, match=f"targets from 0 to {n_vocab - 1} .*got {bad}, the first of 1 others"):
             fused(3)(hidden, weight, targets)
-    total, dhidden, dweight = loss_op(hidden.detach(), weight.detach(), targets, -100, 3, True, True)
-    assert total.isnan()
-    assert dhidden[1].isnan().all()
-    assert dweight.isnan().any()
-    assert dhidden[[0, 2, 3]].isfinite().all()
+    logits, losses = (hidden @ weight.T).detach(), torch.empty(4, device=DEVICE)
+    scale, fits = torch.empty((), device=DEVICE), torch.empty((), dtype=torch.int32, device=DEVICE)
+    launch_targets((targets, scale, fits), n_vocab, -100, True)
+    assert not fits
+    launch_loss((logits, targets, losses, scale), -100, True)
+    for found in (losses, logits):
+        assert found[1].isnan().all()
+        assert found[[0, 2, 3]].isfinite().all()
 
 
-def test_logits_of_ten_thousand_stay_finite() -> None:
-    hidden, weight, targets = draw(6, 8, seed=1), draw(30, 8, seed=2), ids(6, n_vocab=30)
+@pytest.mark.parametrize("n_vocab", [30, 31])
+def test_logits_of_ten_thousand_stay_finite(n_vocab) -> None:
+    hidden, weight, targets = draw(6, 8, seed=1), draw(n_vocab, 8, seed=2), ids(6, n_vocab=n_vocab)
     hidden = (hidden.detach() * 1e4).requires_grad_()
     budget = check(fused(4), eager.linear_cross_entropy, (hidden, weight, targets), NAMES)
     assert budget.within, str(budget)
@@ -151,9 +166,9 @@ def test_no_gradient_that_is_not_wanted_is_computed() -> None:
     linear_cross_entropy(leaf, head, targets).backward()
     expected = torch.autograd.grad(F.cross_entropy(head(leaf), targets), leaf)[0]
     torch.testing.assert_close(leaf.grad, expected)
-    total, dhidden, dweight = loss_op(hidden, head.weight, targets, -100, 4, False, False)
+    loss, _, dhidden, dweight = loss_op(hidden, head.weight, targets, -100, 4, True, False, False)
     assert (dhidden.numel(), dweight.numel()) == (0, 0)
-    torch.testing.assert_close(total / 6, plain)
+    torch.testing.assert_close(loss, plain)
 
 
 class Products(torch.utils._python_dispatch.TorchDispatchMode):
@@ -174,7 +189,7 @@ def test_logits_of_several_chunks_never_exist_in_full() -> None:
     """The largest products have a chunk's rows, and there are three of them for each chunk."""
     hidden, weight, targets = draw(12, 8, seed=1), draw(40, 8, seed=2), ids(12, n_vocab=40)
     with Products() as products:
-        module._loss(hidden.detach(), weight.detach(), targets, -100, 4, True, True)
+        module._loss(hidden.detach(), weight.detach(), targets, -100, 4, True, True, True)
     assert sorted(products.shapes) == sorted([(4, 40), (4, 8), (40, 8)] * 3)
     loss = fused(4)(hidden, weight, targets)
     with Products() as products:
@@ -294,17 +309,24 @@ def test_sums_over_many_tokens_stay_within_float16() -> None:
     assert 256 * dweight.float().abs().max() > 65_504
 
 
-def test_gradients_of_a_float16_weight_are_scaled_after_their_sum() -> None:
-    """Hidden states over a large number of targets have a digit or two left in float16."""
-    errors, states = torch.full((512, 9), 0.5, dtype=torch.float16), torch.full((512, 8), 0.05, dtype=torch.float16)
-    factor = torch.tensor(1 / 2**18)
-    found = one_piece._of_weight(errors, states, factor, torch.float16)
-    torch.testing.assert_close(found.double(), errors.T.double() @ states.double() / 2**18, rtol=2**-10, atol=2**-24)
+@pytest.mark.parametrize("chunk", [256, 512])
+def test_gradients_of_a_float16_weight_are_scaled_after_their_sum(chunk) -> None:
+    """softmax - onehot over a large number has a digit or two left in float16, and less than 2^-24 is nothing."""
+    hidden = draw(512, 8, dtype=torch.float16, seed=1, grad=False) * 0.05
+    weight, targets = draw(9, 8, dtype=torch.float16, seed=2), torch.zeros(512, dtype=torch.int64, device=DEVICE)
+    found, exact = (
+        torch.autograd.grad(function(x, w, targets) / 2**12, w)[0].double()
+        for function, x, w in (
+            (fused(chunk), hidden, weight),
+            (eager.linear_cross_entropy, hidden.double(), weight.detach().double().requires_grad_()),
+        )
+    )
+    torch.testing.assert_close(found, exact, rtol=2**-9, atol=2**-24)
 
 
 def test_the_gradient_of_a_float32_weight_is_summed_in_float32() -> None:
     errors, states = draw(64, 9, dtype=torch.bfloat16, grad=False), draw(64, 8, dtype=torch.bfloat16, grad=False)
-    found = one_piece._of_weight(errors, states, torch.tensor(1.0), torch.float32)
+    found = one_piece._of_weight(errors, states, torch.float32)
     torch.testing.assert_close(found, errors.T.float() @ states.float(), rtol=1e-5, atol=1e-5)
 
 
@@ -350,9 +372,9 @@ def test_autocast_casts_as_for_products() -> None:
     assert (loss.dtype, dhidden.dtype, dweight.dtype) == (torch.float32,) * 3
     assert not torch.equal(dweight, dweight.to(dtype).float())
     rounded = [each.detach().to(dtype) for each in (hidden, head.weight)]
-    total, exact, _ = loss_op(*rounded, targets, -100, 6, True, True)
-    torch.testing.assert_close(loss, total / 6, rtol=0, atol=0)
-    torch.testing.assert_close(dhidden, (exact * (1 / 6)).float(), rtol=2**-10, atol=0)
+    exact, _, by_hidden, _ = loss_op(*rounded, targets, -100, 6, True, True, True)
+    torch.testing.assert_close(loss, exact, rtol=0, atol=0)
+    torch.testing.assert_close(dhidden, (by_hidden * (1 / 6)).float(), rtol=2**-10, atol=0)
 
 
 def test_bad_inputs() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.fused.aot import kernels_of
-from trainstep.fused.triton.cross_entropy import block_for
+from trainstep.fused.triton.cross_entropy import block_for, halves, is_whole
 from trainstep.measure.profile.kernels import kernel_family
 
 SHAPES = {"2.7B": (80, 10_000), "8B": (128, 151_936), "odd": (6, 101)}
@@ -20,7 +20,7 @@ def test_kernels_of_a_models_shapes(capability) -> None:
             assert compiled.shared_bytes <= 48 * 1024, (model, name)
 
 
-@pytest.mark.parametrize(("n_vocab", "loads"), [(10_000, "ld.global.v4"), (50_257, "ld.global.b16")])
+@pytest.mark.parametrize(("n_vocab", "loads"), [(36_000, "ld.global.v4"), (50_257, "ld.global.b16")])
 def test_eight_logits_of_a_thread_share_a_rescaling(n_vocab, loads) -> None:
     """In registers: whether a row's length lets them be read at once or not, no thread hands any to another."""
     kernel = kernels_of(16, n_vocab)["loss, gradient False"]
@@ -29,6 +29,29 @@ def test_eight_logits_of_a_thread_share_a_rescaling(n_vocab, loads) -> None:
     assert of_a_thread < compiled.ptx.count("ex2.") <= of_a_thread * 9 / 8 + 1, "and once for all of the row"
     of_a_row = 2 * (5 + 4)  # two sums or maxima over 32 lanes, and over the warps
     assert compiled.ptx.count("shfl.") <= of_a_row
+
+
+@pytest.mark.parametrize(
+    ("n_vocab", "loads"), [(10_000, "ld.global.v4"), (32_768, "ld.global.v4"), (16_383, "ld.global.b16")]
+)
+def test_of_a_whole_row_each_exponential_is_computed_once(n_vocab, loads) -> None:
+    kernel = kernels_of(16, n_vocab)["loss, gradient True"]
+    compiled, of_a_thread = kernel.compile(90, "bf16"), sum(halves(n_vocab)) // (32 * kernel.warps)
+    assert loads in compiled.ptx
+    assert compiled.ptx.count("ex2.") == of_a_thread
+    assert compiled.spilled_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("n_vocab", "is_held"),
+    [(1, False), (2, True), (30, False), (31, True), (4095, True), (9216, True), (9217, False), (10_000, True),
+     (16_383, True), (31_999, False), (32_000, True), (32_768, True), (32_769, False), (50_257, False)],
+)  # fmt: skip
+def test_rows_are_held_whole_where_that_wastes_little(n_vocab, is_held) -> None:
+    first, rest = halves(n_vocab)
+    assert is_whole(n_vocab) is is_held
+    assert n_vocab == 1 or first < n_vocab <= first + rest
+    assert not is_held or first + rest - n_vocab <= n_vocab / 16
 
 
 @pytest.mark.parametrize(
@@ -46,10 +69,11 @@ def test_float32_and_the_widest_rows() -> None:
         assert "st.global" in compiled.ptx, name
 
 
-def test_profiles_know_them() -> None:
+@pytest.mark.parametrize("n_vocab", [100, 128])
+def test_profiles_know_them(n_vocab) -> None:
     """By names that no other kernel of ours has."""
-    named = {name: each.kernel.fn.__name__ for name, each in kernels_of(16, 100).items()}
+    named = {name: each.kernel.fn.__name__ for name, each in kernels_of(16, n_vocab).items()}
     families = {name: kernel_family(kernel) for name, kernel in named.items()}
     losses = dict.fromkeys(("loss, gradient False", "loss, gradient True"), "softmax")
-    assert families == {"rope": "elementwise"} | losses
-    assert len(set(named.values())) == 2
+    assert families == {"rope": "elementwise", "scale": "elementwise", "targets": "reduction"} | losses
+    assert len(set(named.values())) == 4

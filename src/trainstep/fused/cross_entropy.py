@@ -1,9 +1,10 @@
 """Cross-entropy joined with the head: logits exist for one chunk of tokens at a time, and no product is computed twice.
 
 Forward computes a chunk's logits, their losses and, where gradients are wanted, at once the gradients: the kernel
-writes softmax - onehot over the logits, and two products take that to the gradients of the hidden states and of the
-weight. Backward multiplies both by the gradient of the loss, of a mean over the number of targets. So a step computes
-three products with the head, as the plain one does and the chunked one, which computes its logits twice, does not.
+writes softmax - onehot, of a mean over the number of targets, over the logits, and two products take that to the
+gradients of the hidden states and of the weight. Backward multiplies both by the gradient of the loss. So a step
+computes three products with the head, as the plain one does and the chunked one, which computes its logits twice, does
+not.
 
 Kept from forward to backward: the gradient of the hidden states, and that of the weight in float32, in which the
 chunks' parts are added up. Where one chunk has all tokens, `one_piece` keeps what the kernel wrote instead.
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from trainstep.errors import UnsupportedError, UsageError, refuse_create_graph
 from trainstep.fused.one_piece import WORDS, LossInOnePiece
 from trainstep.fused.operators import described, operator, require
+from trainstep.fused.scaling import factor_of, scaled
+from trainstep.fused.targets import require_targets, scale_of
 from trainstep.fused.triton.cross_entropy import launch_loss
 
 Reduction = Literal["mean", "sum"]
@@ -119,8 +122,8 @@ def weight_cross_entropy(
         what = "the fused loss takes hidden (..., D), weight (V, D) and a target for each row of hidden, none empty"
         raise UsageError(f"{what}: got {described(**given, targets=targets)}")
     kind = hidden.device.type
-    if kind == "cpu":
-        _require_ids(ids, len(weight), ignore_index)
+    if kind == "cpu" and not torch.compiler.is_compiling():
+        require_targets(ids, len(weight), ignore_index)
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     elif hidden.dtype == weight.dtype:
@@ -134,18 +137,7 @@ def weight_cross_entropy(
             loss = LossInOnePiece.apply(states, weight, ids, dtype, ignore_index, is_mean)  # type: ignore[no-untyped-call]
         else:
             loss = _Loss.apply(states, weight, ids, dtype, ignore_index, chunk, is_mean)  # type: ignore[no-untyped-call]
-    if kind != "cpu":  # last, so that the device has the products to compute while these are launched
-        _require_ids(ids, len(weight), ignore_index)
     return cast(Tensor, loss)
-
-
-def _require_ids(ids: Tensor, n_vocab: int, ignore_index: int) -> None:
-    fits = ((ids >= 0) & (ids < n_vocab)) | (ids == ignore_index)
-    what = f"the fused loss takes targets from 0 to {n_vocab - 1} (the head's rows), or {ignore_index} to ignore"
-    if ids.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(fits.all(), f"{what}; at least one is another")
-    elif not bool(fits.all()):
-        raise UsageError(f"{what}; got {int(ids[~fits][0])}, the first of {int((~fits).sum())} others")
 
 
 class _Loss(torch.autograd.Function):
@@ -161,40 +153,54 @@ class _Loss(torch.autograd.Function):
         is_mean: bool,
     ) -> Tensor:
         wanted = ctx.needs_input_grad[:2]
-        total, d_states, d_weight = loss_op(states.to(dtype), weight.to(dtype), ids, ignore_index, chunk, *wanted)
-        count = (ids != ignore_index).sum() if is_mean else torch.ones_like(total)
-        ctx.save_for_backward(d_states, d_weight, count)
+        loss, scale, d_states, d_weight = loss_op(
+            states.to(dtype), weight.to(dtype), ids, ignore_index, chunk, is_mean, *wanted
+        )
+        ctx.save_for_backward(d_states, d_weight, scale)
         ctx.dtypes = states.dtype, weight.dtype
-        return total / count
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_create_graph(*WORDS)
         # In place, as the weight's gradient is large. Asked for it a second time, autograd notices and raises.
-        d_states, d_weight, count = ctx.saved_tensors
-        factor = grads[0] / count.clamp(min=1)  # without targets the gradients are 0, not NaN
-        scaled = (each.mul_(factor) if each.numel() else None for each in (d_states, d_weight))
-        given = [None if each is None else each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True)]
+        d_states, d_weight, scale = ctx.saved_tensors
+        factor = factor_of(grads[0], scale, d_states.dtype)
+        torch.autograd.graph.increment_version([d_states, d_weight])
+        found = zip((d_states, d_weight), ctx.dtypes, strict=True)
+        given = [scaled(each, factor).to(dtype) if each.numel() else None for each, dtype in found]
         return *given, None, None, None, None, None
 
 
 def _loss(
-    states: Tensor, weight: Tensor, ids: Tensor, ignore_index: int, chunk: int, of_states: bool, of_weight: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses, and its gradients by states and (in float32) by the weight; empty where not wanted."""
+    states: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    ignore_index: int,
+    chunk: int,
+    is_mean: bool,
+    of_states: bool,
+    of_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, the scale of each target's part in it, and its gradients by states and by the weight.
+
+    The weight's is in float32. Those that are not wanted are empty.
+    """
     d_states, d_weight = _gradients_like(states, weight, of_states, of_weight)
     d_weight.zero_()
     losses = torch.empty(len(ids), dtype=torch.float32, device=states.device)
+    ids = ids.contiguous()
     with torch.cuda.device_of(states):  # Triton launches on the current device
+        scale = scale_of(ids, len(weight), ignore_index, is_mean)
         for start in range(0, len(ids), chunk):
             part = slice(start, start + chunk)
             logits = states[part] @ weight.T  # (chunk, V)
-            launch_loss((logits, ids[part].contiguous(), losses[part]), ignore_index, of_states or of_weight)
+            launch_loss((logits, ids[part], losses[part], scale), ignore_index, of_states or of_weight)
             if of_states:
                 torch.mm(logits, weight, out=d_states[part])
             if of_weight:
                 _add_product(d_weight, logits.T, states[part])
-    return losses.sum(), d_states, d_weight
+    return losses.sum(), scale, d_states, d_weight
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -213,10 +219,17 @@ def _gradients_like(states: Tensor, weight: Tensor, of_states: bool, of_weight: 
 
 
 def _loss_fake(
-    states: Tensor, weight: Tensor, ids: Tensor, ignore_index: int, chunk: int, of_states: bool, of_weight: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = states.new_empty((), dtype=torch.float32)
-    return total, *_gradients_like(states, weight, of_states, of_weight)
+    states: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    ignore_index: int,
+    chunk: int,
+    is_mean: bool,
+    of_states: bool,
+    of_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss, scale = (states.new_empty((), dtype=torch.float32) for _ in range(2))
+    return loss, scale, *_gradients_like(states, weight, of_states, of_weight)
 
 
 loss_op = operator("linear_cross_entropy", _loss, _loss_fake)

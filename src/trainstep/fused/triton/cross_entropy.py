@@ -1,7 +1,8 @@
 """Cross-entropy of rows of logits, and its gradient written over them: a program for each row.
 
-The first pass over the row finds its largest logit and Σ exp(logit - largest) together, the second writes
-softmax(logits) - onehot(target). Labels that are out of range make their row NaN, and nothing is read there.
+A row that fits into a program's registers is read once. Of a wider one the first pass finds its largest logit and
+Σ exp(logit - largest) together, the second writes the gradient, softmax(logits) - onehot(target). Both are over the
+number of targets where a mean is wanted. Labels that are out of range make their row NaN, and nothing is read there.
 """
 
 from typing import Any
@@ -16,15 +17,49 @@ from trainstep.fused.triton import named_arguments, warps_for
 WIDTH = 8
 """Logits of a row that a thread holds at once, 16 bytes of them in 16 bits: they share one rescaling of its sum."""
 BLOCKS = (8192, 4096, 2048, 1024)
-"""Logits that a program may take at once."""
+"""Logits that a program may take at once, of a row that it reads twice."""
+WHOLE = 32_768
+"""Logits of a row that a program may hold in its registers: 64 in each of the threads of 16 warps. Half as many where
+rows are not aligned, as each logit has an address of its own then.
+"""
+TARGETS = 4096
+"""Targets that the one program which counts them takes at once."""
+
+
+@triton.jit(do_not_specialize=["n_targets", "ignore_index"])
+def count_targets_kernel(
+    targets_ptr, scale_ptr, fits_ptr, n_targets, n_vocab, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """targets (N,) int64 → scale (), 1 / how many are not ignored (without any, infinity), and fits (), int32: 1 where
+    all of these are words. Not MEAN: a scale of 1."""
+    count = tl.zeros([BLOCK], tl.int32)
+    wrong = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, n_targets, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        target = tl.load(targets_ptr + places, mask=places < n_targets, other=ignore_index)
+        counts = target != ignore_index
+        count += counts.to(tl.int32)
+        wrong += (counts & ((target < 0) | (target >= n_vocab))).to(tl.int32)
+    tl.store(fits_ptr, (tl.sum(wrong, 0) == 0).to(tl.int32))
+    if MEAN:
+        n = tl.sum(count, 0)
+        tl.store(scale_ptr, tl.where(n == 0, float("inf"), 1.0 / tl.maximum(n, 1).to(tl.float32)))
+    else:
+        tl.store(scale_ptr, 1.0)
+
+
+@triton.jit
+def gradient_scale(scale, logits_ptr):
+    """By what gradients are multiplied here: in float16 backward does that, in which small ones have few digits."""
+    return 1.0 if logits_ptr.dtype.element_ty == tl.float16 else scale
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def cross_entropy_kernel(
-    logits_ptr, targets_ptr, losses_ptr, stride_logits, n_vocab, ignore_index,
+    logits_ptr, targets_ptr, losses_ptr, scale_ptr, stride_logits, n_vocab, ignore_index,
     GRADIENT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
 ):  # fmt: skip
-    """logits (N, V), targets (N,) int64, losses (N,) float32. Where GRADIENT, the logits become their gradient.
+    """logits (N, V), targets (N,) int64, losses (N,) float32, scale (). Where GRADIENT, logits become their gradient.
 
     SIDE_BY_SIDE: whether a thread's logits are, as rows whose length Triton knows to be aligned allow to be read at
     once; otherwise each of them is beside those of other threads, which are read together.
@@ -32,8 +67,11 @@ def cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
     target = tl.load(targets_ptr + row)
+    scale = tl.load(scale_ptr)
     ignored = target == ignore_index
     known = (target >= 0) & (target < n_vocab)
+    # before a sum over the warps, which all of them wait for: after it some may have written over it
+    picked = tl.load(logits_ptr + target, mask=known & (target != ignore_index), other=float("nan")).to(tl.float32)
     LANES: tl.constexpr = BLOCK // WIDTH
     if SIDE_BY_SIDE:
         places = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -51,17 +89,55 @@ def cross_entropy_kernel(
     row_largest = tl.max(largest, 0)
     base = tl.where(row_largest == float("-inf"), 0.0, row_largest)
     log_sum = base + tl.log(tl.sum(total * tl.exp(largest - base), 0))
-    picked = tl.load(logits_ptr + target, mask=known & (target != ignore_index), other=float("nan")).to(tl.float32)
-    tl.store(losses_ptr + row, tl.where(ignored, 0.0, log_sum - picked))
+    tl.store(losses_ptr + row, tl.where(ignored, 0.0, log_sum - picked) * scale)
 
     if GRADIENT:
         wrong = tl.where(known, 0.0, float("nan"))
+        factor = gradient_scale(scale, logits_ptr)
         for start in range(0, n_vocab, BLOCK):
             mask = places < n_vocab - start
             x = tl.load(logits_ptr + start + places, mask=mask, other=0.0).to(tl.float32)
             gradient = tl.exp(x - log_sum) - tl.where(start + places == target, 1.0, 0.0) + wrong
-            gradient = tl.where(ignored, 0.0, gradient)
+            gradient = tl.where(ignored, 0.0, gradient * factor)
             tl.store(logits_ptr + start + places, gradient.to(logits_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def whole_row_cross_entropy_kernel(
+    logits_ptr, targets_ptr, losses_ptr, scale_ptr, stride_logits, n_vocab, ignore_index,
+    GRADIENT: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """`cross_entropy_kernel` of rows whose FIRST and then at most REST logits a program holds, each exp computed once.
+
+    FIRST < V <= FIRST + REST.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_logits
+    target = tl.load(targets_ptr + row)
+    scale = tl.load(scale_ptr)
+    ignored = target == ignore_index
+    known = (target >= 0) & (target < n_vocab)
+    # before a sum over the warps, which all of them wait for: after it some may have written over it
+    picked = tl.load(logits_ptr + target, mask=known & (target != ignore_index), other=float("nan")).to(tl.float32)
+    first = tl.arange(0, FIRST)
+    rest = FIRST + tl.arange(0, REST)
+    x = tl.load(logits_ptr + first).to(tl.float32)
+    y = tl.load(logits_ptr + rest, mask=rest < n_vocab, other=float("-inf")).to(tl.float32)
+    largest = tl.maximum(tl.max(x, 0), tl.max(y, 0))
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    x = tl.exp(x - base)
+    y = tl.exp(y - base)
+    total = tl.sum(x, 0) + tl.sum(y, 0)
+    tl.store(losses_ptr + row, tl.where(ignored, 0.0, base + tl.log(total) - picked) * scale)
+
+    if GRADIENT:
+        factor = gradient_scale(scale, logits_ptr)
+        share = tl.where(known, factor / total, float("nan"))
+        dtype: tl.constexpr = logits_ptr.dtype.element_ty
+        x = tl.where(ignored, 0.0, x * share - tl.where(first == target, factor, 0.0))
+        y = tl.where(ignored, 0.0, y * share - tl.where(rest == target, factor, 0.0))
+        tl.store(logits_ptr + first, x.to(dtype))
+        tl.store(logits_ptr + rest, y.to(dtype), mask=rest < n_vocab)
 
 
 def block_for(n_vocab: int) -> int:
@@ -73,8 +149,28 @@ def block_for(n_vocab: int) -> int:
     return min(beyond, key=beyond.__getitem__, default=max(WIDTH, triton.next_power_of_2(n_vocab)))
 
 
+def halves(n_vocab: int) -> tuple[int, int]:
+    """A row's length as the powers of two FIRST, below it, and REST, at least what is left of it."""
+    first = triton.next_power_of_2(n_vocab) // 2
+    return first, triton.next_power_of_2(n_vocab - first)
+
+
+def is_whole(n_vocab: int) -> bool:
+    """Whether a program holds a row of so many logits at once, and by at most a sixteenth of it more than that."""
+    most = WHOLE if n_vocab % 16 == 0 else WHOLE // 2
+    return 1 < n_vocab <= most and 16 * sum(halves(n_vocab)) <= 17 * n_vocab
+
+
+def kernel_for(n_vocab: int) -> Any:
+    """The kernel for rows of so many logits."""
+    return whole_row_cross_entropy_kernel if is_whole(n_vocab) else cross_entropy_kernel
+
+
 def layout(n_vocab: int, stride: int) -> tuple[dict[str, Any], int]:
-    """The kernel's constants for rows of so many logits that lie `stride` apart, and its warps."""
+    """The constants of `kernel_for` rows of so many logits that lie `stride` apart, and its warps."""
+    if is_whole(n_vocab):
+        first, rest = halves(n_vocab)
+        return {"FIRST": first, "REST": rest}, warps_for((first + rest) // 2)
     block = block_for(n_vocab)
     constants = {"BLOCK": block, "WIDTH": WIDTH, "SIDE_BY_SIDE": n_vocab % 16 == stride % 16 == 0}
     return constants, warps_for(2 * block)
@@ -89,5 +185,18 @@ def _by_row(kernel: Any, tensors: dict[str, Tensor], ignore_index: int, gradient
     )  # fmt: skip
 
 
-launch_loss = Launcher(cross_entropy_kernel, _by_row)
-"""Tensors logits, targets, losses; the index to ignore, whether to write the gradient."""
+def _counted(kernel: Any, tensors: dict[str, Tensor], n_vocab: int, ignore_index: int, is_mean: bool) -> Launch:
+    return named_arguments(
+        kernel, tensors, 1, n_targets=len(tensors["targets"]), n_vocab=n_vocab, ignore_index=ignore_index,
+        MEAN=is_mean, BLOCK=TARGETS, num_warps=8,
+    )  # fmt: skip
+
+
+launch_targets = Launcher(count_targets_kernel, _counted)
+"""Tensors targets, scale, fits; the number of words, the index to ignore, whether a mean is wanted."""
+_LAUNCHERS = {each: Launcher(each, _by_row) for each in (cross_entropy_kernel, whole_row_cross_entropy_kernel)}
+
+
+def launch_loss(tensors: tuple[Tensor, Tensor, Tensor, Tensor], ignore_index: int, gradient: bool) -> None:
+    """Tensors logits, targets, losses, scale; the index to ignore, whether to write the gradient."""
+    _LAUNCHERS[kernel_for(tensors[0].shape[1])](tensors, ignore_index, gradient)

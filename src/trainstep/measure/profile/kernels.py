@@ -55,15 +55,15 @@ _GPU: tuple[tuple[Family, str], ...] = (
     ("tensor-core matmul", r"_(h|fp16_s|bf16_s|tf32_?s?)\d*(884|1688|16816)|16816gemm|1688gemm|cutlass.*gemm"),
     ("tensor-core matmul", r"nvjet|wgmma|tensorop|xmma_gemm|[ish]\d{3,5}gemm|bf16gemm|gemm::|Gemm|GemmUniversal"),
     ("tensor-core matmul", r"cutlass_\d+|sm\d+_gemm|cublasLt|triton_tem_\w*(mm|conv)|(^|_)gemm"),
-    ("softmax", r"soft_?max|SoftMax|triton_\w*softmax|^cross_entropy_kernel$"),
+    ("softmax", r"soft_?max|SoftMax|triton_\w*softmax|^(whole_row_)?cross_entropy_kernel$"),
     ("normalisation", r"layer_?norm|LayerNorm|rms_?norm|RMSNorm|batch_norm|BatchNorm|group_norm|GroupNorm|GammaBeta"),
     ("normalisation", r"RowwiseMoments|cuComputeGradInput|cuComputePartGrad|bn_(fw|bw)|triton_(red|per)_\w*rsqrt"),
     ("copy", r"copy_kernel|CatArrayBatchedCopy|copy_device_to_device|transpose_kernel"),
     ("copy", rf"triton_poi_fused_(_?({_TRITON_COPIES})_)+\d+$"),
     ("reduction", r"reduce_kernel|nll_loss_\w+_reduce|ReduceOp|DeviceReduce|DeviceScan|cub::.*(Reduce|Scan)"),
-    ("reduction", r"triton_(red|per)_|segment_reduce"),
+    ("reduction", r"triton_(red|per)_|segment_reduce|^count_targets_kernel$"),
     ("elementwise", r"elementwise_kernel|elementwise|FillFunctor|triton_(poi|for)_|dropout|masked_fill|triu_tril"),
-    ("elementwise", r"^rope_kernel$"),
+    ("elementwise", r"^(rope|scale)_kernel$"),
 )
 _CPU: tuple[tuple[Family, str], ...] = (
     ("communication", r"^(c10d::|gloo:|nccl:)|_c10d_functional"),
