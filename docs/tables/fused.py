@@ -14,7 +14,7 @@ from trainstep.report.tables import Table, text_table
 from trainstep.stats import WITHIN_RUN
 
 NAME, OURS = "h200-fused", "ours"
-KEPT = ("rope", "linear-cross-entropy")
+KEPT = ("rope", "rope-in-place", "linear-cross-entropy")
 DROPPED = ("rms-norm", "add-rms-norm", "swiglu", "adamw")
 NAMES = {
     "eager": "eager",

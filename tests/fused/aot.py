@@ -8,7 +8,7 @@ from triton.compiler import ASTSource
 from tests.attention.triton.aot import Compiled, compile_source
 from trainstep.fused.triton import cross_entropy, rotary, scaling
 
-FLOAT32 = ("losses_ptr", "scale_ptr", "factor_ptr", "cos_ptr", "sin_ptr")
+FLOAT32 = ("losses_ptr", "scales_ptr", "factor_ptr", "cos_ptr", "sin_ptr")
 OTHERS = {"targets_ptr": "*i64", "fits_ptr": "*i32", "sign": "fp32"}
 
 
@@ -51,7 +51,7 @@ def kernels_of(head_dim: int, n_vocab: int) -> dict[str, Kernel]:
         constants = rows | {"GRADIENT": gradient}
         kernel = cross_entropy.kernel_for(n_vocab)
         found[f"loss, gradient {gradient}"] = Kernel(kernel, warps, constants, is_aligned=n_vocab % 16 == 0)
-    targets = {"MEAN": True, "BLOCK": cross_entropy.TARGETS}
+    targets = {"MEAN": True, "LATER": False, "BLOCK": cross_entropy.TARGETS}
     found["targets"] = Kernel(cross_entropy.count_targets_kernel, 8, targets)
     found["scale"] = Kernel(scaling.scale_kernel, 8, {"BLOCK": scaling.BLOCK})
     return found

@@ -136,10 +136,10 @@ def test_targets_out_of_range(n_vocab, bad) -> None:
         with pytest.raises(UsageError, match=f"targets from 0 to {n_vocab - 1} .*got {bad}, the first of 1 others"):
             fused(3)(hidden, weight, targets)
     logits, losses = (hidden @ weight.T).detach(), torch.empty(4, device=DEVICE)
-    scale, fits = torch.empty((), device=DEVICE), torch.empty((), dtype=torch.int32, device=DEVICE)
-    launch_targets((targets, scale, fits), n_vocab, -100, True)
+    scales, fits = torch.empty(3, device=DEVICE), torch.empty((), dtype=torch.int32, device=DEVICE)
+    launch_targets((targets, scales, fits), n_vocab, -100, True, False)
     assert not fits
-    launch_loss((logits, targets, losses, scale), -100, True)
+    launch_loss((logits, targets, losses, scales), -100, True)
     for found in (losses, logits):
         assert found[1].isnan().all()
         assert found[[0, 2, 3]].isfinite().all()

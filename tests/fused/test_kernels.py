@@ -31,9 +31,7 @@ def test_eight_logits_of_a_thread_share_a_rescaling(n_vocab, loads) -> None:
     assert compiled.ptx.count("shfl.") <= of_a_row
 
 
-@pytest.mark.parametrize(
-    ("n_vocab", "loads"), [(10_000, "ld.global.v4"), (32_768, "ld.global.v4"), (16_383, "ld.global.b16")]
-)
+@pytest.mark.parametrize(("n_vocab", "loads"), [(10_000, "ld.global.v4"), (9999, "ld.global.b16")])
 def test_of_a_whole_row_each_exponential_is_computed_once(n_vocab, loads) -> None:
     kernel = kernels_of(16, n_vocab)["loss, gradient True"]
     compiled, of_a_thread = kernel.compile(90, "bf16"), sum(halves(n_vocab)) // (32 * kernel.warps)
@@ -45,7 +43,7 @@ def test_of_a_whole_row_each_exponential_is_computed_once(n_vocab, loads) -> Non
 @pytest.mark.parametrize(
     ("n_vocab", "is_held"),
     [(1, False), (2, True), (30, False), (31, True), (4095, True), (9216, True), (9217, False), (10_000, True),
-     (16_383, True), (31_999, False), (32_000, True), (32_768, True), (32_769, False), (50_257, False)],
+     (10_240, True), (10_241, False), (16_384, False), (50_257, False)],
 )  # fmt: skip
 def test_rows_are_held_whole_where_that_wastes_little(n_vocab, is_held) -> None:
     first, rest = halves(n_vocab)

@@ -144,16 +144,17 @@ def listed_cases(name: ListName, impls: Sequence[AttentionImpl], dtypes: Sequenc
     return [AttentionCase(impl, *shape, dtype) for shape, dtype, impl in shapes]
 
 
-FusedOperator = Literal["rope", "linear-cross-entropy"]
+FusedOperator = Literal["rope", "rope-in-place", "linear-cross-entropy"]
 FusedImpl = Literal["ours", "eager", "compiled", "chunked", "liger", "liger-float32"]
 FusedShape = Literal["tiny", "small", "2.7B", "8B"]
 
 FUSED_IMPLS: Mapping[FusedOperator, tuple[FusedImpl, ...]] = {
     "rope": ("eager", "compiled", "liger", "ours"),
+    "rope-in-place": ("liger", "ours"),
     "linear-cross-entropy": ("eager", "compiled", "chunked", "liger", "liger-float32", "ours"),
 }
 """What there is of each operator. eager: plain torch; chunked: our model's loss, which computes a chunk's logits twice;
-liger-float32: with the weight's gradient added up in float32, as ours is."""
+liger-float32: with the weight's gradient added up in float32, as ours is. Liger's RoPE is in place in both."""
 
 
 @dataclass(frozen=True)

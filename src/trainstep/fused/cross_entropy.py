@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from trainstep.errors import UnsupportedError, UsageError, refuse_create_graph
 from trainstep.fused.one_piece import WORDS, LossInOnePiece
 from trainstep.fused.operators import described, operator, require
-from trainstep.fused.scaling import factor_of, scaled
-from trainstep.fused.targets import require_targets, scale_of
+from trainstep.fused.scaling import scaled
+from trainstep.fused.targets import require_targets, scales_of
 from trainstep.fused.triton.cross_entropy import launch_loss
 
 Reduction = Literal["mean", "sum"]
@@ -153,10 +153,10 @@ class _Loss(torch.autograd.Function):
         is_mean: bool,
     ) -> Tensor:
         wanted = ctx.needs_input_grad[:2]
-        loss, scale, d_states, d_weight = loss_op(
+        loss, scales, d_states, d_weight = loss_op(
             states.to(dtype), weight.to(dtype), ids, ignore_index, chunk, is_mean, *wanted
         )
-        ctx.save_for_backward(d_states, d_weight, scale)
+        ctx.save_for_backward(d_states, d_weight, scales)
         ctx.dtypes = states.dtype, weight.dtype
         return loss
 
@@ -164,8 +164,8 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_create_graph(*WORDS)
         # In place, as the weight's gradient is large. Asked for it a second time, autograd notices and raises.
-        d_states, d_weight, scale = ctx.saved_tensors
-        factor = factor_of(grads[0], scale, d_states.dtype)
+        d_states, d_weight, scales = ctx.saved_tensors
+        factor = grads[0] * scales[2]
         torch.autograd.graph.increment_version([d_states, d_weight])
         found = zip((d_states, d_weight), ctx.dtypes, strict=True)
         given = [scaled(each, factor).to(dtype) if each.numel() else None for each, dtype in found]
@@ -182,7 +182,7 @@ def _loss(
     of_states: bool,
     of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss, the scale of each target's part in it, and its gradients by states and by the weight.
+    """The loss, the scales (3,) of each target's part in it, and its gradients by states and by the weight.
 
     The weight's is in float32. Those that are not wanted are empty.
     """
@@ -191,16 +191,16 @@ def _loss(
     losses = torch.empty(len(ids), dtype=torch.float32, device=states.device)
     ids = ids.contiguous()
     with torch.cuda.device_of(states):  # Triton launches on the current device
-        scale = scale_of(ids, len(weight), ignore_index, is_mean)
+        scales = scales_of(ids, len(weight), ignore_index, is_mean, states.dtype)
         for start in range(0, len(ids), chunk):
             part = slice(start, start + chunk)
             logits = states[part] @ weight.T  # (chunk, V)
-            launch_loss((logits, ids[part], losses[part], scale), ignore_index, of_states or of_weight)
+            launch_loss((logits, ids[part], losses[part], scales), ignore_index, of_states or of_weight)
             if of_states:
                 torch.mm(logits, weight, out=d_states[part])
             if of_weight:
                 _add_product(d_weight, logits.T, states[part])
-    return losses.sum(), scale, d_states, d_weight
+    return losses.sum(), scales, d_states, d_weight
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -228,8 +228,8 @@ def _loss_fake(
     of_states: bool,
     of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss, scale = (states.new_empty((), dtype=torch.float32) for _ in range(2))
-    return loss, scale, *_gradients_like(states, weight, of_states, of_weight)
+    loss, scales = (states.new_empty(shape, dtype=torch.float32) for shape in ((), (3,)))
+    return loss, scales, *_gradients_like(states, weight, of_states, of_weight)
 
 
 loss_op = operator("linear_cross_entropy", _loss, _loss_fake)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trainstep.errors import refuse_create_graph
 from trainstep.fused.operators import operator
-from trainstep.fused.scaling import factor_of, scaled
-from trainstep.fused.targets import scale_of
+from trainstep.fused.scaling import scaled
+from trainstep.fused.targets import scales_of
 from trainstep.fused.triton.cross_entropy import launch_loss
 
 WORDS = "the fused loss", "eager.linear_cross_entropy"
@@ -32,18 +32,18 @@ class LossInOnePiece(torch.autograd.Function):
         """Keeps what the kernel leaves, and both factors in the dtype of products."""
         ctx.dtypes = states.dtype, weight.dtype
         states, weight = states.to(dtype), weight.to(dtype)
-        loss, scale, errors = errors_op(states, weight, ids, ignore_index, is_mean)
-        ctx.save_for_backward(states, weight, errors, scale)
+        loss, scales, errors = errors_op(states, weight, ids, ignore_index, is_mean)
+        ctx.save_for_backward(states, weight, errors, scales)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Both products, the first of them first: what is launched after it does not keep the device waiting."""
+        """Both products."""
         refuse_create_graph(*WORDS)
-        states, weight, errors, scale = ctx.saved_tensors
+        states, weight, errors, scales = ctx.saved_tensors
         of_states, of_weight = ctx.needs_input_grad[:2]
+        factor = grads[0] * scales[2]
         d_states = errors @ weight if of_states else None
-        factor = factor_of(grads[0], scale, errors.dtype)
         d_weight = _of_weight(errors, states, ctx.dtypes[1]) if of_weight else None
         found = zip((d_states, d_weight), ctx.dtypes, strict=True)
         given = [None if each is None else scaled(each, factor).to(dtype) for each, dtype in found]
@@ -62,21 +62,21 @@ def _of_weight(errors: Tensor, states: Tensor, dtype: torch.dtype) -> Tensor:
 def _errors(
     states: Tensor, weight: Tensor, ids: Tensor, ignore_index: int, is_mean: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, the scale of each target's part in it, and its gradient by the logits (N, V)."""
+    """The loss, the scales (3,) of each target's part in it, and its gradient by the logits (N, V)."""
     losses = torch.empty(len(ids), dtype=torch.float32, device=states.device)
     ids = ids.contiguous()
     with torch.cuda.device_of(states):  # Triton launches on the current device
         logits = states @ weight.T
-        scale = scale_of(ids, len(weight), ignore_index, is_mean)
-        launch_loss((logits, ids, losses, scale), ignore_index, True)
-    return losses.sum(), scale, logits
+        scales = scales_of(ids, len(weight), ignore_index, is_mean, logits.dtype)
+        launch_loss((logits, ids, losses, scales), ignore_index, True)
+    return losses.sum(), scales, logits
 
 
 def _errors_fake(
     states: Tensor, weight: Tensor, ids: Tensor, ignore_index: int, is_mean: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    loss, scale = (states.new_empty((), dtype=torch.float32) for _ in range(2))
-    return loss, scale, states.new_empty((len(states), len(weight)))
+    loss, scales = (states.new_empty(shape, dtype=torch.float32) for shape in ((), (3,)))
+    return loss, scales, states.new_empty((len(states), len(weight)))
 
 
 errors_op = operator("linear_cross_entropy_errors", _errors, _errors_fake)

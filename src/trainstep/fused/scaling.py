@@ -9,14 +9,6 @@ from trainstep.fused.operators import operator
 from trainstep.fused.triton.scaling import launch_scale
 
 
-def factor_of(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """By what the kernel's gradients are still to be multiplied, where theirs is `grad` (): see `gradient_scale`.
-
-    Without targets the scale is infinite, and the gradients are 0, not NaN.
-    """
-    return grad * scale.clamp(max=1) if dtype == torch.float16 else grad
-
-
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
     """x, contiguous, multiplied by a number on its device and in its place; 1 costs neither reading nor writing."""
     scale_op(x, factor)

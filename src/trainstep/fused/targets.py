@@ -17,16 +17,17 @@ def require_targets(ids: Tensor, n_vocab: int, ignore_index: int) -> None:
         raise UsageError(f"{_wanted(n_vocab, ignore_index)}; {wrong}")
 
 
-def scale_of(ids: Tensor, n_vocab: int, ignore_index: int, is_mean: bool) -> Tensor:
-    """What each loss is multiplied by: 1 over the number of ids (N,) that are not ignored; 1 where no mean is wanted.
+def scales_of(ids: Tensor, n_vocab: int, ignore_index: int, is_mean: bool, dtype: torch.dtype) -> Tensor:
+    """`count_targets_kernel`'s scales (3,) of ids (N,), for logits of a dtype.
 
-    Ids that are out of range fail an assertion on the device, without making the host wait.
+    Gradients in float16 are divided by the number of targets in backward: before, small ones would have few digits. Ids
+    that are out of range fail an assertion on the device, without making the host wait.
     """
-    scale = torch.empty((), dtype=torch.float32, device=ids.device)
+    scales = torch.empty(3, dtype=torch.float32, device=ids.device)
     fits = torch.empty((), dtype=torch.int32, device=ids.device)
-    launch_targets((ids, scale, fits), n_vocab, ignore_index, is_mean)
+    launch_targets((ids, scales, fits), n_vocab, ignore_index, is_mean, dtype == torch.float16)
     torch._assert_async(fits, f"{_wanted(n_vocab, ignore_index)}; at least one is another")
-    return scale
+    return scales
 
 
 def _wanted(n_vocab: int, ignore_index: int) -> str:

@@ -59,8 +59,10 @@ def _loss_inputs(sizes: FusedSizes, tokens: int, draw: Draw) -> tuple[Tensor, ..
     return hidden, weight, torch.randint(sizes.vocab_size, (tokens,), device=hidden.device, generator=generator)
 
 
+_ROPE = Problem(_rope_inputs, eager.rope, ("q", "k", "dq", "dk"), {0: 2, 1: 2, 2: 0, 3: 0})
 PROBLEMS: Mapping[FusedOperator, Problem] = {
-    "rope": Problem(_rope_inputs, eager.rope, ("q", "k", "dq", "dk"), {0: 2, 1: 2, 2: 0, 3: 0}),
+    "rope": _ROPE,
+    "rope-in-place": _ROPE,
     "linear-cross-entropy": Problem(
         _loss_inputs, eager.linear_cross_entropy, ("loss", "dhidden", "dweight"), {0: 0, 2: 0}, mean_of_tokens=True
     ),
@@ -101,6 +103,7 @@ def _ours(operator: FusedOperator) -> Operator:
     fused = importlib.import_module("trainstep.fused")
     functions: dict[str, Callable[..., Any]] = {
         "rope": fused.rope,
+        "rope-in-place": lambda q, k, *tables: fused.rope(q.view_as(q), k.view_as(k), *tables, in_place=True),
         "linear-cross-entropy": lambda hidden, weight, ids: fused.linear_cross_entropy(hidden, HeadOf(weight), ids),
     }
     return functions[operator]
@@ -110,6 +113,7 @@ def _ligers(case: FusedCase) -> Operator:
     liger.installed()
     functions: dict[str, Callable[..., Any]] = {
         "rope": _LigersRope(),
+        "rope-in-place": _LigersRope(),
         "linear-cross-entropy": partial(liger.linear_cross_entropy, float32_sum=case.impl == "liger-float32"),
     }
     return functions[case.operator]
