@@ -74,7 +74,8 @@ MAY_IMPORT = {
     | STEP
     | {"bench", "bench/check", "measure", "measure/profile", "parallel", "plan", "replicas"},
     "bench/sweep": GROUND | {"bench"},
-    "run": GROUND | STEP | {"bench", "bench/check", "measure", "measure/allocations", "measure/profile", "plan"},
+    "run": GROUND | STEP | {"bench", "bench/check", "measure/profile", "run/watch"},
+    "run/watch": GROUND | {"bench", "measure", "measure/allocations", "measure/profile"},
     "train": GROUND | STEP | {"guards", "measure", "parallel", "parallel/fsdp", "parallel/zero", "plan", "replicas"},
     "report": GROUND | {"report/charts", "report/subjects"},
     "report/charts": GROUND | {"report"},

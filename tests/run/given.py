@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from tests.run.test_judge import PLAIN
 from tests.run.test_rungs import SETTINGS
 from trainstep.run.ladder import Ladder
-from trainstep.run.log import RankLog
 from trainstep.run.rungs import RUNGS
 from trainstep.run.single import Taken
+from trainstep.run.watch.log import RankLog
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
 MODEL = {**SETTINGS["models"][0], "drops": False}

@@ -15,9 +15,9 @@ from trainstep.errors import UsageError
 from trainstep.kinds import ScriptRow
 from trainstep.records import of_kind, read_records
 from trainstep.run import ranks, single, supervise
-from trainstep.run.lines import owner_of
 from trainstep.run.single import Script
 from trainstep.run.supervise import Rank, command_of
+from trainstep.run.watch.lines import owner_of
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from trainstep.kinds import ScriptRow, WaitRow
 from trainstep.records import of_kind
 from trainstep.report.subjects import run as subject
 from trainstep.run.ladder import Ladder
-from trainstep.run.log import log_path, read_log
 from trainstep.run.rows import script_records
 from trainstep.run.rungs import RUNGS
 from trainstep.run.single import Script
+from trainstep.run.watch.log import log_path, read_log
 
 STEPS = 12
 FILE = SCRIPTS / "faults.py"

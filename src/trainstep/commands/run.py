@@ -74,8 +74,8 @@ class Run(Common):
         }
         code = run_script(command, rank, self.out, plan)
         if rank.rank == 0:
-            from trainstep.run.log import read_logs
             from trainstep.run.rows import kernel_records, script_records
+            from trainstep.run.watch.log import read_logs
 
             logs = read_logs(self.out, rank.launch, rank.world_size)
             rows = script_records(logs, command.name, code)

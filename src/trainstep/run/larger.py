@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainstep.run.capture import Captured
-from trainstep.run.lines import shown_line
 from trainstep.run.rung_rows import ratio_fields
 from trainstep.run.rungs import TIMES, Rung
 from trainstep.run.single import Taken
+from trainstep.run.watch.lines import shown_line
 from trainstep.stats import Ratio
 
 LIMITS = 0.6

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.run import hooks
-from trainstep.run.lines import line_of_call, owner_of
+from trainstep.run.watch import hooks
+from trainstep.run.watch.lines import line_of_call, owner_of
 
 Note = Callable[[str, str], object]
 DEEPEST = 100

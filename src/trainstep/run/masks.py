@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstep.run.lines import line_of_call
+from trainstep.run.watch.lines import line_of_call
 
 MASKED = -1e4
 """What is filled in or added where attention must not look is this or less: exp of it is 0 next to any usual score."""

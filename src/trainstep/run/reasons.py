@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainstep.run.loaders import share_of_waiting
-from trainstep.run.log import RankLog
+from trainstep.run.watch.loaders import share_of_waiting
+from trainstep.run.watch.log import RankLog
 
 Settings = Mapping[str, Any]
 """As `settings.Settings.found` has them."""

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from trainstep.errors import UnsupportedError
 from trainstep.fused import eager
-from trainstep.run.lines import line_of_call
 from trainstep.run.uncomputed import is_transformed
+from trainstep.run.watch.lines import line_of_call
 
 Note = Callable[[str, str], object]
 HOW = "by our kernel"

@@ -17,7 +17,8 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainstep.blocks import find_blocks
-from trainstep.run.lines import place_of_call
+from trainstep.run.watch.lines import place_of_call
+from trainstep.run.watch.modules import is_compiled
 
 FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers of torch that have a fused form on CPUs and GPUs alike."""
@@ -203,11 +204,6 @@ def batch_size_of(given: Mapping[str, Any]) -> int | None:
     size = given.get("batch_size", 1)
     is_other = given.get("batch_sampler") is not None or isinstance(given.get("dataset"), IterableDataset)
     return size if isinstance(size, int) and not is_other and given else None
-
-
-def is_compiled(module: Any) -> bool:
-    """Whether a call of it, if it is a module, is compiled code."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def _drops(module: nn.Module) -> bool:

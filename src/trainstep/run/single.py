@@ -17,11 +17,11 @@ from trainstep.kinds import ScriptRow
 from trainstep.precision import PrecisionName
 from trainstep.records import of_kind
 from trainstep.run.capture import END, FIRST, Captured, of_all_ranks, read_captured
-from trainstep.run.log import RankLog, log_path, read_log
 from trainstep.run.ranks import Failed, Leader, Order
 from trainstep.run.rows import script_records
 from trainstep.run.rungs import Rung
 from trainstep.run.supervise import Command
+from trainstep.run.watch.log import RankLog, log_path, read_log
 
 LEAST_S, SLOWEST = 120.0, 10.0
 """Seconds after which a later run is ended, and times what the script took as it is; the longer counts."""

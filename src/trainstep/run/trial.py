@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainstep.run.imports import after_import
+from trainstep.run.watch.imports import after_import
 
 WATCHED = 2
 """Updates until models are no longer looked for."""

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainstep.errors import UnsupportedError
-from trainstep.run.lines import line_of_call
 from trainstep.run.masks import Mask, Masks, is_number, mask_of
 from trainstep.run.uncomputed import (
     CASTS,
@@ -36,6 +35,7 @@ from trainstep.run.uncomputed import (
     known,
     state_of,
 )
+from trainstep.run.watch.lines import line_of_call
 
 Note = Callable[[str, str], object]
 

@@ -27,15 +27,16 @@ from trainstep.measure.dtypes import DtypeWatch
 from trainstep.measure.memory import GIB
 from trainstep.measure.profile.ranges import WARMUP, announce, modules_announced, profiler_of_steps
 from trainstep.records import Row
-from trainstep.run.hooks import Hooks
-from trainstep.run.settings import is_compiled
-from trainstep.run.steps import BACKWARD, FORWARD, LOSS, OPTIMIZER, StepFinder
-from trainstep.run.syncs import synchronisations
+from trainstep.run.watch.hooks import Hooks
+from trainstep.run.watch.modules import is_compiled
+from trainstep.run.watch.steps import BACKWARD, FORWARD, LOSS, OPTIMIZER, StepFinder
+from trainstep.run.watch.syncs import synchronisations
 
 RECORDED_AFTER = 4  # steps before the one whose allocations are recorded
 SETTLED = 5  # steps before the profiler at least
 PROFILED, RECORDED, AFTER = "profiled", "recorded", "after the profiler"
 """Tags of steps."""
+_RUN = str(Path(__file__).parents[1])  # no user's code: all of what is under hooks or puts them there
 
 
 def trace_path(folder: Path, rank: int) -> Path:
@@ -272,7 +273,7 @@ class _Recording:
         self.dtypes: list[Row] = []
         self._phase: AbstractContextManager[Any] | None = None
         sees_modules, on_gpu = not _has_compiled(root), device.type == "cuda"
-        self._watch = StepWatch(root, optimizer, sees_modules=sees_modules, hidden=str(Path(__file__).parent))
+        self._watch = StepWatch(root, optimizer, sees_modules=sees_modules, hidden=_RUN)
         self._dtypes = DtypeWatch(root) if sees_modules else None
         with ExitStack() as stack:
             if self._dtypes is not None:

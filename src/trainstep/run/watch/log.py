@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainstep.run.steps import COMMUNICATION, COPIES, DATA
+from trainstep.run.watch.steps import COMMUNICATION, COPIES, DATA
 
 WAITS_FOR_OTHERS = frozenset({DATA, COPIES, COMMUNICATION})
 """Phases in which a device without work does not wait for launches."""

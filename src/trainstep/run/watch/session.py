@@ -22,12 +22,12 @@ from torch.optim.optimizer import Optimizer
 from trainstep.measure.environment import describe
 from trainstep.measure.timing import CpuClock, DeviceClock, device_clock
 from trainstep.records import Row, sections_of
-from trainstep.run.cost import cost_of_a_step
-from trainstep.run.hooks import Hooks, parameters_of
-from trainstep.run.lines import Lines, Place
-from trainstep.run.log import LogWriter
-from trainstep.run.recompilations import Recompilations
-from trainstep.run.steps import Step, StepFinder
+from trainstep.run.watch.cost import cost_of_a_step
+from trainstep.run.watch.hooks import Hooks, parameters_of
+from trainstep.run.watch.lines import Lines, Place
+from trainstep.run.watch.log import LogWriter
+from trainstep.run.watch.recompilations import Recompilations
+from trainstep.run.watch.steps import Step, StepFinder
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Session:
             self.finder.mark = self._mark_on_gpu
             self._clock.synchronize()  # once, in the first step: from here on both clocks are held against each other
         if self._instruments is None and (self.plan.profiled_steps or self.plan.has_memory):
-            from trainstep.run.instruments import Instruments, trace_path
+            from trainstep.run.watch.instruments import Instruments, trace_path
 
             rank = self.log.rank
             self._instruments = Instruments(

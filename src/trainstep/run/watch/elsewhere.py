@@ -7,8 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
-from trainstep.run.lines import owner_of
-from trainstep.run.log import LogWriter
+from trainstep.run.watch.lines import owner_of
+from trainstep.run.watch.log import LogWriter
 
 MOST = 5  # processes that are named
 

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
-from trainstep.run.lines import Place, shown_line
-from trainstep.run.steps import DATA
+from trainstep.run.watch.lines import Place, shown_line
+from trainstep.run.watch.steps import DATA
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from trainstep.run.imports import after_import
-from trainstep.run.lines import Place, place_of_call
-from trainstep.run.log import LogWriter
+from trainstep.run.watch.imports import after_import
+from trainstep.run.watch.lines import Place, place_of_call
+from trainstep.run.watch.log import LogWriter
 
 
 class Recompilations:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 Owner = Literal["torch", "python", "library", "user"]
 
 _PYTHON = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
-_OURS = str(Path(__file__).resolve().parents[1])
+_OURS = str(Path(__file__).resolve().parents[2])
 
 
 class Place(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainstep.run.lines import Lines
+from trainstep.run.watch.lines import Lines
 
 MESSAGE = "called a synchronizing"  # how the warning begins; what else it says differs between versions
 

@@ -13,11 +13,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from tests.run.measuring import line_of, measure
 from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow
 from trainstep.records import of_kind
-from trainstep.run.cost import cost_of_a_step
-from trainstep.run.hooks import COLLECTIVES, READS
-from trainstep.run.loaders import Loaders
-from trainstep.run.log import LogWriter, log_path, read_log
-from trainstep.run.session import Plan, Session
+from trainstep.run.watch.cost import cost_of_a_step
+from trainstep.run.watch.hooks import COLLECTIVES, READS
+from trainstep.run.watch.loaders import Loaders
+from trainstep.run.watch.log import LogWriter, log_path, read_log
+from trainstep.run.watch.session import Plan, Session
 
 
 def the_step(rows):

@@ -25,10 +25,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from trainstep.run.lines import Lines, owner_of, place_of_call
-from trainstep.run.loaders import Loaders
-from trainstep.run.modules import Roots
-from trainstep.run.steps import BACKWARD, COMMUNICATION, COPIES, DATA, OPTIMIZER, StepFinder
+from trainstep.run.watch.lines import Lines, owner_of, place_of_call
+from trainstep.run.watch.loaders import Loaders
+from trainstep.run.watch.modules import Roots
+from trainstep.run.watch.steps import BACKWARD, COMMUNICATION, COPIES, DATA, OPTIMIZER, StepFinder
 
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__repr__")
 """Methods of tensors that wait until the device has computed what the host reads."""

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainstep.run.hooks import Hooks
-from trainstep.run.lines import Lines
-from trainstep.run.steps import COPIES, FORWARD, StepFinder
-from trainstep.run.syncs import synchronisations
+from trainstep.run.watch.hooks import Hooks
+from trainstep.run.watch.lines import Lines
+from trainstep.run.watch.steps import COPIES, FORWARD, StepFinder
+from trainstep.run.watch.syncs import synchronisations
 
 
 @pytest.fixture

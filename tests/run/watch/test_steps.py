@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from trainstep.run.steps import (
+from trainstep.run.watch.steps import (
     BACKWARD,
     COMMUNICATION,
     DATA,

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from trainstep.run.imports import after_import
+from trainstep.run.watch.imports import after_import
 
 NAME = "imported_by_a_script"
 SOURCE = "HERE = 1\ndef __getattr__(name):\n    return f'{name} on demand'\n"

@@ -8,10 +8,10 @@ import torch
 from tests.run.measuring import measure
 from trainstep.kinds import AllocationRow, DtypeRow, FamilyRow, OwnerRow, PeakRow, ProfileRow, ScriptRow
 from trainstep.records import of_kind
-from trainstep.run import instruments
 from trainstep.run.rows import kernel_records
-from trainstep.run.session import Plan
-from trainstep.run.steps import StepFinder
+from trainstep.run.watch import instruments
+from trainstep.run.watch.session import Plan
+from trainstep.run.watch.steps import StepFinder
 
 WIDTH = 64
 PARAMETERS = 16 * WIDTH + WIDTH + WIDTH * WIDTH + WIDTH + WIDTH + 1
@@ -80,7 +80,7 @@ def test_too_few_steps_are_said(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["plain.py", "24"])
     with pytest.raises(SystemExit):
         measure("plain.py", tmp_path, Plan(steps=4, folder=str(tmp_path)))
-    from trainstep.run.log import log_path, read_log
+    from trainstep.run.watch.log import log_path, read_log
 
     notes = read_log(log_path(tmp_path, 0)).notes
     assert [note.partition(" are too few to ")[2].split()[0] for note in notes] == ["record", "profile"]
@@ -92,7 +92,7 @@ def test_what_fails_when_a_step_is_looked_into_does_not_end_the_script(tmp_path,
     def fails(*arguments):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr("trainstep.run.instruments.StepWatch.phase", fails)
+    monkeypatch.setattr("trainstep.run.watch.instruments.StepWatch.phase", fails)
     log, rows = measure("plain.py", tmp_path, Plan(profile_after=10, folder=str(tmp_path)))
     (row,) = of_kind(rows, ScriptRow)
     assert row.steps_seen == 24

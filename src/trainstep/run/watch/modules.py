@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainstep.run.steps import EVALUATION, FORWARD, StepFinder
+from trainstep.run.watch.steps import EVALUATION, FORWARD, StepFinder
 
 DEEPEST = 6
 """How often the search goes on among the parts of roots that are never called themselves."""
@@ -99,6 +99,11 @@ class Roots:
 
         self._wrapped[kind] = vars(kind).get("__call__")
         kind.__call__ = __call__  # type: ignore[method-assign]
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether a call of it, if it is a module, is compiled code."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def _has_parameters(module: nn.Module) -> bool:
