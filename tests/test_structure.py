@@ -74,7 +74,9 @@ MAY_IMPORT = {
     | STEP
     | {"bench", "bench/check", "measure", "measure/profile", "parallel", "plan", "replicas"},
     "bench/sweep": GROUND | {"bench"},
-    "run": GROUND | STEP | {"bench", "bench/check", "measure/profile", "run/watch"},
+    "run": GROUND | {"bench", "bench/check", "measure/profile", "run/changes", "run/trial", "run/watch"},
+    "run/changes": GROUND | STEP | {"run/trial", "run/watch"},
+    "run/trial": {"batches", "bench/check", "blocks", "run/watch"},
     "run/watch": GROUND | {"bench", "measure", "measure/allocations", "measure/profile"},
     "train": GROUND | STEP | {"guards", "measure", "parallel", "parallel/fsdp", "parallel/zero", "plan", "replicas"},
     "report": GROUND | {"report/charts", "report/subjects"},

@@ -30,7 +30,9 @@ class Forked:
     """What `supervise` needs of a `subprocess.Popen`."""
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "trainstep.run.watch.session", "trainstep.run.capture"])
+    context.set_forkserver_preload(
+        ["torch", "torch._dynamo", "trainstep.run.watch.session", "trainstep.run.trial.capture"]
+    )
 
     def __init__(self, words, *, cwd, stdin, stdout, stderr, env):
         task = json.loads(words[-1])

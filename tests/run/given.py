@@ -4,10 +4,10 @@ import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
+from tests.run.changes.test_reasons import SETTINGS
 from tests.run.test_judge import PLAIN
-from tests.run.test_rungs import SETTINGS
+from trainstep.run.changes.rungs import RUNGS
 from trainstep.run.ladder import Ladder
-from trainstep.run.rungs import RUNGS
 from trainstep.run.single import Taken
 from trainstep.run.watch.log import RankLog
 

@@ -24,7 +24,7 @@ def dropped_mask(trial):
 
 def lost_token(trial):
     """The loss that is joined with its head lacks the last token."""
-    from trainstep.run.head_loss import HeadLoss
+    from trainstep.run.changes.head_loss import HeadLoss
 
     class Losing(HeadLoss):
         def _loss(self, product, states, ids, options):

@@ -11,9 +11,9 @@ from tests.run.measuring import SCRIPTS, alone, line_of
 from trainstep.kinds import ScriptRow, WaitRow
 from trainstep.records import of_kind
 from trainstep.report.subjects import run as subject
+from trainstep.run.changes.rungs import RUNGS
 from trainstep.run.ladder import Ladder
 from trainstep.run.rows import script_records
-from trainstep.run.rungs import RUNGS
 from trainstep.run.single import Script
 from trainstep.run.watch.log import log_path, read_log
 

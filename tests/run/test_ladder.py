@@ -9,9 +9,9 @@ import torch
 from tests.run import planted
 from tests.run.forked import forked_runs  # noqa: F401
 from tests.run.measuring import SCRIPTS, alone, line_of
+from trainstep.run.changes.rungs import RUNGS, Rung
 from trainstep.run.ladder import Ladder
 from trainstep.run.patch import patch_of
-from trainstep.run.rungs import RUNGS, Rung
 from trainstep.run.single import Script
 from trainstep.run.watch.log import log_path, read_log
 

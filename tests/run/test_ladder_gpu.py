@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.run.measuring import SCRIPTS, alone
+from trainstep.run.changes.rungs import RUNGS
 from trainstep.run.ladder import Ladder
 from trainstep.run.larger import needed_gib
-from trainstep.run.rungs import RUNGS
 from trainstep.run.single import Script
 
 pytestmark = [

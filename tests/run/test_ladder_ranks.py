@@ -7,14 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.run.measuring import SCRIPTS
-from trainstep.bench.check.gradients import Gradients
 from trainstep.errors import UsageError
 from trainstep.kinds import ScriptRungRow
 from trainstep.records import of_kind, read_records
-from trainstep.run.capture import Captured, of_all_ranks
 from trainstep.run.ranks import Leader, Order, check_one_host
 from trainstep.run.supervise import Rank, command_of
 
@@ -25,32 +22,6 @@ from trainstep.run.ranks import follow
 from trainstep.run.supervise import Rank, command_of
 sys.exit(follow(command_of([sys.argv[1]]), Rank.of(os.environ), Path(sys.argv[2])))
 """
-
-
-def captured(gradient=1.0, weights="a", loss=1.0, updates=3, moved=2.0, peak=None):
-    def one(value):
-        return {"w": torch.tensor([value])}
-
-    sizes, gradients = {"w": 1.0}, Gradients(loss, one(gradient))
-    return Captured(gradients, weights, (loss, 2 * loss), one(moved), one(moved / 2), sizes, updates, peak)
-
-
-def test_ranks_with_equal_weights_and_gradients_are_one():
-    found = of_all_ranks([captured(loss=1.0, peak=2.0), captured(loss=3.0, peak=5.0)])
-    assert found.gradients.loss == 2.0, "the mean over the ranks' data"
-    assert found.losses == (2.0, 4.0)
-    assert [list(each) for each in (found.gradients.by_name, found.moved, found.first_moved, found.sizes)] == [
-        ["w"]
-    ] * 4
-    assert (found.weights, found.updates, found.peak_gib) == ("a a", 6, 5.0)
-
-
-@pytest.mark.parametrize("other", [{"gradient": 1.5}, {"weights": "b"}, {"moved": 2.5}])
-def test_what_differs_between_ranks_is_judged_on_each(other):
-    found = of_all_ranks([captured(), captured(**other)])
-    for each in (found.gradients.by_name, found.moved, found.first_moved, found.sizes):
-        assert list(each) == ["w", "w on rank 1"]
-    assert float(found.gradients.by_name["w on rank 1"]) == other.get("gradient", 1.0)
 
 
 def test_ranks_on_several_hosts_are_refused():

@@ -4,12 +4,10 @@ import dataclasses
 import math
 
 import pytest
-import torch
 
 from tests.run.given import BY_NAME, ON_CPU, Given, captured, climbed
-from trainstep.batches import tensors_of
-from trainstep.run.capture import bytes_of, of_all_ranks
 from trainstep.run.larger import needed_gib, why_memory_limits_not, why_no_room
+from trainstep.run.trial.capture import of_all_ranks
 
 CHECKPOINTED, LARGER = BY_NAME["checkpointed blocks"], BY_NAME["larger batch"]
 
@@ -154,10 +152,3 @@ def test_a_rung_without_a_run_beside_it_has_no_time(name):
     _, rows = climbed(script, BY_NAME[name])
     assert (rows[name].status, rows[name].kept, rows[name].speedup) == ("failed", False, None)
     assert "no run of one side came to its end" in rows[name].reason
-
-
-def test_memory_is_counted_of_what_lies_somewhere():
-    weight, sums = torch.zeros(10), torch.zeros(3, dtype=torch.float64)
-    sparse = torch.eye(4).to_sparse()
-    state = [{"exp_avg": weight, "step": 3}, sums, 7]  # most optimizers keep dicts, MADGRAD a tensor beside them
-    assert bytes_of([weight, sparse, *tensors_of(state), weight[:10]]) == 10 * 4 + 3 * 8

@@ -2,8 +2,8 @@
 
 import pytest
 
+from trainstep.run.changes.reasons import workers_here
 from trainstep.run.patch import patch_of
-from trainstep.run.reasons import workers_here
 
 TEXT = '''"""A script."""
 import torch

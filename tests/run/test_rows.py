@@ -8,7 +8,7 @@ from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow
 from trainstep.records import of_kind
 from trainstep.report.page import render
 from trainstep.report.subjects import run as subject
-from trainstep.run.reasons import seen_of
+from trainstep.run.changes.reasons import seen_of
 from trainstep.run.rows import how_it_ended, script_records
 from trainstep.run.watch.lines import shown_line
 from trainstep.run.watch.log import RankLog, log_path, read_log

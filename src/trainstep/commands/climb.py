@@ -12,9 +12,9 @@ from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
     from trainstep.records import Row
+    from trainstep.run.changes.rungs import Rung
     from trainstep.run.ladder import Ladder
     from trainstep.run.ranks import Leader
-    from trainstep.run.rungs import Rung
     from trainstep.run.supervise import Command
 
 SEEN = (
@@ -93,7 +93,7 @@ def _left(ladder: Ladder, own_s: float) -> str:
 
 
 def _named(names: str | None) -> Sequence[Rung]:
-    from trainstep.run.rungs import RUNGS
+    from trainstep.run.changes.rungs import RUNGS
 
     if names is None:
         return RUNGS

@@ -29,7 +29,7 @@ from trainstep.bench.check.gradients import HEADROOM, VACUOUS, Deviation, Roundi
 from trainstep.bench.check.reference import DRAWS, FLOAT32_LOSES
 from trainstep.bench.check.updates import UpdateError, compare_updates
 from trainstep.precision import PrecisionName
-from trainstep.run.capture import Captured
+from trainstep.run.trial.capture import Captured
 
 NEAR = 4.0
 """Gradients that are over their budget by at most this factor are judged again, with the roundings of further runs."""

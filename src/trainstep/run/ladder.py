@@ -26,7 +26,8 @@ from trainstep.errors import OUT_OF_MEMORY
 from trainstep.kinds import ANOTHER_STEP, ON_TOP, ScriptRungRow
 from trainstep.precision import PrecisionName
 from trainstep.records import Status
-from trainstep.run.capture import Captured
+from trainstep.run.changes.reasons import seen_of
+from trainstep.run.changes.rungs import RUNGS, Rung
 from trainstep.run.judge import ScriptJudge, ScriptVerdict
 from trainstep.run.larger import (
     lines_of,
@@ -36,10 +37,9 @@ from trainstep.run.larger import (
     why_not_told,
     with_room,
 )
-from trainstep.run.reasons import seen_of
 from trainstep.run.rung_rows import ratio_fields, rung_row
-from trainstep.run.rungs import RUNGS, Rung
 from trainstep.run.single import Script, Taken
+from trainstep.run.trial.capture import Captured
 from trainstep.stats import RUN_SPREAD, Ratio, product, ratio_of_runs, verdict
 
 NOT_REPRODUCIBLE = "not reproducible"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainstep.run.reasons import with_few_workers, workers_here
+from trainstep.run.changes.reasons import with_few_workers, workers_here
 from trainstep.run.watch.lines import owner_of
 
 Settings = Mapping[str, Any]

@@ -34,7 +34,7 @@ def main() -> None:
     note_processes(log)
     trial = None
     if "trial" in task:
-        from trainstep.run.trial import Trial
+        from trainstep.run.trial.trial import Trial
 
         trial = Trial(task["trial"], log)
         trial.begin()

@@ -16,11 +16,11 @@ from pathlib import Path
 from trainstep.kinds import ScriptRow
 from trainstep.precision import PrecisionName
 from trainstep.records import of_kind
-from trainstep.run.capture import END, FIRST, Captured, of_all_ranks, read_captured
+from trainstep.run.changes.rungs import Rung
 from trainstep.run.ranks import Failed, Leader, Order
 from trainstep.run.rows import script_records
-from trainstep.run.rungs import Rung
 from trainstep.run.supervise import Command
+from trainstep.run.trial.capture import END, FIRST, Captured, of_all_ranks, read_captured
 from trainstep.run.watch.log import RankLog, log_path, read_log
 
 LEAST_S, SLOWEST = 120.0, 10.0

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainstep.model.transformer import chunked_cross_entropy
-from trainstep.run.head_loss import HeadLoss
+from trainstep.run.changes.head_loss import HeadLoss
 
 BATCH, LENGTH, WIDTH, WORDS = 2, 6, 5, 11
 IDS = torch.randint(WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Each change made from outside, in this process, and for which scripts it is nothing."""
+"""Each change made from outside, in this process."""
 
 import functools
 import inspect
@@ -10,32 +10,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from trainstep.run import rungs
-from trainstep.run.outermost import Outermost
-from trainstep.run.rungs import RUNGS
-from trainstep.run.settings import CHECKPOINTS, Settings
-
-BY_NAME = {rung.name: rung for rung in RUNGS}
-SETTINGS = {
-    "on_gpu": True,
-    "matmul": "highest",
-    "autocast": [],
-    "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False, "batch_size": 2}],
-    "optimizers": [{"fused": False, "foreach": False, "file": "train.py"}],
-    "models": [
-        {"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "convolutions": 1, "is_channels_last": False}
-        | {"is_whole_compiled": False},
-    ],
-    "ddp": [{"gradient_as_bucket_view": False, "static_graph": False, "bucket_cap_mb": None, "gradients_mib": 9.0}],
-    "checkpoints": False,
-    "reads": True,
-    "recompiles": True,
-    "waiting": 0.3,
-    "operators": [
-        *("LogSoftmaxBackward0", "NllLossBackward0"),
-        *("ScaledDotProductEfficientAttentionBackward0", "SoftmaxBackward0"),
-    ],
-}
+from trainstep.run.changes import rungs
 
 
 class Trial:
@@ -135,24 +110,6 @@ def test_checkpointed_blocks_keep_less_and_drop_the_same(trial):
     trial.sees(nn.Linear(2, 2))  # a model without blocks stays as it is
 
 
-@pytest.mark.parametrize("is_reentrant", [True, False])
-def test_a_script_that_checkpoints_is_seen(is_reentrant):
-    from torch.utils.checkpoint import checkpoint
-
-    settings, before = Settings(), [getattr(owner, name) for owner, name in CHECKPOINTS]
-    settings.install()
-    try:
-        layer = nn.Linear(2, 2)
-        settings.see_model(layer)
-        layer(torch.ones(2)).sum().backward()
-        assert not settings.found([])["checkpoints"]
-        checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=is_reentrant).sum().backward()
-        assert settings.found([])["checkpoints"]
-    finally:
-        settings.remove()
-    assert [getattr(owner, name) for owner, name in CHECKPOINTS] == before
-
-
 def test_autocast_is_around_the_model_and_results_are_float32(trial):
     rungs.bf16_autocast(trial)
     seen = []
@@ -183,87 +140,6 @@ def test_channels_last_leaves_parameters_where_optimizers_have_them(trial):
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_models_are_seen_once_before_their_first_training_call():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.inner(x)
-
-    model, seen, call = Outer(), [], nn.Module.__call__
-    outermost = Outermost()
-    outermost.on_first.append(seen.append)
-    outermost.install()
-    try:
-        with torch.no_grad():
-            model(torch.ones(2))
-        assert seen == []
-        nn.MSELoss()(model(torch.ones(2)), torch.ones(2))
-        model(torch.ones(2))
-        assert seen == [model], "neither its parts, nor what has no parameters, nor a second time"
-    finally:
-        outermost.remove()
-    assert nn.Module.__call__ is call
-
-
-@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
-def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
-    assert rung.why_not(SETTINGS) == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "own", "why"),
-    [
-        ("TF32 matmuls", {"matmul": "high"}, 'sets it itself: float32 products are at "high"'),
-        ("TF32 matmuls", {"on_gpu": False}, "needs a GPU"),
-        ("fused optimizer", {"optimizers": [{"fused": True, "foreach": False}]}, "sets it itself: fused=True"),
-        ("fused optimizer", {"optimizers": [{"fused": False, "foreach": False}]}, "no fused form"),
-        ("bf16 autocast", {"autocast": ["float16"]}, "sets it itself: autocast to float16"),
-        ("bf16 autocast", {"models": [{"dtypes": ["bfloat16"]}]}, "its weights are bfloat16"),
-        ("compiled model", {"models": [{"is_compiled": True}]}, "sets it itself"),
-        ("compiled blocks", {"models": [{"blocks": 0}]}, "no repeated blocks"),
-        ("channels last", {"models": [{"convolutions": 0}]}, "no convolutions"),
-        ("channels last", {"models": [{"convolutions": 1, "is_channels_last": True}]}, "sets it itself"),
-        ("pinned memory", {"loaders": [{"pin_memory": True}]}, "sets it itself: pin_memory=True"),
-        ("pinned memory", {"on_gpu": False}, "needs a GPU"),
-        ("loader workers", {"loaders": []}, "makes no DataLoader"),
-        ("loader workers", {"loaders": [{"num_workers": 4}]}, "its loaders have workers"),
-        ("loader workers", {"loaders": [{"num_workers": 0, "is_iterable": True}]}, "repeat an IterableDataset"),
-        ("loader workers", {"waiting": 0.004}, "its steps wait for data for 0.4% of their time"),
-        ("compiled for any size", {"recompiles": False}, "nothing is compiled again after the first step"),
-        ("checkpointed blocks", {"checkpoints": True}, "sets it itself"),
-        ("checkpointed blocks", {"models": [{"blocks": 0}]}, "no repeated blocks"),
-        ("larger batch", {"loaders": []}, "makes no DataLoader: its batches are its own"),
-        ("larger batch", {"loaders": [{"batch_size": None, "is_iterable": False}]}, "made by batch samplers"),
-        (
-            "larger batch",
-            {"loaders": [{"batch_size": None, "is_iterable": True}]},
-            "of an IterableDataset is not known",
-        ),
-        ("our FlashAttention", {"on_gpu": False}, "needs a GPU"),
-        ("our FlashAttention", {"operators": ["LogSoftmaxBackward0"]}, "call no scaled_dot_product_attention"),
-        ("our FlashAttention", {"operators": ["ScaledDotProductX, dropping"]}, "its attention drops probabilities"),
-        ("fused attention", {"operators": ["LogSoftmaxBackward0", "MmBackward0"]}, "no attention that is written out"),
-        ("fused loss", {"models": [{"is_whole_compiled": True}]}, "head and loss left to the compiler"),
-        ("fused loss", {"operators": ["MseLossBackward0"]}, "no head of a model whose logits go straight into"),
-        ("fused RoPE", {"models": [{"is_whole_compiled": True}]}, "rotary positions left to the compiler"),
-        ("fused RoPE", {"on_gpu": False}, "it needs a GPU"),
-        ("late reads", {"on_gpu": False}, "on a CPU nothing waits"),
-        ("late reads", {"reads": False}, "no line of the script calls item()"),
-        ("DDP's static graph", {"ddp": []}, "makes no DistributedDataParallel"),
-        ("DDP's static graph", {"ddp": [{"static_graph": True}]}, "sets it itself: static_graph=True"),
-        ("DDP's larger buckets", {"ddp": []}, "makes no DistributedDataParallel"),
-        ("DDP's larger buckets", {"ddp": [{"bucket_cap_mb": 5}, {"bucket_cap_mb": 1000}]}, "bucket_cap_mb=5 and 1000"),
-        ("DDP's larger buckets", {"ddp": [{"bucket_cap_mb": None, "gradients_mib": 0.9}]}, "0.9 MiB, which are sent"),
-        ("DDP's buckets as gradients", {"ddp": [{"gradient_as_bucket_view": True}]}, "gradient_as_bucket_view=True"),
-    ],
-)
-def test_what_is_nothing_for_a_script_is_said(name, own, why):
-    assert why in BY_NAME[name].why_not({**SETTINGS, **own})
-
-
 def test_what_is_compiled_is_compiled_once_for_any_size(trial, monkeypatch):
     monkeypatch.setattr(torch, "compile", torch.compile)  # put back
     torch.compiler.reset()
@@ -291,31 +167,6 @@ def counting(counts):
         return graph.forward
 
     return backend
-
-
-def test_a_loss_that_may_be_there_is_tried():
-    for own in (None, ["NllLoss2DBackward0"], ["NllLossBackward0"]):
-        assert BY_NAME["fused loss"].why_not({**SETTINGS, "operators": own}) == ""
-    models = [{"is_whole_compiled": True}, {"is_whole_compiled": False}]
-    assert BY_NAME["fused loss"].why_not({**SETTINGS, "models": models}) == ""
-
-
-@pytest.mark.parametrize("is_wrapped", [False, True])
-def test_a_model_that_is_compiled_is_told_from_its_blocks(is_wrapped):
-    class Wrapper(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-    settings = Settings()
-    for compile_of in (lambda model: None, lambda model: model.blocks[0].compile(), lambda model: model.compile()):
-        model = Dropping()
-        compile_of(model)
-        settings.see_model(Wrapper(model) if is_wrapped else model)
-    settings.see_model(torch.compile(Dropping()))
-    found = settings.found([])["models"]
-    assert [each["is_compiled"] for each in found] == [False, True, True, True]
-    assert [each["is_whole_compiled"] for each in found] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -358,35 +209,6 @@ def test_our_attention_takes_what_the_kernels_take(shapes, options, is_ours, tri
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected)]
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("name", ["our FlashAttention", "fused attention"])
-def test_attention_that_may_be_there_is_tried(name):
-    for own in (None, ["SoftmaxBackward0"], ["SafeSoftmaxBackward0"]):
-        assert BY_NAME[name].why_not({**SETTINGS, "operators": own}) == ""
-    some_drop = ["ScaledDotProductX", "ScaledDotProductX, dropping"]
-    assert BY_NAME["our FlashAttention"].why_not({**SETTINGS, "operators": some_drop}) == ""
-
-
-class Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-
-def test_operators_are_those_of_the_graph_and_unknown_where_some_of_it_is_hidden():
-    settings, x = Settings(), torch.randn(2, 4, 8, requires_grad=True)
-    settings.see_loss(F.scaled_dot_product_attention(x, x, x).sum())
-    settings.see_loss((F.scaled_dot_product_attention(x, x, x, dropout_p=0.5).sum(), 3.0))
-    found = settings.found([])["operators"]
-    assert any("Softmax" in each or each.startswith("ScaledDotProduct") for each in found)
-    assert "SumBackward0" in found
-    settings.see_loss(Own.apply(x).sum())
-    assert settings.found([])["operators"] is None
 
 
 @pytest.mark.parametrize(

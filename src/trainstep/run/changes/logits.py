@@ -16,7 +16,7 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from trainstep.errors import UnsupportedError
-from trainstep.run.uncomputed import KNOWN, Call, Uncomputed, after, as_written, known, state_of
+from trainstep.run.changes.uncomputed import KNOWN, Call, Uncomputed, after, as_written, known, state_of
 from trainstep.run.watch.lines import line_of_call
 
 COMPUTED_TOO = "its logits are computed all the same"

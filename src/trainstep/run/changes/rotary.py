@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from trainstep.errors import UnsupportedError
 from trainstep.fused import eager
-from trainstep.run.uncomputed import is_transformed
+from trainstep.run.changes.uncomputed import is_transformed
 from trainstep.run.watch.lines import line_of_call
 
 Note = Callable[[str, str], object]

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from trainstep.run.late_reads import AT_ONCE, LATE, Later, LateReads
+from trainstep.run.changes.late_reads import AT_ONCE, LATE, Later, LateReads
 
 
 class Reading:

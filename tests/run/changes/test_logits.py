@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.run.heads import IDS, WORDS, finder_in, model_of, plain
+from tests.run.changes.heads import IDS, WORDS, finder_in, model_of, plain
 from trainstep.errors import UnsupportedError
-from trainstep.run.logits import Logits
+from trainstep.run.changes.logits import Logits
 
 TOO_LATE = "looks at logits that were not computed, .* after it has changed"
 

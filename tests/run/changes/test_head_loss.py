@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 
-from tests.run.heads import BATCH, IDS, LENGTH, WIDTH, WORDS, Model, finder_in, model_of, plain
+from tests.run.changes.heads import BATCH, IDS, LENGTH, WIDTH, WORDS, Model, finder_in, model_of, plain
 from trainstep.errors import UnsupportedError
-from trainstep.run.logits import COMPUTED_TOO, Logits
+from trainstep.run.changes.logits import COMPUTED_TOO, Logits
 
 SOME = IDS.clone()
 SOME[0, :3] = -100

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from trainstep.blocks import find_blocks
 from trainstep.errors import UnsupportedError
-from trainstep.run.logits import Head, Logits, Product
-from trainstep.run.uncomputed import CASTS, SELF, Dtypes, cast_to, is_transformed
+from trainstep.run.changes.logits import Head, Logits, Product
+from trainstep.run.changes.uncomputed import CASTS, SELF, Dtypes, cast_to, is_transformed
 from trainstep.run.watch.lines import line_of_call
 
 Note = Callable[[str, str], object]

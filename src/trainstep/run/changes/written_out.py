@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainstep.errors import UnsupportedError
-from trainstep.run.masks import Mask, Masks, is_number, mask_of
-from trainstep.run.uncomputed import (
+from trainstep.run.changes.masks import Mask, Masks, is_number, mask_of
+from trainstep.run.changes.uncomputed import (
     CASTS,
     KNOWN,
     SELF,

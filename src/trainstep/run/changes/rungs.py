@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from trainstep.config import CHANGES
 from trainstep.precision import PrecisionName
-from trainstep.run import reasons
-from trainstep.run.reasons import Settings, workers_here
-from trainstep.run.trial import Trial
+from trainstep.run.changes import reasons
+from trainstep.run.changes.reasons import Settings, workers_here
+from trainstep.run.trial.trial import Trial
 
 TIMES = 2
 """As many samples as before are in a larger batch."""
@@ -59,7 +59,7 @@ def tf32(trial: Trial) -> None:
 
 def fused_optimizers(trial: Trial) -> None:
     """Optimizers that are asked neither for `fused` nor for `foreach`, `capturable` or `differentiable`."""
-    from trainstep.run.settings import FUSED, arguments_of
+    from trainstep.run.trial.settings import FUSED, arguments_of
 
     other = ("fused", "foreach", "capturable", "differentiable")
     for kind in FUSED:
@@ -95,7 +95,7 @@ def fused_attention(trial: Trial) -> None:
     """Attention that is written out is torch's fused one; code that is compiled is left to the compiler."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from trainstep.run.written_out import Finder
+    from trainstep.run.changes.written_out import Finder
 
     places = trial.places.setdefault("fused attention", {})
     finder = Finder(places.__setitem__)
@@ -105,7 +105,7 @@ def fused_attention(trial: Trial) -> None:
 
 def fused_loss(trial: Trial) -> None:
     """A head whose logits go into `F.cross_entropy` is joined with it; where it is compiled, that is the compiler's."""
-    from trainstep.run.head_loss import HeadLoss
+    from trainstep.run.changes.head_loss import HeadLoss
 
     joined = HeadLoss(trial.places.setdefault("fused loss", {}).__setitem__)
     trial.on_first_call.append(joined.see_model)
@@ -115,7 +115,7 @@ def fused_rope(trial: Trial) -> None:
     """Rotary positions that are written out are our kernel's; code that is compiled is left to the compiler."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from trainstep.run.rotary import Rotary
+    from trainstep.run.changes.rotary import Rotary
 
     rotary = Rotary(trial.places.setdefault("fused RoPE", {}).__setitem__)
     trial.on_first_call.append(rotary.see_model)
@@ -163,7 +163,7 @@ def workers(trial: Trial) -> None:
     """Loaders with fewer workers than there may be have as many, which stay."""
     from torch.utils.data import DataLoader, IterableDataset
 
-    from trainstep.run.settings import arguments_of
+    from trainstep.run.trial.settings import arguments_of
 
     def more(given: dict[str, Any]) -> dict[str, Any]:
         if (given.get("num_workers") or 0) >= workers_here() or isinstance(given.get("dataset"), IterableDataset):
@@ -178,7 +178,7 @@ def pinned_memory(trial: Trial) -> None:
     import torch
     from torch.utils.data import DataLoader
 
-    from trainstep.run.settings import arguments_of
+    from trainstep.run.trial.settings import arguments_of
 
     _replace(DataLoader, lambda given: {} if given.get("pin_memory") else {"pin_memory": True}, arguments_of)
     for name in ("to", "cuda"):
@@ -194,7 +194,7 @@ def pinned_memory(trial: Trial) -> None:
 
 def late_reads(trial: Trial) -> None:
     """`item()` of a tensor on a GPU gives a number that is read when it is needed, and `print` waits for none."""
-    from trainstep.run.late_reads import LateReads
+    from trainstep.run.changes.late_reads import LateReads
 
     LateReads(trial.places.setdefault("late reads", {}).__setitem__).install()
 
@@ -217,7 +217,7 @@ def larger_buckets(trial: Trial) -> None:
 def _replace_of_ddp(name: str, value: object) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
-    from trainstep.run.settings import arguments_of
+    from trainstep.run.trial.settings import arguments_of
 
     _replace(DistributedDataParallel, lambda given: {} if given.get(name) else {name: value}, arguments_of)
 
@@ -241,7 +241,7 @@ def larger_batch(trial: Trial) -> None:
     arguments, as Lightning does, has the larger size already."""
     from torch.utils.data import DataLoader
 
-    from trainstep.run.settings import arguments_of, batch_size_of
+    from trainstep.run.trial.settings import arguments_of, batch_size_of
 
     made: list[tuple[Any, int]] = []
 

@@ -57,9 +57,9 @@ class Trial:
         """Once torch is there: seeds, changes, and what watches; hooks come after this."""
         import torch
 
-        from trainstep.run.capture import Capture
-        from trainstep.run.outermost import Outermost
-        from trainstep.run.settings import Settings
+        from trainstep.run.trial.capture import Capture
+        from trainstep.run.trial.outermost import Outermost
+        from trainstep.run.trial.settings import Settings
 
         torch.manual_seed(self._task["seed"])
         captured = self._task["captured"]
