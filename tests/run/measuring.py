@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from trainstep.records import read_records
-from trainstep.run.ranks import Leader
+from trainstep.run.ladder.ranks import Leader
 from trainstep.run.rows import script_records
 from trainstep.run.supervise import Rank, command_of
 from trainstep.run.watch.log import LogWriter, log_path, read_log

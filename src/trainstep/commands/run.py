@@ -88,7 +88,7 @@ class Run(Common):
     def _climb(self, command: Command, rank: Rank) -> int:
         """The ladder instead of one run."""
         from trainstep.commands.climb import climb_script
-        from trainstep.run.ranks import Leader, check_one_host, follow
+        from trainstep.run.ladder.ranks import Leader, check_one_host, follow
 
         check_one_host(os.environ)
         if rank.rank > 0:

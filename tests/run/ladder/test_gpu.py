@@ -5,9 +5,9 @@ import torch
 
 from tests.run.measuring import SCRIPTS, alone
 from trainstep.run.changes.rungs import RUNGS
-from trainstep.run.ladder import Ladder
-from trainstep.run.larger import needed_gib
-from trainstep.run.single import Script
+from trainstep.run.ladder.climb import Ladder
+from trainstep.run.ladder.larger import needed_gib
+from trainstep.run.ladder.single import Script
 
 pytestmark = [
     pytest.mark.gpu,

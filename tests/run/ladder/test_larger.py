@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from tests.run.given import BY_NAME, ON_CPU, Given, captured, climbed
-from trainstep.run.larger import needed_gib, why_memory_limits_not, why_no_room
+from tests.run.ladder.given import BY_NAME, ON_CPU, Given, captured, climbed
+from trainstep.run.ladder.larger import needed_gib, why_memory_limits_not, why_no_room
 from trainstep.run.trial.capture import of_all_ranks
 
 CHECKPOINTED, LARGER = BY_NAME["checkpointed blocks"], BY_NAME["larger batch"]

@@ -28,8 +28,8 @@ from trainstep.precision import PrecisionName
 from trainstep.records import Status
 from trainstep.run.changes.reasons import seen_of
 from trainstep.run.changes.rungs import RUNGS, Rung
-from trainstep.run.judge import ScriptJudge, ScriptVerdict
-from trainstep.run.larger import (
+from trainstep.run.ladder.judge import ScriptJudge, ScriptVerdict
+from trainstep.run.ladder.larger import (
     lines_of,
     ms_per_sample,
     throughput_fields,
@@ -37,8 +37,8 @@ from trainstep.run.larger import (
     why_not_told,
     with_room,
 )
-from trainstep.run.rung_rows import ratio_fields, rung_row
-from trainstep.run.single import Script, Taken
+from trainstep.run.ladder.rung_rows import ratio_fields, rung_row
+from trainstep.run.ladder.single import Script, Taken
 from trainstep.run.trial.capture import Captured
 from trainstep.stats import RUN_SPREAD, Ratio, product, ratio_of_runs, verdict
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.run import planted
-from tests.run.forked import forked_runs  # noqa: F401
+from tests.run.ladder import planted
+from tests.run.ladder.forked import forked_runs  # noqa: F401
 from tests.run.measuring import SCRIPTS, alone, line_of
 from trainstep.run.changes.rungs import RUNGS, Rung
-from trainstep.run.ladder import Ladder
-from trainstep.run.patch import patch_of
-from trainstep.run.single import Script
+from trainstep.run.ladder.climb import Ladder
+from trainstep.run.ladder.patch import patch_of
+from trainstep.run.ladder.single import Script
 from trainstep.run.watch.log import log_path, read_log
 
 STEPS = 8

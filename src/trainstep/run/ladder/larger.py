@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainstep.run.changes.rungs import TIMES, Rung
-from trainstep.run.rung_rows import ratio_fields
-from trainstep.run.single import Taken
+from trainstep.run.ladder.rung_rows import ratio_fields
+from trainstep.run.ladder.single import Taken
 from trainstep.run.trial.capture import Captured
 from trainstep.run.watch.lines import shown_line
 from trainstep.stats import Ratio

@@ -3,7 +3,7 @@
 import pytest
 
 from trainstep.run.changes.reasons import workers_here
-from trainstep.run.patch import patch_of
+from trainstep.run.ladder.patch import patch_of
 
 TEXT = '''"""A script."""
 import torch

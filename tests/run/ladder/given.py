@@ -5,10 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tests.run.changes.test_reasons import SETTINGS
-from tests.run.test_judge import PLAIN
+from tests.run.ladder.test_judge import PLAIN
 from trainstep.run.changes.rungs import RUNGS
-from trainstep.run.ladder import Ladder
-from trainstep.run.single import Taken
+from trainstep.run.ladder.climb import Ladder
+from trainstep.run.ladder.single import Taken
 from trainstep.run.watch.log import RankLog
 
 BY_NAME = {rung.name: rung for rung in RUNGS}

@@ -8,8 +8,8 @@ from typing import Any
 
 from trainstep.kinds import ScriptRungRow
 from trainstep.records import Times
-from trainstep.run.judge import ScriptVerdict
-from trainstep.run.single import Taken
+from trainstep.run.ladder.judge import ScriptVerdict
+from trainstep.run.ladder.single import Taken
 from trainstep.stats import Ratio, summarize
 
 

@@ -17,7 +17,7 @@ from trainstep.kinds import ScriptRow
 from trainstep.precision import PrecisionName
 from trainstep.records import of_kind
 from trainstep.run.changes.rungs import Rung
-from trainstep.run.ranks import Failed, Leader, Order
+from trainstep.run.ladder.ranks import Failed, Leader, Order
 from trainstep.run.rows import script_records
 from trainstep.run.supervise import Command
 from trainstep.run.trial.capture import END, FIRST, Captured, of_all_ranks, read_captured

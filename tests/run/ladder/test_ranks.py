@@ -12,13 +12,13 @@ from tests.run.measuring import SCRIPTS
 from trainstep.errors import UsageError
 from trainstep.kinds import ScriptRungRow
 from trainstep.records import of_kind, read_records
-from trainstep.run.ranks import Leader, Order, check_one_host
+from trainstep.run.ladder.ranks import Leader, Order, check_one_host
 from trainstep.run.supervise import Rank, command_of
 
 FOLLOW = """
 import os, sys
 from pathlib import Path
-from trainstep.run.ranks import follow
+from trainstep.run.ladder.ranks import follow
 from trainstep.run.supervise import Rank, command_of
 sys.exit(follow(command_of([sys.argv[1]]), Rank.of(os.environ), Path(sys.argv[2])))
 """

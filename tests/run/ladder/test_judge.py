@@ -8,7 +8,7 @@ import torch
 
 from trainstep.bench.check.gradients import Deviation, Gradients
 from trainstep.bench.check.updates import UpdateError
-from trainstep.run.judge import Part, ScriptJudge, ScriptVerdict
+from trainstep.run.ladder.judge import Part, ScriptJudge, ScriptVerdict
 from trainstep.run.trial.capture import Captured
 
 BASE = {"a": torch.linspace(0.5, 1.5, 4000).view(40, 100), "b": torch.linspace(-1, 1, 50)}

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tests.run.given import BY_NAME, FOUND, Given, captured, climbed
+from tests.run.ladder.given import BY_NAME, FOUND, Given, captured, climbed
 
 OPTIMIZER, WORKERS = BY_NAME["fused optimizer"], BY_NAME["loader workers"]
 

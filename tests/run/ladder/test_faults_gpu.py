@@ -6,15 +6,15 @@ import json
 import pytest
 import torch
 
-from tests.run.forked import forked_runs  # noqa: F401
+from tests.run.ladder.forked import forked_runs  # noqa: F401
 from tests.run.measuring import SCRIPTS, alone, line_of
 from trainstep.kinds import ScriptRow, WaitRow
 from trainstep.records import of_kind
 from trainstep.report.subjects import run as subject
 from trainstep.run.changes.rungs import RUNGS
-from trainstep.run.ladder import Ladder
+from trainstep.run.ladder.climb import Ladder
+from trainstep.run.ladder.single import Script
 from trainstep.run.rows import script_records
-from trainstep.run.single import Script
 from trainstep.run.watch.log import log_path, read_log
 
 STEPS = 12
