@@ -16,12 +16,12 @@ top of that, or of a rung that needs less memory where only that leaves room.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trainstep.bench.check.reference import DRAWS
-from trainstep.bench.ladder import NO_SLOWER, WIDE
+from trainstep.bench.ladder import NO_SLOWER
 from trainstep.errors import OUT_OF_MEMORY
 from trainstep.kinds import ANOTHER_STEP, ON_TOP, ScriptRungRow
 from trainstep.precision import PrecisionName
@@ -39,16 +39,11 @@ from trainstep.run.ladder.larger import (
 )
 from trainstep.run.ladder.rung_rows import ratio_fields, rung_row
 from trainstep.run.ladder.single import Script, Taken
+from trainstep.run.ladder.turns import MOST_ROUNDS, AsShown, in_turns, times
 from trainstep.run.trial.capture import Captured
 from trainstep.stats import RUN_SPREAD, Ratio, product, ratio_of_runs, verdict
 
 NOT_REPRODUCIBLE = "not reproducible"
-MOST_ROUNDS = 3
-"""Times that B A A B is run, at most."""
-
-
-def _times(runs: Sequence[Taken]) -> list[Sequence[float]]:
-    return [run.step_ms for run in runs]
 
 
 class CannotJudge(Exception):
@@ -268,7 +263,7 @@ class Ladder:
 
     def _timed(self, rung: Rung, together: list[Rung], taken: Taken, found: ScriptVerdict) -> ScriptRungRow:
         before, own = self._in_turns(rung.name, self.kept, together, begun=taken)
-        gain = ratio_of_runs(_times(before), _times(own))
+        gain = ratio_of_runs(times(before), times(own))
         called = verdict(gain)
         speedup = product([self._speedup, gain]) if self.kept else gain
         no_slower = gain.interval is not None and gain.interval.low >= NO_SLOWER
@@ -302,25 +297,17 @@ class Ladder:
         sources: Mapping[str, str] = {},
         *,
         begun: Taken | None = None,
-        as_shown: Callable[[Sequence[Taken]], list[Sequence[float]]] = _times,
+        as_shown: AsShown = times,
     ) -> tuple[list[Taken], list[Taken]]:
-        """B A A B, until the difference is clear or small: runs of both, of which failed ones are left out.
+        """Runs of what was kept before and of its own, as `turns.in_turns` has them."""
 
-        Args:
-            begun: the first B, where it has been run.
-            as_shown: the times of runs that are held against each other.
-        """
-        taken: tuple[list[Taken], list[Taken]] = ([], [begun] if begun else [])
-        for number in range(self.rounds):
-            for side in (0, 0, 1) if begun and number == 0 else (1, 0, 0, 1):
-                words = what if side else "what was kept before" if before else "the script as it is"
-                rungs, text = (own, sources) if side else (before, {})
-                is_judged = not self.settings["on_gpu"]  # on a CPU what is copied slows the steps, so it is in all runs
-                run = self.script.run(f"{words}, timed", rungs, sources=text, is_judged=is_judged)
-                if run.step_ms and not run.failure:
-                    taken[side].append(run)
-            if min(map(len, taken)) < 2 or not _is_open(ratio_of_runs(as_shown(taken[0]), as_shown(taken[1]))):
-                break
+        def run(is_own: bool) -> Taken:
+            words = what if is_own else "what was kept before" if before else "the script as it is"
+            rungs, text = (own, sources) if is_own else (before, {})
+            is_judged = not self.settings["on_gpu"]  # on a CPU what is copied slows the steps, so it is in all runs
+            return self.script.run(f"{words}, timed", rungs, sources=text, is_judged=is_judged)
+
+        taken = in_turns(run, self.rounds, begun=begun, as_shown=as_shown)
         if not all(taken):
             raise CannotJudge(
                 f"{what}: when it took turns with what was kept before, no run of one side came to its end"
@@ -333,7 +320,7 @@ class Ladder:
             before, own = self._in_turns(name, (), self.kept)
         except CannotJudge as error:
             return self._row(name, None, status="failed", reason=str(error), verdict=error.verdict)
-        ratio = ratio_of_runs(_times(before), _times(own))
+        ratio = ratio_of_runs(times(before), times(own))
         return self._row(
             name,
             self._top,
@@ -365,7 +352,7 @@ class Ladder:
             before, own = self._in_turns(name, (), (), sources, begun=None if self._drops else taken)
         except CannotJudge as error:
             return self._row(name, None, status="failed", reason=str(error), verdict=error.verdict)
-        ratio = ratio_of_runs(_times(before), _times(own))
+        ratio = ratio_of_runs(times(before), times(own))
         holds = verdict(ratio) == "faster"
         ratios = ratio_fields("speedup", ratio)
         return self._row(name, taken, found, own=own, verdict=verdict(ratio), kept=holds, runs=len(own), **ratios)
@@ -385,12 +372,6 @@ def _precision_of(settings: Mapping[str, Any]) -> PrecisionName:
         if name in named:
             return precision
     return "tf32" if settings["on_gpu"] and settings["matmul"] != "highest" else "fp32"
-
-
-def _is_open(ratio: Ratio) -> bool:
-    """Whether more runs may find a difference; a narrow interval around 1 says that there is none."""
-    found = ratio.interval
-    return found is None or (verdict(ratio) == "inconclusive" and found.high - found.low > WIDE * ratio.value)
 
 
 def _is_smaller(taken: Taken, than: Taken | None) -> bool:
