@@ -36,7 +36,7 @@ RECORDED_AFTER = 4  # steps before the one whose allocations are recorded
 SETTLED = 5  # steps before the profiler at least
 PROFILED, RECORDED, AFTER = "profiled", "recorded", "after the profiler"
 """Tags of steps."""
-_RUN = str(Path(__file__).parents[1])  # no user's code: all of what is under hooks or puts them there
+_RUN = str(Path(__file__).parents[1])  # whatever room of it a frame is in, it is no user's
 
 
 def trace_path(folder: Path, rank: int) -> Path:
