@@ -28,7 +28,7 @@ from tables import RESULTS
 from trainstep.kinds import ScriptRow, ScriptRungRow
 from trainstep.measure.environment import describe
 from trainstep.records import Row, of_kind
-from trainstep.run.rung_rows import ratio_fields
+from trainstep.run.ladder.rung_rows import ratio_fields
 from trainstep.stats import ratio_of_runs
 
 KEPT = RESULTS / "h200-run.json"

@@ -39,7 +39,7 @@ from trainstep.kinds import ScriptRow, ScriptRungRow
 from trainstep.measure.environment import describe
 from trainstep.records import Row, of_kind, read_records
 from trainstep.report.subjects import run as subject
-from trainstep.run.log import log_path, read_log
+from trainstep.run.watch.log import log_path, read_log
 
 ROOT = Path(__file__).parents[1]
 OWN, LIBRARIES = ROOT / "tests/run/scripts", ROOT / "tests/realworld/scripts"

@@ -55,7 +55,7 @@ JUDGES = {
     "bench/check/updates.py": ("tests/bench/check/test_updates.py",),
     "bench/parallel/check.py": ("tests/bench/parallel/test_check_little.py", "tests/bench/parallel/test_check.py"),
     "report/compare.py": ("tests/report/test_compare.py",),
-    "run/judge.py": ("tests/run/test_judge.py",),
+    "run/ladder/judge.py": ("tests/run/ladder/test_judge.py",),
 } | {
     f"report/subjects/{name}.py": (*(f"tests/report/{test}.py" for test in tests), WITHOUT_PAGES)
     for name, *tests in (

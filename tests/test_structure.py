@@ -74,7 +74,11 @@ MAY_IMPORT = {
     | STEP
     | {"bench", "bench/check", "measure", "measure/profile", "parallel", "plan", "replicas"},
     "bench/sweep": GROUND | {"bench"},
-    "run": GROUND | STEP | {"bench", "bench/check", "measure", "measure/allocations", "measure/profile", "plan"},
+    "run/watch": GROUND | {"bench", "measure", "measure/allocations", "measure/profile"},
+    "run/trial": {"batches", "bench/check", "blocks", "run/watch"},
+    "run/changes": GROUND | STEP | {"run/trial", "run/watch"},
+    "run": GROUND | {"bench", "measure/profile", "run/trial", "run/watch"},
+    "run/ladder": GROUND | {"bench", "bench/check", "run", "run/changes", "run/trial", "run/watch"},
     "train": GROUND | STEP | {"guards", "measure", "parallel", "parallel/fsdp", "parallel/zero", "plan", "replicas"},
     "report": GROUND | {"report/charts", "report/subjects"},
     "report/charts": GROUND | {"report"},

@@ -14,9 +14,9 @@ from typing import Any
 from trainstep.errors import UsageError
 from trainstep.records import Row, write_whole
 from trainstep.report.page import Report
-from trainstep.run.log import LogWriter, log_path, read_logs
 from trainstep.run.rows import kernel_records, script_records
 from trainstep.run.supervise import Rank
+from trainstep.run.watch.log import LogWriter, log_path, read_logs
 
 OUT = Path("results/watch")
 
@@ -61,7 +61,7 @@ class Watch:
         Raises:
             UsageError: it measures already, or the folder cannot be written.
         """
-        from trainstep.run.session import Plan, Session
+        from trainstep.run.watch.session import Plan, Session
 
         if self._session is not None:
             raise UsageError("this watch measures already, or has measured; make another one")

@@ -8,7 +8,7 @@ from torch import nn
 from tests.fused.places import DEVICE, DTYPES, HERE, draw
 from trainstep.bench.check.fused import compare, expected
 from trainstep.errors import UnsupportedError
-from trainstep.run.head_loss import HeadLoss
+from trainstep.run.changes.head_loss import HeadLoss
 
 pytestmark = HERE
 

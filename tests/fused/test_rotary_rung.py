@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from tests.fused.places import DEVICE, DTYPES, HERE, draw
 from trainstep.bench.check.fused import compare, differentiate, expected
-from trainstep.run.rotary import HOW, Rotary
+from trainstep.run.changes.rotary import HOW, Rotary
 
 pytestmark = HERE
 LENGTH, WIDTH = 7, 12

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.realworld import models
 from trainstep.model.transformer import chunked_cross_entropy
-from trainstep.run.head_loss import HeadLoss
+from trainstep.run.changes.head_loss import HeadLoss
 
 pytestmark = pytest.mark.realworld
 

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from trainstep.records import read_records
-from trainstep.run.log import LogWriter, log_path, read_log
-from trainstep.run.ranks import Leader
+from trainstep.run.ladder.ranks import Leader
 from trainstep.run.rows import script_records
-from trainstep.run.session import Plan, Session
 from trainstep.run.supervise import Rank, command_of
+from trainstep.run.watch.log import LogWriter, log_path, read_log
+from trainstep.run.watch.session import Plan, Session
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

@@ -14,7 +14,7 @@ from tests.run.by_hand import COMMENT, Clock, instrumented
 from tests.run.measuring import measure
 from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow
 from trainstep.records import Times
-from trainstep.run.session import Plan
+from trainstep.run.watch.session import Plan
 from trainstep.stats import summarize
 
 

@@ -1,22 +1,16 @@
 """`trainstep run` as a command: whatever the script does, its output and exit code are its own, and rows are kept."""
 
-import math
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
-from tests.run.measuring import SCRIPTS, alone, run_command, sentences
+from tests.run.measuring import SCRIPTS, run_command, sentences
 from trainstep.commands.run import split_script
 from trainstep.errors import UsageError
 from trainstep.kinds import ScriptRow
 from trainstep.records import of_kind, read_records
-from trainstep.run import ranks, single, supervise
-from trainstep.run.lines import owner_of
-from trainstep.run.single import Script
 from trainstep.run.supervise import Rank, command_of
 
 
@@ -69,14 +63,6 @@ def test_ranks_of_one_start_are_told_from_others():
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "MASTER_PORT": "1"}
     assert Rank.of(torchrun) == Rank.of(torchrun | {"LOCAL_RANK": "1"}) != Rank.of(torchrun | {"MASTER_PORT": "2"})
     assert (Rank.of({}).rank, Rank.of({}).world_size) == (0, 1)
-
-
-def test_whose_code_a_file_is():
-    assert owner_of(sys.modules["torch"].__file__) == "torch"
-    assert owner_of(pytest.__file__) == "library"
-    assert owner_of(subprocess.__file__) == "python"
-    assert owner_of("<frozen runpy>") == "python"
-    assert owner_of(__file__) == "user"
 
 
 @pytest.mark.parametrize(
@@ -176,58 +162,3 @@ def test_a_ladder_of_a_script_that_fails_has_its_exit_code(tmp_path):
     assert "checkpoints and logs, each run writes again" in sentences(ended)
     assert [(row.kind, row.status) for row in rows] == [("script rung", "failed")]
     assert "exit code 7" in rows[0].reason
-
-
-def test_a_change_that_makes_the_script_wait_for_ever_is_ended_with_its_children(tmp_path, monkeypatch):
-    file, told = tmp_path / "waiting.py", tmp_path / "told"
-    file.write_text(
-        "import os, pathlib, signal, sys, time\n"
-        f"told = pathlib.Path({str(told)!r})\n"
-        "child = os.fork()\n"
-        "if not child: time.sleep(600)\n"
-        "told.write_text(f'{child}\\n')\n"
-        "signal.signal(signal.SIGTERM, lambda *_: told.open('a').write('asked\\n'))\n"
-        "print('I wait')\nsys.stdout.flush()\n"
-        "for _ in range(600): time.sleep(1)\n"
-    )
-    monkeypatch.setattr(single, "LEAST_S", 3.0)
-    monkeypatch.setattr(supervise, "GRACE_S", 2.0)
-    script = Script(alone([str(file)]), tmp_path / "runs", 4)
-    script.own_s = 0.5
-    taken = script.run("it waits")
-    assert taken.failure.startswith("it was ended after 5 s; as it is, the script takes 0 s (its last words: I wait")
-    assert taken.captured is None
-    child, *asked = told.read_text().split()
-    assert asked == ["asked"], "once, and then killed"
-    deadline = time.monotonic() + 5.0
-    while _is_running(int(child)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _is_running(int(child))
-
-
-def _is_running(pid):
-    """Whether it is there and no zombie, which whoever inherited it has yet to notice."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def test_later_runs_may_take_ten_times_the_first_and_those_under_roundings_any_time(tmp_path, monkeypatch):
-    limits = []
-
-    def took_a_second(*_, limit_s, **__):
-        limits.append(limit_s)
-        now.append(now[-1] + 100.0)
-        return 0
-
-    now = [0.0]
-    monkeypatch.setattr(ranks, "run_script", took_a_second)
-    monkeypatch.setattr(single.time, "monotonic", lambda: now[-1])
-    script = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path, 4)
-    for rounding in (None, None, ("fp32", 0), None):
-        script.run("it", rounding=rounding)
-    assert limits == [math.inf, 1000.0, math.inf, 1000.0]
-    script.own_s = 3.0
-    script.run("it")
-    assert limits[-1] == 120.0, "two minutes at least"

@@ -12,7 +12,7 @@ from trainstep.bench.profile_rows import UNKNOWN
 from trainstep.kinds import KernelRow, PeakRow, ProfileRow, ScriptRow, WaitRow
 from trainstep.records import of_kind
 from trainstep.run.rows import kernel_records
-from trainstep.run.session import Plan
+from trainstep.run.watch.session import Plan
 
 pytestmark = pytest.mark.gpu
 

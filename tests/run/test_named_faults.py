@@ -4,7 +4,6 @@ import pytest
 
 from tests.run.measuring import line_of, measure
 from trainstep.report.subjects import run as subject
-from trainstep.run.loaders import main_loader, share_of_waiting
 
 
 def said_of(script, folder):
@@ -27,21 +26,3 @@ def test_a_planted_fault_is_named_with_its_line(script, finding, markers, words,
         assert part in said[finding]
     others = {"waits.would", "data.bound", "compiled.again"} - {finding}
     assert not others & set(said), "nothing else is the matter"
-
-
-def test_the_loader_that_most_batches_came_from_is_the_one_that_is_named():
-    found = [
-        {"line": "train.py:3", "workers": 0, "is_pinned": False, "batches": 2},
-        {"line": "train.py:9", "workers": 2, "is_pinned": True, "batches": 30},
-    ]
-    assert main_loader(found) == "train.py:9, 2 workers, memory pinned"
-    assert main_loader(found[:1]) == "train.py:3, no workers, memory not pinned"
-    assert main_loader([]) is None
-
-
-def test_what_share_of_a_run_waits_for_data_is_the_devices_where_there_is_one():
-    host = {"data": 5.0, "other": 5.0}
-    steps = [{"host": {"data": 99.0}}, {"host": host, "device": {"data": 1.0, "other": 9.0}}, {"host": host}]
-    assert share_of_waiting(steps) == 0.3
-    assert share_of_waiting([{"host": {"other": 1.0}}] * 2) == 0.0
-    assert share_of_waiting(steps[:1]) is None

@@ -8,10 +8,10 @@ from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow
 from trainstep.records import of_kind
 from trainstep.report.page import render
 from trainstep.report.subjects import run as subject
-from trainstep.run.lines import shown_line
-from trainstep.run.log import RankLog, log_path, read_log
-from trainstep.run.reasons import seen_of
+from trainstep.run.changes.reasons import seen_of
 from trainstep.run.rows import how_it_ended, script_records
+from trainstep.run.watch.lines import shown_line
+from trainstep.run.watch.log import RankLog, log_path, read_log
 
 ITEM = {"file": "train.py", "line": 31, "function": "main", "call": "item"}
 

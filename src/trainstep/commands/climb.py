@@ -12,9 +12,9 @@ from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
     from trainstep.records import Row
-    from trainstep.run.ladder import Ladder
-    from trainstep.run.ranks import Leader
-    from trainstep.run.rungs import Rung
+    from trainstep.run.changes.rungs import Rung
+    from trainstep.run.ladder.climb import Ladder
+    from trainstep.run.ladder.ranks import Leader
     from trainstep.run.supervise import Command
 
 SEEN = (
@@ -45,9 +45,9 @@ def climb_script(leader: Leader, out: Path, *, steps: int, names: str | None, pa
     """
     from trainstep.kinds import ScriptRungRow
     from trainstep.records import RecordWriter
-    from trainstep.run.ladder import Ladder
+    from trainstep.run.ladder.climb import Ladder
+    from trainstep.run.ladder.single import Interrupted, Script
     from trainstep.run.rows import script_records
-    from trainstep.run.single import Interrupted, Script
 
     rungs, command = _named(names), leader.command
     console = console_for_output(to_stderr=True)
@@ -93,7 +93,7 @@ def _left(ladder: Ladder, own_s: float) -> str:
 
 
 def _named(names: str | None) -> Sequence[Rung]:
-    from trainstep.run.rungs import RUNGS
+    from trainstep.run.changes.rungs import RUNGS
 
     if names is None:
         return RUNGS
@@ -106,7 +106,7 @@ def _named(names: str | None) -> Sequence[Rung]:
 
 def _patched(ladder: Ladder, command: Command, path: Path) -> tuple[Row | None, list[str]]:
     """Write what was kept into the script's text, run that, and offer it if it holds: a row, and what to say."""
-    from trainstep.run.patch import patch_of
+    from trainstep.run.ladder.patch import patch_of
 
     kept = [rung.name for rung in ladder.kept]
     if not kept:

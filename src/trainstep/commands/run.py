@@ -74,8 +74,8 @@ class Run(Common):
         }
         code = run_script(command, rank, self.out, plan)
         if rank.rank == 0:
-            from trainstep.run.log import read_logs
             from trainstep.run.rows import kernel_records, script_records
+            from trainstep.run.watch.log import read_logs
 
             logs = read_logs(self.out, rank.launch, rank.world_size)
             rows = script_records(logs, command.name, code)
@@ -88,7 +88,7 @@ class Run(Common):
     def _climb(self, command: Command, rank: Rank) -> int:
         """The ladder instead of one run."""
         from trainstep.commands.climb import climb_script
-        from trainstep.run.ranks import Leader, check_one_host, follow
+        from trainstep.run.ladder.ranks import Leader, check_one_host, follow
 
         check_one_host(os.environ)
         if rank.rank > 0:

@@ -12,10 +12,10 @@ from typing import Any
 
 from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow, rows_of
 from trainstep.records import Row, Times, make_row, of_kind
-from trainstep.run.lines import shown_line
-from trainstep.run.loaders import main_loader
-from trainstep.run.log import RankLog
-from trainstep.run.steps import COMMUNICATION, DATA
+from trainstep.run.watch.lines import shown_line
+from trainstep.run.watch.loaders import main_loader
+from trainstep.run.watch.log import RankLog
+from trainstep.run.watch.steps import COMMUNICATION, DATA
 from trainstep.stats import summarize
 
 WARMUP = 3  # steps left out of many
@@ -296,7 +296,7 @@ def kernel_records(log: RankLog, rows: Sequence[Row], folder: Path) -> list[Row]
     from trainstep.kinds import ProfileRow
     from trainstep.measure.profile.chrome import read_chrome_trace
     from trainstep.measure.profile.kernels import profiles_of
-    from trainstep.run.instruments import trace_path
+    from trainstep.run.watch.instruments import trace_path
 
     file = trace_path(folder, 0)
     if not file.exists():

@@ -25,16 +25,16 @@ def main() -> None:
     sys.argv = [target, *task["arguments"]]
     _die_with(task["parent"])
 
-    from trainstep.run.elsewhere import note_processes
-    from trainstep.run.imports import after_import
-    from trainstep.run.log import LogWriter, log_path
+    from trainstep.run.watch.elsewhere import note_processes
+    from trainstep.run.watch.imports import after_import
+    from trainstep.run.watch.log import LogWriter, log_path
 
     log = LogWriter(log_path(Path(task["folder"]), task["rank"]), task["rank"])
     log.write("header", {"pid": os.getpid(), **task["header"]})
     note_processes(log)
     trial = None
     if "trial" in task:
-        from trainstep.run.trial import Trial
+        from trainstep.run.trial.trial import Trial
 
         trial = Trial(task["trial"], log)
         trial.begin()
@@ -62,7 +62,7 @@ class Run:
 
     def measure(self) -> None:
         """Measure from here on; torch is there."""
-        from trainstep.run.session import Plan, Session
+        from trainstep.run.watch.session import Plan, Session
 
         if self._trial is not None:
             self._trial.prepare()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainstep.errors import UsageError
-from trainstep.run.log import log_path
+from trainstep.run.watch.log import log_path
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun", "horovodrun", "lightning")
 GRACE_S = 10.0

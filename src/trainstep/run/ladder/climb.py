@@ -1,0 +1,380 @@
+"""The ladder of a script: the script itself is run once per rung, with one change made from outside on what was kept.
+
+The script as it is comes first, twice: what it does not repeat by itself cannot be held against a change. Each rung is
+run and judged (`judge`); one that is wrong is never timed. One that is right is run in turns with what was kept before,
+B A A B (the run that was judged is the first B), every run a process of its own, and its gain is a ratio between runs.
+A rung that is faster is built upon, and one that needs less memory if it is certainly not much slower. Where several
+were kept, the top and the script as it is take turns at the end: that ratio is what was proven.
+
+What was right and brought nothing sure may bring more where a step is shorter: it is tried once more on the top, if
+what it may have saved is of some weight there.
+
+A larger batch is no rung of that kind (`larger`): it is held against what was kept by its samples per second alone, on
+top of that, or of a rung that needs less memory where only that leaves room.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainstep.bench.check.reference import DRAWS
+from trainstep.bench.ladder import NO_SLOWER
+from trainstep.errors import OUT_OF_MEMORY
+from trainstep.kinds import ANOTHER_STEP, ON_TOP, ScriptRungRow
+from trainstep.precision import PrecisionName
+from trainstep.records import Status
+from trainstep.run.changes.reasons import seen_of
+from trainstep.run.changes.rungs import RUNGS, Rung
+from trainstep.run.ladder.judge import ScriptJudge, ScriptVerdict
+from trainstep.run.ladder.larger import (
+    lines_of,
+    ms_per_sample,
+    throughput_fields,
+    why_memory_limits_not,
+    why_not_told,
+    with_room,
+)
+from trainstep.run.ladder.rung_rows import ratio_fields, rung_row
+from trainstep.run.ladder.single import Script, Taken
+from trainstep.run.ladder.turns import MOST_ROUNDS, AsShown, in_turns, times
+from trainstep.run.trial.capture import Captured
+from trainstep.stats import RUN_SPREAD, Ratio, product, ratio_of_runs, verdict
+
+NOT_REPRODUCIBLE = "not reproducible"
+
+
+class CannotJudge(Exception):
+    """Something cannot be held against the script as it is: why, as a sentence, and the verdict in two words."""
+
+    def __init__(self, why: str, verdict: str = "not judged") -> None:
+        super().__init__(why)
+        self.verdict = verdict
+
+
+@dataclass(frozen=True)
+class Left:
+    """A rung that was right and not kept."""
+
+    kept: frozenset[str]  # the rungs that it was tried on
+    saved_ms: float  # of a step, at most
+
+
+class Ladder:
+    """Climbs, and remembers what was kept.
+
+    Args:
+        script: runs it.
+        rungs: to try, in this order.
+        rounds: how often a rung and what was kept take turns, at most.
+        are_named: whether somebody asked for these rungs: they are tried even where memory speaks against them.
+    """
+
+    def __init__(
+        self, script: Script, rungs: Sequence[Rung] = RUNGS, rounds: int = MOST_ROUNDS, *, are_named: bool = False
+    ) -> None:
+        self.script, self.rungs, self.rounds, self.are_named = script, rungs, rounds, are_named
+        self.first: Taken | None = None
+        self.code = 0  # the first run's exit code
+        self.kept: list[Rung] = []
+        self.judge: ScriptJudge | None = None
+        self.settings: Mapping[str, Any] = {}
+        self._own: PrecisionName = "fp32"
+        self._drops = False
+        self._top: Taken | None = None
+        self._left: dict[str, Left] = {}  # rungs that were right and not kept
+        self._smaller: tuple[list[Rung], Taken] | None = None  # what is right, needs less memory, and was not kept
+        self._speedup = Ratio(1.0, None, between_runs=True)
+
+    def climb(self) -> Iterator[ScriptRungRow]:
+        """A row for every rung, for the script as it is first, and for the top against it last.
+
+        Raises:
+            Interrupted: the script was ended by a signal.
+        """
+        baseline = self.script.run("the script as it is")
+        self.code = baseline.code
+        if baseline.captured is None or baseline.failure:
+            yield self._row("baseline", baseline, status="failed", reason=baseline.failure, verdict="failed")
+            return
+        self.first = self._top = baseline
+        self.settings = baseline.log.facts["settings"] | seen_of(baseline.log)
+        self._own = _precision_of(self.settings)
+        self._drops = any(model["drops"] for model in self.settings["models"])
+        try:
+            repeat = self._prepare_judge(baseline, baseline.captured)
+        except CannotJudge as error:
+            yield self._row("baseline", baseline, verdict=error.verdict, reason=str(error), status="failed")
+            return
+        yield self._row("baseline", baseline, repeat, verdict="baseline", kept=True, runs=1)
+        place = next((place for place, rung in enumerate(self.rungs) if rung.trades), len(self.rungs))
+        for rung in self.rungs[:place]:
+            yield self.try_rung(rung)
+        for rung in self.rungs[:place]:
+            if self._may_gain_on_top(rung):
+                yield self.try_rung(rung, ON_TOP)
+        for rung in self.rungs[place:]:
+            yield self.try_rung(rung)
+        if len(self.kept) > 1:
+            yield self._proven()
+
+    @property
+    def runs_left(self) -> tuple[int, int]:
+        """About how many runs, at least and at most, the rungs take that may be something for the script."""
+        tried = [rung for rung in self.rungs if not rung.why_not(self.settings)]
+        in_turns = 4 * (len(tried) + (len(tried) > 1))  # B A A B, and the top at the end
+        roundings = (1 + DRAWS) * sum(rung.precision is not None for rung in tried)
+        return in_turns + roundings, self.rounds * in_turns + roundings
+
+    def _prepare_judge(self, baseline: Taken, captured: Captured) -> ScriptVerdict:
+        """Run it again, and see whether it repeats itself."""
+        if broken := captured.what_is_not_finite:
+            raise CannotJudge(f"{broken}: nothing can be held against a script that does not train")
+        reference = captured
+        if self._drops:
+            reference = self._captured("the script as it is, without dropout")
+        again = self._captured("the same again")
+        if again.weights != reference.weights:
+            raise CannotJudge(
+                "two runs from the same seeds start from other weights: they are drawn from another seed, or the "
+                "second run resumes what the first one wrote, which --cwd-copy prevents",
+                NOT_REPRODUCIBLE,
+            )
+        self.judge = ScriptJudge(reference, [again], self._own, self._draw)
+        repeat = self.judge.of_repeat()
+        if not repeat.is_judged:
+            raise CannotJudge(
+                "what rounding alone does to its first gradients is "
+                f"{repeat.gradients.gradient_allowed:.2g} of them: no change could be told from it"
+            )
+        if not repeat.is_right:
+            raise CannotJudge(
+                f"two runs from the same seeds differ by more than rounding: {repeat}. Look for data or noise that is "
+                "drawn from another seed (numpy's default_rng, the clock), or for threads that race",
+                NOT_REPRODUCIBLE,
+            )
+        return repeat
+
+    def _captured(
+        self, what: str, rungs: Sequence[Rung] = (), rounding: tuple[PrecisionName, int] | None = None
+    ) -> Captured:
+        taken = self.script.run(what, rungs, rounding=rounding, without_dropout=self._drops)
+        if taken.captured is None:
+            raise CannotJudge(f"{what} could not be run: {taken.failure}")
+        return taken.captured
+
+    def _draw(self, precision: PrecisionName, seed: int | None) -> Captured:
+        """The script in a precision, by itself or under random roundings."""
+        change = [rung for rung in self.rungs if rung.precision == precision and precision != self._own]
+        if seed is None:
+            return self._captured(f"the script in {precision}", change)
+        return self._captured(f"roundings of {precision} at random, {seed + 1}", change, (precision, seed))
+
+    def _may_gain_on_top(self, rung: Rung) -> bool:
+        """Whether something that is not of its kind was kept since it was tried, and the most that it may have saved is
+        more than runs of the top differ by."""
+        left, now = self._left.get(rung.name), {each.name for each in self.kept}
+        if left is None or self._top is None or left.kept == now:
+            return False
+        its_place_is_taken = any(rung.name in each.instead_of for each in self.kept)
+        takes_a_place = not left.kept.issuperset(now.intersection(rung.instead_of))
+        return not (its_place_is_taken or takes_a_place) and left.saved_ms > RUN_SPREAD * self._top.median_ms
+
+    def try_rung(self, rung: Rung, suffix: str = "") -> ScriptRungRow:
+        """Run it on what was kept, judge it, and time it if it is right; `suffix` ends its name in the row."""
+        return replace(self._tried(rung), rung=rung.name + suffix)
+
+    def _tried(self, rung: Rung) -> ScriptRungRow:
+        if why := rung.why_not(self.settings):
+            return self._not_tried(rung, why)
+        try:
+            return self._try_another_step(rung) if rung.trades == "the step" else self._try_on_top(rung)
+        except CannotJudge as error:
+            return self._row(rung.name, None, status="failed", reason=str(error), verdict=error.verdict)
+
+    def _try_on_top(self, rung: Rung) -> ScriptRungRow:
+        assert self._top is not None, "the baseline was judged"
+        if rung.trades and not self.are_named and (why := why_memory_limits_not(self._top.captured)):
+            return self._not_tried(rung, why)
+        together = [*(each for each in self.kept if each.name not in rung.instead_of), rung]
+        taken = self.script.run(rung.name, together)
+        if taken.failure or taken.captured is None:
+            return self._failed(rung, taken)
+        if rung.nothing:
+            if not (places := taken.log.facts.get("places", {}).get(rung.name)):
+                return self._not_tried(rung, rung.nothing)
+            where = ", ".join(f"{line}: {how}" for line, how in sorted(places.items()))
+            rung = together[-1] = replace(rung, lines=f"{rung.lines} ({where})")
+        found = self._judged(together, taken.captured)
+        if not found.is_right:
+            return self._row(rung.name, None, found, status="wrong", reason=str(found), verdict="wrong")
+        return self._timed(rung, together, taken, found)
+
+    def _try_another_step(self, rung: Rung) -> ScriptRungRow:
+        """Run it where memory has room, and tell its samples per second, if its losses are finite."""
+        assert self._top is not None, "the baseline was judged"
+        bases, why = with_room([(self.kept, self._top), *([self._smaller] if self._smaller else [])])
+        if why and not self.are_named:
+            return self._not_tried(rung, why)
+        for base, _ in bases:
+            together = [*base, rung]
+            taken = self.script.run(rung.name, together)
+            if not OUT_OF_MEMORY.search(taken.failure):
+                break
+        if taken.failure or taken.captured is None:
+            return self._failed(rung, taken)
+        if broken := taken.captured.what_is_not_finite:
+            return self._row(rung.name, None, status="wrong", reason=broken, verdict="wrong")
+        if why := why_not_told(self._top, taken):
+            return self._not_tried(rung, why)
+        before, own = self._in_turns(rung.name, self.kept, together, begun=taken, as_shown=ms_per_sample)
+        ratio = ratio_of_runs(ms_per_sample(before), ms_per_sample(own))
+        further = [each.lines for each in together if each not in self.kept and each is not rung]
+        return self._row(
+            rung.name,
+            None,
+            verdict=ANOTHER_STEP,
+            runs=len(own),
+            lines="; ".join([*further, lines_of(rung.lines, self.settings)]),
+            peak_gib=taken.captured.peak_gib,
+            samples={"training_loss": list(taken.captured.losses)},
+            **throughput_fields(before, own, ratio),
+        )
+
+    def _not_tried(self, rung: Rung, why: str) -> ScriptRungRow:
+        return self._row(rung.name, None, status="unsupported", reason=why, verdict="not tried")
+
+    def _failed(self, rung: Rung, taken: Taken) -> ScriptRungRow:
+        status: Status = "out of memory" if OUT_OF_MEMORY.search(taken.failure) else "failed"
+        return self._row(rung.name, None, status=status, reason=taken.failure, verdict=status)
+
+    def _judged(self, rungs: Sequence[Rung], captured: Captured) -> ScriptVerdict:
+        assert self.judge is not None, "the baseline was judged"
+        if self._drops:
+            captured = self._captured(f"{rungs[-1].name}, without dropout", rungs)
+        precision = next((rung.precision for rung in reversed(rungs) if rung.precision), self._own)
+        kept = None if self._drops or self._top is None else self._top.captured
+        found = self.judge.judge(captured, precision, kept)
+        if not found.is_judged:
+            raise CannotJudge(f"what {precision}'s rounding alone does to its first gradients is as large as they are")
+        return found
+
+    def _timed(self, rung: Rung, together: list[Rung], taken: Taken, found: ScriptVerdict) -> ScriptRungRow:
+        before, own = self._in_turns(rung.name, self.kept, together, begun=taken)
+        gain = ratio_of_runs(times(before), times(own))
+        called = verdict(gain)
+        speedup = product([self._speedup, gain]) if self.kept else gain
+        no_slower = gain.interval is not None and gain.interval.low >= NO_SLOWER
+        keep = called == "faster" or (no_slower and _is_smaller(taken, self._top))
+        if keep:
+            self.kept, self._top, self._speedup = together, taken, speedup
+            self._smaller = None  # it stood on what was kept before
+        elif rung.trades and _is_smaller(taken, self._top):
+            self._smaller = together, taken
+        if not keep and gain.interval is not None:
+            at_most = statistics.median(run.median_ms for run in before) * (1 - 1 / gain.interval.high)
+            self._left[rung.name] = Left(frozenset(each.name for each in self.kept), at_most)
+        return self._row(
+            rung.name,
+            taken,
+            found,
+            own=own,
+            verdict=called,
+            kept=keep,
+            runs=len(own),
+            lines=rung.lines,
+            **ratio_fields("gain", gain),
+            **ratio_fields("speedup", speedup),
+        )
+
+    def _in_turns(
+        self,
+        what: str,
+        before: Sequence[Rung],
+        own: Sequence[Rung],
+        sources: Mapping[str, str] = {},
+        *,
+        begun: Taken | None = None,
+        as_shown: AsShown = times,
+    ) -> tuple[list[Taken], list[Taken]]:
+        """Runs of what was kept before and of its own, as `turns.in_turns` has them."""
+
+        def run(is_own: bool) -> Taken:
+            words = what if is_own else "what was kept before" if before else "the script as it is"
+            rungs, text = (own, sources) if is_own else (before, {})
+            is_judged = not self.settings["on_gpu"]  # on a CPU what is copied slows the steps, so it is in all runs
+            return self.script.run(f"{words}, timed", rungs, sources=text, is_judged=is_judged)
+
+        taken = in_turns(run, self.rounds, begun=begun, as_shown=as_shown)
+        if not all(taken):
+            raise CannotJudge(
+                f"{what}: when it took turns with what was kept before, no run of one side came to its end"
+            )
+        return taken
+
+    def _proven(self) -> ScriptRungRow:
+        name = "all that was kept"
+        try:
+            before, own = self._in_turns(name, (), self.kept)
+        except CannotJudge as error:
+            return self._row(name, None, status="failed", reason=str(error), verdict=error.verdict)
+        ratio = ratio_of_runs(times(before), times(own))
+        return self._row(
+            name,
+            self._top,
+            own=own,
+            verdict=verdict(ratio),
+            kept=True,
+            runs=len(own),
+            lines="; ".join(rung.lines for rung in self.kept),
+            **ratio_fields("speedup", ratio),
+        )
+
+    def judge_sources(self, sources: Mapping[str, str], written: Sequence[str]) -> ScriptRungRow:
+        """A row for the script with other sources and nothing changed from outside: judged, then timed against it.
+
+        Args:
+            sources: path → text.
+            written: the names of the rungs that the sources have.
+        """
+        name, rungs = "the patched script", [rung for rung in self.kept if rung.name in written]
+        assert self.judge is not None, "the ladder was climbed"
+        taken = self.script.run(name, sources=sources, without_dropout=self._drops)
+        if taken.failure or taken.captured is None:
+            return self._row(name, None, status="failed", reason=taken.failure, verdict="failed")
+        precision = next((rung.precision for rung in reversed(rungs) if rung.precision), self._own)
+        try:
+            found = self.judge.judge(taken.captured, precision)
+            if not found.is_right:
+                return self._row(name, None, found, status="wrong", reason=str(found), verdict="wrong")
+            before, own = self._in_turns(name, (), (), sources, begun=None if self._drops else taken)
+        except CannotJudge as error:
+            return self._row(name, None, status="failed", reason=str(error), verdict=error.verdict)
+        ratio = ratio_of_runs(times(before), times(own))
+        holds = verdict(ratio) == "faster"
+        ratios = ratio_fields("speedup", ratio)
+        return self._row(name, taken, found, own=own, verdict=verdict(ratio), kept=holds, runs=len(own), **ratios)
+
+    def _row(self, rung: str, taken: Taken | None, found: ScriptVerdict | None = None, **more: Any) -> ScriptRungRow:
+        environment = self.first.log.facts.get("environment", {}) if self.first else {}
+        compared = "without dropout" if self._drops and found is not None else None
+        own = {"workload": self.script.command.name, "rung": rung, "environment": environment, "compared": compared}
+        return rung_row(own, taken, found, **more)
+
+
+def _precision_of(settings: Mapping[str, Any]) -> PrecisionName:
+    """What a script computes in."""
+    half: dict[str, PrecisionName] = {"bfloat16": "bf16", "float16": "fp16"}
+    named = [*settings["autocast"], *(name for model in settings["models"] for name in model["dtypes"])]
+    for name, precision in half.items():
+        if name in named:
+            return precision
+    return "tf32" if settings["on_gpu"] and settings["matmul"] != "highest" else "fp32"
+
+
+def _is_smaller(taken: Taken, than: Taken | None) -> bool:
+    """Whether its peak is known and lower by more than runs differ."""
+    own, other = (each.captured.peak_gib if each and each.captured else None for each in (taken, than))
+    return own is not None and other is not None and own < (1 - RUN_SPREAD) * other

@@ -1,0 +1,71 @@
+"""The loaders that a script takes batches from: the lines where it does, what they were given, and how many batches."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any
+
+from trainstep.run.watch.lines import Place, shown_line
+from trainstep.run.watch.steps import DATA
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+
+class Loaders:
+    """Told of each loader that is iterated over, and of each batch."""
+
+    def __init__(self, on_new: Callable[[], object]) -> None:
+        self._by_iterator: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._drawn: weakref.WeakKeyDictionary[Any, deque[int]] = weakref.WeakKeyDictionary()
+        self._found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._on_new = on_new
+
+    def begins(self, loader: DataLoader[Any], iterator: Any, place: Place) -> None:
+        """Batches will come from an iterator over a loader, for a line of code."""
+        line = shown_line(place.user_file or place.file, place.user_line or place.line)
+        entry = {"line": line, "workers": loader.num_workers, "is_pinned": bool(loader.pin_memory)}
+        known = tuple(entry.values())
+        is_new = known not in self._found
+        self._by_iterator[iterator] = self._found.setdefault(known, entry | {"batches": 0})
+        if is_new:
+            self._on_new()
+
+    def drew(self, iterator: Any, index: Any) -> None:
+        """An iterator is about to fetch a batch: of these samples of the dataset, or of one."""
+        is_several = isinstance(index, Sized) and not isinstance(index, str)
+        self._drawn.setdefault(iterator, deque()).append(len(index) if is_several else 1)
+
+    def took(self, iterator: Any) -> int:
+        """A batch came from it; how many samples are in it. Batches come in the order in which they were drawn."""
+        entry = self._by_iterator.get(iterator)
+        if entry is not None:
+            entry["batches"] += 1
+        drawn = self._drawn.get(iterator)
+        return drawn.popleft() if drawn else 0
+
+    def found(self) -> list[dict[str, Any]]:
+        """line, workers, is_pinned and batches of each."""
+        return list(self._found.values())
+
+
+def share_of_waiting(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """How much of a run's steps is waiting for data, as the device had it where there is one; None without steps.
+
+    Args:
+        steps: of the run's log. The first one, in which loaders start, is left out.
+    """
+    times = [step.get("device", step["host"]) for step in steps[1:]]
+    whole = sum(sum(each.values()) for each in times)
+    return sum(each.get(DATA, 0.0) for each in times) / whole if whole else None
+
+
+def main_loader(found: Sequence[Mapping[str, Any]]) -> str | None:
+    """The loader that most batches came from, in words: `train.py:31, 1 worker, memory not pinned`."""
+    if not found:
+        return None
+    most = max(found, key=lambda each: each["batches"])
+    workers = f"{most['workers'] or 'no'} worker{'s' * (most['workers'] != 1)}"
+    return f"{most['line']}, {workers}, memory {'pinned' if most['is_pinned'] else 'not pinned'}"

@@ -1,0 +1,151 @@
+"""Numbers that are read late are the same numbers, wherever and however they are used."""
+
+import builtins
+import json
+import math
+import pickle
+from typing import ClassVar
+
+import pytest
+import torch
+
+from trainstep.run.changes.late_reads import AT_ONCE, LATE, Later, LateReads
+
+
+class Reading:
+    """A number of a device that is done when a test says so, or when it is waited for."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, tensor):
+        self.value, self.done, self.waited = float(tensor.detach()), False, 0
+        self.made.append(self)
+
+    def is_done(self):
+        return self.done
+
+    def number(self):
+        self.waited += not self.done
+        self.done = True
+        return self.value
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Every tensor of this file is as if on a GPU; what is noted, and the readings."""
+    monkeypatch.setattr(torch.Tensor, "item", torch.Tensor.item)
+    monkeypatch.setattr(builtins, "print", builtins.print)
+    monkeypatch.setattr("atexit.register", lambda call: None)
+    monkeypatch.setattr(Reading, "made", [])
+    notes = {}
+    late = LateReads(notes.__setitem__, lambda tensor: True, Reading)
+    late.install()
+    return notes, Reading.made, late
+
+
+def loss(value=1.5):
+    return torch.tensor(value)
+
+
+def test_a_number_is_read_when_it_is_needed(reads):
+    notes, made, _ = reads
+    value = loss().item()
+    assert isinstance(value, Later)
+    assert not made[0].waited
+    assert value > 1
+    assert (made[0].waited, float(value)) == (1, 1.5)
+    ((line, how),) = notes.items()
+    assert line.startswith("test_late_reads.py:")
+    assert how.startswith(AT_ONCE + "test_late_reads.py:")
+
+
+def test_sums_and_means_wait_for_nothing(reads):
+    notes, made, _ = reads
+    total, values = 0.0, []
+    for step in range(5000):
+        value = loss(float(step)).item()
+        total += value
+        values.append(value)
+        if len(made) >= 3:
+            made[-3].done = True  # the device is a little behind
+    mean = round(total / 5000, 2)
+    assert isinstance(mean, Later)
+    assert not any(each.waited for each in made)
+    assert set(notes.values()) == {LATE}
+    assert (float(mean), sum(each.waited for each in made)) == (2499.5, 2)
+    ((_, how),) = notes.items()
+    assert how.startswith(AT_ONCE), "in the end"
+
+
+def test_a_device_that_is_far_behind_is_waited_for(reads):
+    """Better than to run out of stack."""
+    total = 0.0
+    for _ in range(500):
+        total += loss(1.0).item()
+    assert total == 500
+    assert sum(each.waited for each in reads[1]) == 500
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(float, int, bool, hash, repr, str, math.exp, math.isnan, abs, round),
+        *(lambda x: x + 1, lambda x: 1 - x, lambda x: 3 / x, lambda x: x**2, lambda x: -x, lambda x: x % 1),
+        *(lambda x: x == 1.5, lambda x: x < 2, lambda x: x <= 2, lambda x: x != 1.5, lambda x: min(x, 2)),
+        *("{:.3f}".format, "%.2f".__mod__, lambda x: f"{x}", lambda x: round(x, 1), lambda x: sum([x, x]) / 2),
+        lambda x: pickle.loads(pickle.dumps(x)),
+        lambda x: (x * torch.ones(2)).tolist(),
+    ],
+)
+@pytest.mark.parametrize("is_done", [False, True])
+def test_whatever_is_done_with_it_gives_what_it_gave(use, is_done, reads):
+    value = loss().item()
+    reads[1][0].done = is_done
+    found, expected = use(value), use(1.5)
+    found = found.now() if isinstance(found, Later) else found
+    assert (found, type(found)) == (expected, type(expected))
+
+
+def test_what_asks_for_a_float_refuses_it(reads):
+    with pytest.raises(TypeError, match="Later"):
+        json.dumps({"loss": loss().item()})
+
+
+def test_other_reads_are_as_they_were(reads):
+    assert torch.tensor(3).item() == 3
+    assert torch.tensor([2.0, 3.0]).tolist() == [2.0, 3.0]
+    assert type(torch.tensor(True).item()) is bool
+    with pytest.raises(RuntimeError):
+        torch.ones(2).item()
+    assert reads[1] == []
+
+
+def test_prints_keep_their_order_and_wait_for_nothing(reads, capsys):
+    _, made, late = reads
+    print("first")
+    print("loss", loss().item())
+    print("then")
+    assert capsys.readouterr().out == "first\n"
+    made[0].done = True
+    print("last", loss(2.5).item(), sep=": ")
+    assert capsys.readouterr().out == "loss 1.5\nthen\n"
+    late.print_all()
+    assert capsys.readouterr().out == "last: 2.5\n"
+    assert [each.waited for each in made] == [0, 1]
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_not_waited_for(monkeypatch):
+    """It is given a second of work before the number that is read, and is still at it afterwards."""
+    monkeypatch.setattr(torch.Tensor, "item", torch.Tensor.item)
+    monkeypatch.setattr(builtins, "print", builtins.print)
+    monkeypatch.setattr("atexit.register", lambda call: None)
+    notes = {}
+    LateReads(notes.__setitem__).install()
+    value = torch.ones((), device="cuda", requires_grad=True)
+    torch.cuda._sleep(10**9)
+    later = (value * 3).item()
+    assert isinstance(later, Later)
+    assert not later.is_there()
+    assert later + 1 == 4
+    assert later.is_there()

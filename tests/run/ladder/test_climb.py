@@ -1,0 +1,101 @@
+"""Which rungs a ladder tries, again and how often, where the runs are given."""
+
+import dataclasses
+import math
+
+import pytest
+
+from tests.run.ladder.given import BY_NAME, FOUND, Given, captured, climbed
+
+OPTIMIZER, WORKERS = BY_NAME["fused optimizer"], BY_NAME["loader workers"]
+
+
+def test_against_a_script_that_does_not_train_nothing_is_held():
+    script = Given()
+    script.plain["captured"] = captured(4.0, losses=(2.0, math.nan, math.nan))
+    _, rows = climbed(script, OPTIMIZER)
+    assert list(rows) == ["baseline"]
+    assert (rows["baseline"].status, rows["baseline"].verdict) == ("failed", "not judged")
+    assert rows["baseline"].reason.startswith("the loss of update 2 is nan: nothing can be held")
+
+
+def test_how_many_runs_are_left_is_counted_from_what_may_be_something():
+    bf16, tf32 = BY_NAME["bf16 autocast"], BY_NAME["TF32 matmuls"]
+    found = [climbed(Given(), *rungs, rounds=2)[0].runs_left for rungs in ([], [OPTIMIZER], [OPTIMIZER, WORKERS])]
+    assert found == [(0, 0), (4, 8), (12, 24)]
+    assert climbed(Given(), bf16)[0].runs_left == (4 + 4, 12 + 4), (
+        "judged by it in bf16, and by three roundings of that"
+    )
+    assert tf32.why_not(FOUND | {"on_gpu": False})
+    ladder, _ = climbed(Given(), tf32, OPTIMIZER)
+    ladder.settings = FOUND | {"on_gpu": False}
+    assert ladder.runs_left == (4, 12)
+
+
+class Noisy(Given):
+    """Runs take turns at being slower and faster by this share."""
+
+    def __init__(self, share, **ms):
+        super().__init__(**{names: {"step_ms": (each,) * 7} for names, each in ms.items()})
+        self.share = share
+
+    def run(self, what, rungs=(), **more):
+        found = super().run(what, rungs, **more)
+        self.share = -self.share
+        return dataclasses.replace(found, step_ms=tuple(ms * (1 + self.share) for ms in found.step_ms))
+
+
+@pytest.mark.parametrize(
+    ("share", "fused", "workers", "both", "is_again"),
+    [
+        (0.01, 9.95, 5.0, 4.4, True),  # what may be a third of a millisecond is little of ten, and something of five
+        (0.01, 9.95, 5.0, 4.98, True),  # and is not kept if it is nothing there
+        (0.001, 9.99, 9.0, 1.0, False),  # it is nothing of nine either
+        (0.001, 9.99, 9.99, 1.0, False),  # nothing was kept since
+        (0.01, 11.0, 5.0, 1.0, False),  # it is slower
+        (0.01, 8.0, 5.0, 4.0, False),  # it was kept
+    ],
+)
+def test_what_brought_nothing_sure_is_tried_again_on_a_shorter_step(share, fused, workers, both, is_again):
+    ms = {"fused optimizer": fused, "loader workers": workers}
+    script = Noisy(share, **ms, **{"fused optimizer,loader workers": both, "loader workers,fused optimizer": both})
+    ladder, rows = climbed(script, OPTIMIZER, WORKERS)
+    assert ("fused optimizer, on the top" in rows) is is_again
+    if is_again:
+        again = rows["fused optimizer, on the top"]
+        assert again.kept is (both < 4.5), again.verdict
+        assert again.gain == pytest.approx(workers / both, rel=share)
+        assert [rung.name for rung in ladder.kept] == ["loader workers", *["fused optimizer"] * again.kept]
+
+
+def test_what_another_rung_took_the_place_of_is_not_tried_again():
+    ms = {"compiled blocks": 9.95, "compiled model": 5.0, "compiled model,loader workers": 2.0}
+    script = Noisy(0.01, **ms)
+    ladder, rows = climbed(script, BY_NAME["compiled blocks"], BY_NAME["compiled model"], WORKERS)
+    assert [rung.name for rung in ladder.kept] == ["compiled model", "loader workers"]
+    assert not any(name.endswith("on the top") for name in rows)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_on_a_gpu_runs_that_are_only_timed_leave_nothing_to_judge(on_gpu, monkeypatch):
+    """On a CPU what a judged run copies slows its steps, so that all have to copy."""
+    monkeypatch.setitem(FOUND, "on_gpu", on_gpu)
+    script = Given(**{"fused optimizer": {"step_ms": (8.0,) * 7}})
+    _, rows = climbed(script, BY_NAME["fused optimizer"])
+    assert rows["fused optimizer"].kept
+    own = [judged for names, judged in zip(script.asked, script.judged, strict=True) if names]
+    assert own == [True, not on_gpu], "the first one was judged"
+    assert script.asked[-3:] == ["", "", "fused optimizer"]
+    assert script.judged[-3:] == [not on_gpu] * 3
+    assert all(script.judged[:-3])
+
+
+def test_what_cannot_be_in_a_script_costs_no_run(monkeypatch):
+    monkeypatch.setitem(FOUND, "operators", ["LogSoftmaxBackward0", "MmBackward0"])
+    script = Given()
+    before = len(script.asked)
+    names = ("fused attention", "our FlashAttention", "fused loss", "late reads")
+    ladder, rows = climbed(script, *(BY_NAME[name] for name in names))
+    assert not any(script.asked[before:]), "no run with a change"
+    assert [rows[name].verdict for name in names] == ["not tried"] * 4
+    assert not ladder.settings["reads"], "the first run saw none"

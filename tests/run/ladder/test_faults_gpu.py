@@ -1,0 +1,81 @@
+"""Faults planted in scripts that train on a GPU: each is named with its line, and its proven fix gains what the script
+gains that is mended by hand. A minute in all."""
+
+import json
+
+import pytest
+import torch
+
+from tests.run.ladder.forked import forked_runs  # noqa: F401
+from tests.run.measuring import SCRIPTS, alone, line_of
+from trainstep.kinds import ScriptRow, WaitRow
+from trainstep.records import of_kind
+from trainstep.report.subjects import run as subject
+from trainstep.run.changes.rungs import RUNGS
+from trainstep.run.ladder.climb import Ladder
+from trainstep.run.ladder.single import Script
+from trainstep.run.rows import script_records
+from trainstep.run.watch.log import log_path, read_log
+
+STEPS = 12
+FILE = SCRIPTS / "faults.py"
+FAULTS = {
+    "reads": (
+        "late reads",
+        ("waits.line", "READ"),
+        {"total += loss.item()": "total += loss.detach()", "print(step, loss.item())": "pass"},
+    ),
+    "starves": (
+        "loader workers",
+        ("data.bound", "LOADER"),
+        {"num_workers=1": "num_workers=4, persistent_workers=True"},
+    ),
+    "recompiles": ("compiled for any size", ("compiled.again", "AGAIN"), {"dynamic=False": "dynamic=True"}),
+}
+
+
+def mended(changes):
+    text = FILE.read_text()
+    for old, new in changes.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    return {str(FILE): text}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and torch finds none")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named_and_its_fix_gains_what_it_claims(fault, tmp_path, forked_runs):  # noqa: F811
+    check(fault, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", ["starves", "recompiles"])
+def test_those_that_a_cpu_has_too(fault, tmp_path, forked_runs):  # noqa: F811
+    check(fault, tmp_path)
+
+
+def check(fault, folder):
+    rung, (finding, marker), changes = FAULTS[fault]
+    rungs = [each for each in RUNGS if each.name == rung]
+    ladder = Ladder(Script(alone([str(FILE), fault, str(STEPS + 1)]), folder, STEPS), rungs, rounds=1)
+    baseline, *further = ladder.climb()
+    assert baseline.verdict == "baseline", baseline.reason
+    (fixed,) = further
+
+    rows = script_records([read_log(log_path(ladder.first.folder, 0))], FILE.name, 0)
+    said = {found.id: found.sentence for rule in subject.RULES for found in rule(rows)}
+    assert line_of(FILE.name, marker) in said[finding], json.dumps(said)
+    (step,) = of_kind(rows, ScriptRow)
+    if fault == "starves":
+        assert "1 worker, memory not pinned" in step.loader
+    if fault == "reads":
+        waits = {row.line for row in of_kind(rows, WaitRow) if row.calls_per_step >= 0.9}
+        assert {line_of(FILE.name, "READ"), line_of(FILE.name, "PRINT")} <= waits
+
+    assert fixed.kept, f"{fixed.verdict} {fixed.gain} {fixed.reason}"
+    patched = ladder.judge_sources(mended(changes), [])
+    assert patched.kept, f"{patched.verdict} {patched.speedup} {patched.reason}"
+    assert fixed.speedup_low <= patched.speedup_high, "intervals that hold between runs"
+    assert patched.speedup_low <= fixed.speedup_high
+    assert 0.8 < patched.speedup / fixed.speedup < 1.25

@@ -1,0 +1,65 @@
+"""How long a run of a script for its ladder may take, and that nothing of one that is ended goes on."""
+
+import math
+import time
+from pathlib import Path
+
+from tests.run.measuring import SCRIPTS, alone
+from trainstep.run import supervise
+from trainstep.run.ladder import ranks, single
+from trainstep.run.ladder.single import Script
+
+
+def test_a_change_that_makes_the_script_wait_for_ever_is_ended_with_its_children(tmp_path, monkeypatch):
+    file, told = tmp_path / "waiting.py", tmp_path / "told"
+    file.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        f"told = pathlib.Path({str(told)!r})\n"
+        "child = os.fork()\n"
+        "if not child: time.sleep(600)\n"
+        "told.write_text(f'{child}\\n')\n"
+        "signal.signal(signal.SIGTERM, lambda *_: told.open('a').write('asked\\n'))\n"
+        "print('I wait')\nsys.stdout.flush()\n"
+        "for _ in range(600): time.sleep(1)\n"
+    )
+    monkeypatch.setattr(single, "LEAST_S", 3.0)
+    monkeypatch.setattr(supervise, "GRACE_S", 2.0)
+    script = Script(alone([str(file)]), tmp_path / "runs", 4)
+    script.own_s = 0.5
+    taken = script.run("it waits")
+    assert taken.failure.startswith("it was ended after 5 s; as it is, the script takes 0 s (its last words: I wait")
+    assert taken.captured is None
+    child, *asked = told.read_text().split()
+    assert asked == ["asked"], "once, and then killed"
+    deadline = time.monotonic() + 5.0
+    while _is_running(int(child)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(int(child))
+
+
+def _is_running(pid):
+    """Whether it is there and no zombie, which whoever inherited it has yet to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_later_runs_may_take_ten_times_the_first_and_those_under_roundings_any_time(tmp_path, monkeypatch):
+    limits = []
+
+    def took_a_second(*_, limit_s, **__):
+        limits.append(limit_s)
+        now.append(now[-1] + 100.0)
+        return 0
+
+    now = [0.0]
+    monkeypatch.setattr(ranks, "run_script", took_a_second)
+    monkeypatch.setattr(single.time, "monotonic", lambda: now[-1])
+    script = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path, 4)
+    for rounding in (None, None, ("fp32", 0), None):
+        script.run("it", rounding=rounding)
+    assert limits == [math.inf, 1000.0, math.inf, 1000.0]
+    script.own_s = 3.0
+    script.run("it")
+    assert limits[-1] == 120.0, "two minutes at least"
