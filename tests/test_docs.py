@@ -91,7 +91,7 @@ def test_the_headlines_say_what_is_not_ours():
     beside = [dict(zip(ladder.columns, texts, strict=True))["from bf16 autocast [95 %]"] for texts in ladder.texts()]
     assert beside[-1].startswith("1.97× [1.79–2.1"), beside
     shapes = {tuple(each.case.items()) for each in results("h200-attention-peers", AttentionRow) if each.impl == "flex"}
-    assert len(attention.rows) == len(shapes) == 8
+    assert len(attention.rows) == len(shapes) == 10
     assert {texts[-1] for texts in attention.texts()} == {"sdpa-cudnn", "flash-triton"}
 
 

@@ -20,7 +20,7 @@ PARTS = ("forward", "backward", "both")
 
 
 PEERS = ("h200-attention-peers", "h200-attention-autotune")
-"""Two runs on one machine: in the second, FlexAttention tuned itself for each shape, which takes most of a minute."""
+"""Two runs: in the second, FlexAttention tuned itself for each shape, which takes most of a minute."""
 Beside = dict[str, tuple[AttentionRow, AttentionRow]]
 """Implementation → its row, and ours of the same run."""
 
@@ -86,6 +86,23 @@ def ceiling_tflops(precision: str = "bf16") -> float:
     """The rate that `analyze` measured of a plain matrix product on the same kind of GPU."""
     (row,) = (row for row in results("h200-analyze-large", CeilingRow) if row.precision == precision)
     return row.tflops
+
+
+def windows() -> Table:
+    """Our kernels beside the others under a sliding window."""
+    lines = []
+    groups = by_case(results("h200-attention-window", AttentionRow), "impl")
+    for group in groups:
+        ours = next(row for row in group if row.impl == OURS)
+        for row in group:
+            times = NONE if row is ours else times_as_long(row, ours)
+            lines.append((f"{row.window:,}", row.impl, passes(row), number(row.both_tflops), times))
+    rows = [row for group in groups for row in group]
+    packages = sorted({row.package for row in rows if row.package})
+    case = rows[0]
+    setting = f"bf16, causal, {case.batch} × {case.heads} × {case.seq:,} × {case.head_dim}; intervals {WITHIN_RUN}"
+    wanted = ("window", "implementation", "forward / backward / both (ms)", "TFLOP/s", "times ours [95 %]")
+    return text_table("windows", "; ".join([setting, *packages, where(rows)]), wanted, lines)
 
 
 def naive() -> Table:
@@ -163,6 +180,7 @@ def headline() -> Table:
 
 TABLES: Mapping[str, Callable[[], Table]] = {
     "attention-peers": peers,
+    "attention-windows": windows,
     "attention-naive": naive,
     **{
         f"attention-flash-{dtype}-{head_dim}": partial(by_length, dtype, head_dim)
