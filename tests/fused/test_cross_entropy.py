@@ -220,6 +220,23 @@ def test_compiled(chunk) -> None:
     torch.testing.assert_close(*found)
 
 
+def test_with_a_head_it_breaks_the_graph_that_is_compiled() -> None:
+    hidden, targets, head = draw(12, 8, seed=1), ids(12, n_vocab=40), nn.Linear(8, 40, bias=False, device=DEVICE)
+    asked = []
+    head.register_forward_pre_hook(lambda *_: asked.append(1))
+
+    def loss(hidden):
+        return linear_cross_entropy(hidden * 2, head, targets) * 3
+
+    found = []
+    for function in (torch.compile(loss, backend="aot_eager"), loss):
+        value = function(hidden)
+        found.append([value, *torch.autograd.grad(value, (hidden, head.weight))])
+    torch.testing.assert_close(*found)
+    assert len(asked) == 2
+    assert "forward" not in vars(head)
+
+
 @pytest.mark.parametrize(
     ("tokens", "n_vocab", "item_bytes", "chunk"),
     [

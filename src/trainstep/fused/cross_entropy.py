@@ -12,6 +12,7 @@ chunks' parts are added up. Where one chunk has all tokens, `one_piece` keeps wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
@@ -44,9 +45,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`eager.linear_cross_entropy` of hidden (..., D), the head's weight and ids (...), and its gradients.
 
-    The weight is read in the head's own forward, so what gathers it there (FSDP's hooks) does so. Under autocast hidden
-    states and weight are cast as products' operands are; the gradient of a weight in float32 stays in float32. NaN in
-    either makes the loss NaN. Where all targets are `ignore_index`, the mean is NaN and every gradient 0, as torch's.
+    The weight is read in the head's own forward, so what gathers it there (FSDP's hooks) does so; torch.compile breaks
+    its graph around it. Under autocast hidden states and weight are cast as products' operands are; the gradient of a
+    weight in float32 stays in float32. NaN in either makes the loss NaN. Where all targets are `ignore_index`, the mean
+    is NaN and every gradient 0, as torch's.
 
     Ids that are out of range raise a UsageError on a CPU. On a GPU, where asking would make the host wait, they fail a
     device-side assertion as in torch's own loss, and make the loss NaN.
@@ -76,8 +78,13 @@ def linear_cross_entropy(
             states, weight, targets, ignore_index=ignore_index, reduction=reduction, chunk_tokens=chunk_tokens
         )
 
+    return _in_its_forward(head, loss_in_head, hidden)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it cannot trace a method that is replaced for one call
+def _in_its_forward(head: nn.Module, computed: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     forward = vars(head).get("forward")
-    head.forward = loss_in_head  # hooks stand around it
+    head.forward = computed  # hooks stand around it
     try:
         return cast(Tensor, head(hidden))
     finally:
