@@ -125,7 +125,8 @@ def weight_cross_entropy(
             f"the fused loss takes targets as int64 beside hidden: got {described(targets=targets, **given)}"
         )
     states, ids = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if weight.ndim != 2 or weight.shape[1] != states.shape[1] or len(ids) != len(states) or not hidden.numel():
+    fits = weight.ndim == 2 and weight.shape[1] == states.shape[1] and len(ids) == len(states)
+    if not fits or not hidden.numel() or not weight.numel():
         what = "the fused loss takes hidden (..., D), weight (V, D) and a target for each row of hidden, none empty"
         raise UsageError(f"{what}: got {described(**given, targets=targets)}")
     kind = hidden.device.type
@@ -140,7 +141,7 @@ def weight_cross_entropy(
     chunk = chunk_tokens or tokens_at_once(len(states), len(weight), dtype.itemsize)
     is_mean = reduction == "mean"
     with torch.autocast(kind, enabled=False):
-        if chunk >= len(states) and torch.is_grad_enabled():
+        if chunk >= len(states) and torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad):
             loss = LossInOnePiece.apply(states, weight, ids, dtype, ignore_index, is_mean)  # type: ignore[no-untyped-call]
         else:
             loss = _Loss.apply(states, weight, ids, dtype, ignore_index, chunk, is_mean)  # type: ignore[no-untyped-call]
