@@ -153,7 +153,7 @@ def test_logits_of_ten_thousand_stay_finite(n_vocab) -> None:
     assert budget.within, str(budget)
 
 
-def test_no_gradient_that_is_not_wanted_is_computed() -> None:
+def test_no_gradient_that_is_not_wanted_is_computed(monkeypatch) -> None:
     hidden, head, targets = draw(6, 8, grad=False), nn.Linear(8, 30, bias=False, device=DEVICE), ids(6, n_vocab=30)
     with torch.no_grad():
         plain = linear_cross_entropy(hidden, head, targets)
@@ -161,7 +161,9 @@ def test_no_gradient_that_is_not_wanted_is_computed() -> None:
     linear_cross_entropy(hidden, head, targets).backward()
     assert head.weight.grad is not None
     head.weight.requires_grad_(False)
+    monkeypatch.setattr(one_piece.LossInOnePiece, "forward", None)  # which computes them
     assert not linear_cross_entropy(hidden, head, targets).requires_grad
+    monkeypatch.undo()
     leaf = draw(6, 8)
     linear_cross_entropy(leaf, head, targets).backward()
     expected = torch.autograd.grad(F.cross_entropy(head(leaf), targets), leaf)[0]
@@ -218,6 +220,23 @@ def test_compiled(chunk) -> None:
         value = function(hidden, weight, targets)
         found.append([value, *torch.autograd.grad(value, (hidden, weight))])
     torch.testing.assert_close(*found)
+
+
+def test_with_a_head_it_breaks_the_graph_that_is_compiled() -> None:
+    hidden, targets, head = draw(12, 8, seed=1), ids(12, n_vocab=40), nn.Linear(8, 40, bias=False, device=DEVICE)
+    asked = []
+    head.register_forward_pre_hook(lambda *_: asked.append(1))
+
+    def loss(hidden):
+        return linear_cross_entropy(hidden * 2, head, targets) * 3
+
+    found = []
+    for function in (torch.compile(loss, backend="aot_eager"), loss):
+        value = function(hidden)
+        found.append([value, *torch.autograd.grad(value, (hidden, head.weight))])
+    torch.testing.assert_close(*found)
+    assert len(asked) == 2
+    assert "forward" not in vars(head)
 
 
 @pytest.mark.parametrize(
@@ -388,9 +407,9 @@ def test_bad_inputs() -> None:
         linear_cross_entropy(hidden, head, targets, chunk_tokens=0)
     with pytest.raises(UsageError, match='reduction is \'none\'; the fused loss has "mean" and "sum"'):
         linear_cross_entropy(hidden, head, targets, reduction="none")
-    for states, wanted in ((hidden[:, :7], targets), (hidden, targets[:5]), (hidden[:0], targets[:0])):
+    for states, rows, wanted in ((hidden[:, :7], 30, 6), (hidden, 30, 5), (hidden[:0], 30, 0), (hidden, 0, 6)):
         with pytest.raises(UsageError, match="a target for each row of hidden, none empty: got hidden"):
-            linear_cross_entropy(states, head, wanted)
+            module.weight_cross_entropy(states, head.weight[:rows], targets[:wanted])
     with pytest.raises(TypeError, match="targets as int64"):
         linear_cross_entropy(hidden, head, targets.int())
     with pytest.raises(TypeError, match="hidden and weight of one dtype"):

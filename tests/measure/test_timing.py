@@ -187,6 +187,22 @@ def test_covering_work_is_as_long_as_the_last_step_needs():
     assert [len(each) for each in told.split("|")] == [1, 15, 1, 1, 5, 0]
 
 
+def test_what_follows_a_wait_within_a_step_is_not_covered():
+    """10 ms of covering work are waited for, then 1000 launches of 0.01 ms are the host's time in the device's."""
+    device = FakeDevice()
+
+    def step(phase):
+        device.synchronize()
+        launch_bound(device, 1000)(phase)
+
+    timing = time_steps(
+        step, device=device, warmup=1, steps=3, clock=device.clock, cover=lambda: device.launch(1.0), most_covers=10
+    )
+    for sample in timing.samples:
+        assert sample.issue_ms == pytest.approx(20, rel=0.01)
+        assert sample.ms == pytest.approx(10, rel=0.01)
+
+
 def launches_then_work(device):
     """5 ms of launches that give the device nothing, then 10 ms for the device."""
 

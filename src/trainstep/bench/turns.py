@@ -33,7 +33,9 @@ PHASES = ("forward", "backward")
 FLUSH_BYTES = {"cuda": 512 * 2**20, "cpu": 0}
 """Written before each pass: several times any L2, and a tenth of a millisecond of device time. Nothing on a CPU."""
 MOST_FLUSHES = 32
-"""Before one pass: some four milliseconds, more than the host takes to launch any kernel worth its own time."""
+"""Before one pass: some four milliseconds. A pass that the host takes longer to launch, or within which it waits for
+the device, is not covered to its end: it has some of the host's time in its own, and an `issue_ms` of more than these.
+"""
 
 
 @dataclass

@@ -12,6 +12,7 @@ chunks' parts are added up. Where one chunk has all tokens, `one_piece` keeps wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
@@ -44,9 +45,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`eager.linear_cross_entropy` of hidden (..., D), the head's weight and ids (...), and its gradients.
 
-    The weight is read in the head's own forward, so what gathers it there (FSDP's hooks) does so. Under autocast hidden
-    states and weight are cast as products' operands are; the gradient of a weight in float32 stays in float32. NaN in
-    either makes the loss NaN. Where all targets are `ignore_index`, the mean is NaN and every gradient 0, as torch's.
+    The weight is read in the head's own forward, so what gathers it there (FSDP's hooks) does so; torch.compile breaks
+    its graph around it. Under autocast hidden states and weight are cast as products' operands are; the gradient of a
+    weight in float32 stays in float32. NaN in either makes the loss NaN. Where all targets are `ignore_index`, the mean
+    is NaN and every gradient 0, as torch's.
 
     Ids that are out of range raise a UsageError on a CPU. On a GPU, where asking would make the host wait, they fail a
     device-side assertion as in torch's own loss, and make the loss NaN.
@@ -76,8 +78,13 @@ def linear_cross_entropy(
             states, weight, targets, ignore_index=ignore_index, reduction=reduction, chunk_tokens=chunk_tokens
         )
 
+    return _in_its_forward(head, loss_in_head, hidden)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it cannot trace a method that is replaced for one call
+def _in_its_forward(head: nn.Module, computed: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     forward = vars(head).get("forward")
-    head.forward = loss_in_head  # hooks stand around it
+    head.forward = computed  # hooks stand around it
     try:
         return cast(Tensor, head(hidden))
     finally:
@@ -118,7 +125,8 @@ def weight_cross_entropy(
             f"the fused loss takes targets as int64 beside hidden: got {described(targets=targets, **given)}"
         )
     states, ids = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if weight.ndim != 2 or weight.shape[1] != states.shape[1] or len(ids) != len(states) or not hidden.numel():
+    fits = weight.ndim == 2 and weight.shape[1] == states.shape[1] and len(ids) == len(states)
+    if not fits or not hidden.numel() or not weight.numel():
         what = "the fused loss takes hidden (..., D), weight (V, D) and a target for each row of hidden, none empty"
         raise UsageError(f"{what}: got {described(**given, targets=targets)}")
     kind = hidden.device.type
@@ -133,7 +141,7 @@ def weight_cross_entropy(
     chunk = chunk_tokens or tokens_at_once(len(states), len(weight), dtype.itemsize)
     is_mean = reduction == "mean"
     with torch.autocast(kind, enabled=False):
-        if chunk >= len(states) and torch.is_grad_enabled():
+        if chunk >= len(states) and torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad):
             loss = LossInOnePiece.apply(states, weight, ids, dtype, ignore_index, is_mean)  # type: ignore[no-untyped-call]
         else:
             loss = _Loss.apply(states, weight, ids, dtype, ignore_index, chunk, is_mean)  # type: ignore[no-untyped-call]

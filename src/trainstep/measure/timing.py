@@ -157,9 +157,10 @@ def time_steps(
         cover: gives the device work right before each step. While it runs, the host launches the step, so that a step
             of a few short kernels is timed by the device as in the middle of a busy queue; `wall_ms` and `wait_ms` then
             include what is left of that work, `device_ms` and the laps do not.
-        most_covers: how often `cover` may be called before a step. It is called as often as the host needed to launch
-            the step before, and half as often again; before the first step once. 1 for work that several processes must
-            launch alike.
+        most_covers: how often `cover` may be called before a step. It is called as often as keeps the device busy for
+            1.5 times (`COVERED`) what the host took to launch the step before; before the first step once. 1 for work
+            that several processes must launch alike. In a step that waits for the device the host waits for the
+            covering work too: its `issue_ms` has that wait, and what it launches afterwards is not covered.
     """
     assert warmup >= 0, f"warmup is {warmup}"
     assert steps >= 1, f"steps is {steps}"
