@@ -29,7 +29,7 @@ def rows(*cases, count=2, rounds=1):
 
 def test_everything_there_is_is_measured_by_default() -> None:
     cases = fused_cases(FUSED_AXES)
-    assert len(cases) == 3 * sum(map(len, FUSED_IMPLS.values()))
+    assert len(cases) == 4 * sum(map(len, FUSED_IMPLS.values()))
     assert {case.shape for case in cases} == set(FUSED_SHAPES) - {"tiny"}
     with pytest.raises(UsageError, match=r"no such implementation .*: chunked; there are rope: eager, compiled"):
         fused_cases(dict(FUSED_AXES) | {"operator": ("rope",), "impl": ("chunked",)})

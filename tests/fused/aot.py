@@ -19,8 +19,11 @@ class Kernel:
     kernel: Any
     warps: int
     constants: dict[str, Any] = field(default_factory=dict)
-    is_aligned: bool = True
-    """Whether rows are as long, and as far apart, as reading 16 bytes at once needs."""
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows of logits lie further apart than they are long."""
+        return bool(self.constants.get("PADDED"))
 
     def compile(self, capability: int, dtype: str) -> Compiled:
         """For sm_`capability`; dtype in Triton's names ("bf16")."""
@@ -34,8 +37,7 @@ class Kernel:
                 signature[name] = "*fp32" if name in FLOAT32 else f"*{dtype}"
             else:
                 signature[name] = "i32"
-            is_length = name.startswith("stride_") or name == "n_vocab"
-            if name.endswith("_ptr") or (is_length and self.is_aligned):
+            if name.endswith("_ptr") or name.startswith("stride_") or (name == "n_vocab" and not self.is_padded):
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, self.constants, attributes)
         return compile_source(source, capability, {"num_warps": self.warps})
@@ -45,12 +47,12 @@ def kernels_of(head_dim: int, n_vocab: int) -> dict[str, Kernel]:
     """Every kernel as the shapes of a model make it."""
     half = head_dim // 2
     turn = {"HALF": half, "BLOCK_HALF": 1 << (half - 1).bit_length(), "BLOCK_H": rotary.BLOCK_HEADS}
-    rows, warps = cross_entropy.layout(n_vocab, n_vocab)
+    rows, warps = cross_entropy.layout(n_vocab, -(-n_vocab // cross_entropy.ALIGNED) * cross_entropy.ALIGNED)
     found = {"rope": Kernel(rotary.rope_kernel, rotary.warps(32, half), turn)}
     for gradient in (False, True):
         constants = rows | {"GRADIENT": gradient}
         kernel = cross_entropy.kernel_for(n_vocab)
-        found[f"loss, gradient {gradient}"] = Kernel(kernel, warps, constants, is_aligned=n_vocab % 16 == 0)
+        found[f"loss, gradient {gradient}"] = Kernel(kernel, warps, constants)
     targets = {"MEAN": True, "LATER": False, "BLOCK": cross_entropy.TARGETS}
     found["targets"] = Kernel(cross_entropy.count_targets_kernel, 8, targets)
     found["scale"] = Kernel(scaling.scale_kernel, 8, {"BLOCK": scaling.BLOCK})

@@ -13,6 +13,7 @@ from trainstep.errors import UnsupportedError, UsageError
 from trainstep.fused import cross_entropy as module
 from trainstep.fused import eager, linear_cross_entropy, one_piece
 from trainstep.fused.cross_entropy import LOGITS_BYTES, MULTIPLE, launch_loss, loss_op, tokens_at_once
+from trainstep.fused.logits import logits_of
 from trainstep.fused.triton.cross_entropy import launch_targets
 
 pytestmark = HERE
@@ -237,6 +238,15 @@ def test_with_a_head_it_breaks_the_graph_that_is_compiled() -> None:
     torch.testing.assert_close(*found)
     assert len(asked) == 2
     assert "forward" not in vars(head)
+
+
+@pytest.mark.parametrize(("n_vocab", "apart"), [(1, 16), (16, 16), (17, 32), (50_257, 50_272)])
+def test_rows_of_logits_are_aligned_and_what_follows_the_last_is_theirs(n_vocab, apart) -> None:
+    states, weight = draw(3, 8, grad=False), draw(n_vocab, 8, seed=1, grad=False)
+    logits = logits_of(states, weight)
+    assert logits.stride() == (apart, 1)
+    assert logits.untyped_storage().nbytes() == 3 * apart * 4
+    torch.testing.assert_close(logits, states @ weight.T)
 
 
 @pytest.mark.parametrize(

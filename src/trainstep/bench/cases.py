@@ -148,7 +148,7 @@ def listed_cases(name: ListName, impls: Sequence[AttentionImpl], dtypes: Sequenc
 
 FusedOperator = Literal["rope", "rope-in-place", "linear-cross-entropy"]
 FusedImpl = Literal["ours", "eager", "compiled", "chunked", "liger", "liger-float32"]
-FusedShape = Literal["tiny", "small", "2.7B", "8B"]
+FusedShape = Literal["tiny", "GPT-2", "small", "2.7B", "8B"]
 
 FUSED_IMPLS: Mapping[FusedOperator, tuple[FusedImpl, ...]] = {
     "rope": ("eager", "compiled", "liger", "ours"),
@@ -171,11 +171,13 @@ class FusedSizes:
 
 FUSED_SHAPES: Mapping[FusedShape, FusedSizes] = {
     "tiny": FusedSizes(tokens=12, d_model=64, heads=4, vocab_size=301),
+    "GPT-2": FusedSizes(tokens=8192, d_model=768, heads=12, vocab_size=50_257),
     "small": FusedSizes(tokens=16_384, d_model=768, heads=12, vocab_size=10_000),
     "2.7B": FusedSizes(tokens=8192, d_model=2560, heads=32, vocab_size=10_000),
     "8B": FusedSizes(tokens=32_768, d_model=4096, heads=32, vocab_size=151_936),
 }
-"""tiny is for Triton's interpreter; 8B is the model of CS336's leaderboard of 2026 with its context."""
+"""tiny is for Triton's interpreter; GPT-2's vocabulary is odd; 8B is the model of CS336's leaderboard of 2026 with its
+context."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ class FusedCase:
 
 FUSED_AXES: Mapping[str, Sequence[Any]] = {
     "operator": tuple(FUSED_IMPLS),
-    "shape": ("small", "2.7B", "8B"),
+    "shape": ("GPT-2", "small", "2.7B", "8B"),
     "dtype": ("bf16",),
     "impl": tuple(dict.fromkeys(impl for impls in FUSED_IMPLS.values() for impl in impls)),
 }

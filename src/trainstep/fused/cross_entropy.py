@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.errors import UnsupportedError, UsageError, refuse_create_graph
+from trainstep.fused.logits import logits_of
 from trainstep.fused.one_piece import WORDS, LossInOnePiece
 from trainstep.fused.operators import described, operator, require
 from trainstep.fused.scaling import scaled
@@ -202,7 +203,7 @@ def _loss(
         scales = scales_of(ids, len(weight), ignore_index, is_mean, states.dtype)
         for start in range(0, len(ids), chunk):
             part = slice(start, start + chunk)
-            logits = states[part] @ weight.T  # (chunk, V)
+            logits = logits_of(states[part], weight)  # (chunk, V)
             launch_loss((logits, ids[part], losses[part], scales), ignore_index, of_states or of_weight)
             if of_states:
                 torch.mm(logits, weight, out=d_states[part])

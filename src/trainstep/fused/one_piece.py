@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainstep.errors import refuse_create_graph
+from trainstep.fused.logits import empty_logits, logits_of
 from trainstep.fused.operators import operator
 from trainstep.fused.scaling import scaled
 from trainstep.fused.targets import scales_of
@@ -66,7 +67,7 @@ def _errors(
     losses = torch.empty(len(ids), dtype=torch.float32, device=states.device)
     ids = ids.contiguous()
     with torch.cuda.device_of(states):  # Triton launches on the current device
-        logits = states @ weight.T
+        logits = logits_of(states, weight)
         scales = scales_of(ids, len(weight), ignore_index, is_mean, logits.dtype)
         launch_loss((logits, ids, losses, scales), ignore_index, True)
     return losses.sum(), scales, logits
@@ -76,7 +77,7 @@ def _errors_fake(
     states: Tensor, weight: Tensor, ids: Tensor, ignore_index: int, is_mean: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss, scales = (states.new_empty(shape, dtype=torch.float32) for shape in ((), (3,)))
-    return loss, scales, states.new_empty((len(states), len(weight)))
+    return loss, scales, empty_logits(states, len(weight))
 
 
 errors_op = operator("linear_cross_entropy_errors", _errors, _errors_fake)

@@ -6,7 +6,7 @@ written from the same cells (`tables`, `formats`, `html`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -116,6 +116,12 @@ def case(title: str, name: str) -> Column:
         return Cell(f"{value:g}" if isinstance(value, float) else number(value), value, name)
 
     return Column(title, cell, setting=True)
+
+
+def issue_apart(rows: Sequence[Row]) -> str:
+    """What a page says of passes whose launches are told apart from their times."""
+    is_known = any(row.values.get("issue_ms") is not None for row in rows)
+    return ", and without the host’s launches, whose time is “issue”" if is_known else ""
 
 
 def values(names: Mapping[str, str], digits: int = 3, **shown: bool) -> list[Column]:

@@ -1,5 +1,6 @@
 """Attention on the page."""
 
+import dataclasses
 import re
 
 from tests.report.page import Page
@@ -52,3 +53,11 @@ def test_one_length_needs_no_chart():
 
 def test_the_title_says_what_was_measured():
     assert re.search(r"<h1[^>]*>\s*attention\s*</h1>", render([row("sdpa", 64)]))
+
+
+def test_the_hosts_launches_are_told_where_they_are_known():
+    known = dataclasses.replace(row("sdpa", 1024), issue_ms=1.25)
+    assert "host’s launches" not in render([row("sdpa", 1024)])
+    page = render([row("flash-triton", 1024), known])
+    assert "without the host’s launches" in page
+    assert Page(page).values["attention"]["1"]["issue_ms"] == "1.25"

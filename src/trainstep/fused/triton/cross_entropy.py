@@ -14,6 +14,8 @@ from torch import Tensor
 from trainstep.attention.triton import Launch, Launcher
 from trainstep.fused.triton import named_arguments, warps_for
 
+ALIGNED = 16
+"""Logits that rows lie a multiple of apart: reading 16 bytes at once, and matrix units' fastest products, need it."""
 WIDTH = 8
 """Logits of a row that a thread holds at once, 16 bytes of them in 16 bits: they share one rescaling of its sum."""
 BLOCKS = (8192, 4096, 2048, 1024)
@@ -56,12 +58,12 @@ def count_targets_kernel(
 @triton.jit(do_not_specialize=["ignore_index"])
 def cross_entropy_kernel(
     logits_ptr, targets_ptr, losses_ptr, scales_ptr, stride_logits, n_vocab, ignore_index,
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
+    GRADIENT: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """logits (N, V), targets (N,) int64, losses (N,), scales (3,), both float32. Where GRADIENT, logits become theirs.
 
-    SIDE_BY_SIDE: whether a thread's logits are, as rows whose length Triton knows to be aligned allow to be read at
-    once; otherwise each of them is beside those of other threads, which are read together.
+    PADDED: whether rows lie further apart than they are long. What is between them is read and written along, so that
+    no thread has to ask for each logit by itself.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
@@ -73,15 +75,15 @@ def cross_entropy_kernel(
     # before a sum over the warps, which all of them wait for: after it some may have written over it
     picked = tl.load(logits_ptr + target, mask=known & (target != ignore_index), other=float("nan")).to(tl.float32)
     LANES: tl.constexpr = BLOCK // WIDTH
-    if SIDE_BY_SIDE:
-        places = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    else:
-        places = tl.arange(0, LANES)[:, None] + tl.arange(0, WIDTH)[None, :] * LANES
+    places = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
     largest = tl.full([LANES], float("-inf"), tl.float32)  # of each lane
     total = tl.zeros([LANES], tl.float32)
     for start in range(0, n_vocab, BLOCK):
-        x = tl.load(logits_ptr + start + places, mask=places < n_vocab - start, other=float("-inf")).to(tl.float32)
+        mask = places < stride_logits - start
+        x = tl.load(logits_ptr + start + places, mask=mask, other=float("-inf")).to(tl.float32)
+        if PADDED:
+            x = tl.where(places < n_vocab - start, x, float("-inf"))
         larger = tl.maximum(largest, tl.max(x, 1))
         base = tl.where(larger == float("-inf"), 0.0, larger)  # a lane that has seen nothing but -inf
         total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base[:, None]), 1)
@@ -94,7 +96,7 @@ def cross_entropy_kernel(
     if GRADIENT:
         wrong = tl.where(known, 0.0, float("nan"))
         for start in range(0, n_vocab, BLOCK):
-            mask = places < n_vocab - start
+            mask = places < stride_logits - start
             x = tl.load(logits_ptr + start + places, mask=mask, other=0.0).to(tl.float32)
             gradient = tl.exp(x - log_sum) - tl.where(start + places == target, 1.0, 0.0) + wrong
             gradient = tl.where(ignored, 0.0, gradient * of_gradient)
@@ -104,7 +106,7 @@ def cross_entropy_kernel(
 @triton.jit(do_not_specialize=["ignore_index"])
 def whole_row_cross_entropy_kernel(
     logits_ptr, targets_ptr, losses_ptr, scales_ptr, stride_logits, n_vocab, ignore_index,
-    GRADIENT: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+    GRADIENT: tl.constexpr, PADDED: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """`cross_entropy_kernel` of rows whose FIRST and then at most REST logits a program holds, each exp computed once.
 
@@ -122,7 +124,9 @@ def whole_row_cross_entropy_kernel(
     first = tl.arange(0, FIRST)
     rest = FIRST + tl.arange(0, REST)
     x = tl.load(logits_ptr + first).to(tl.float32)
-    y = tl.load(logits_ptr + rest, mask=rest < n_vocab, other=float("-inf")).to(tl.float32)
+    y = tl.load(logits_ptr + rest, mask=rest < stride_logits, other=float("-inf")).to(tl.float32)
+    if PADDED:
+        y = tl.where(rest < n_vocab, y, float("-inf"))
     largest = tl.maximum(tl.max(x, 0), tl.max(y, 0))
     base = tl.where(largest == float("-inf"), 0.0, largest)
     x = tl.exp(x - base)
@@ -136,7 +140,7 @@ def whole_row_cross_entropy_kernel(
         x = tl.where(ignored, 0.0, x * share - tl.where(first == target, of_gradient, 0.0))
         y = tl.where(ignored, 0.0, y * share - tl.where(rest == target, of_gradient, 0.0))
         tl.store(logits_ptr + first, x.to(dtype))
-        tl.store(logits_ptr + rest, y.to(dtype), mask=rest < n_vocab)
+        tl.store(logits_ptr + rest, y.to(dtype), mask=rest < stride_logits)
 
 
 def block_for(n_vocab: int) -> int:
@@ -166,12 +170,12 @@ def kernel_for(n_vocab: int) -> Any:
 
 def layout(n_vocab: int, stride: int) -> tuple[dict[str, Any], int]:
     """The constants of `kernel_for` rows of so many logits that lie `stride` apart, and its warps."""
+    is_padded = {"PADDED": stride != n_vocab}
     if is_whole(n_vocab):
         first, rest = halves(n_vocab)
-        return {"FIRST": first, "REST": rest}, warps_for((first + rest) // 2)
+        return is_padded | {"FIRST": first, "REST": rest}, warps_for((first + rest) // 2)
     block = block_for(n_vocab)
-    constants = {"BLOCK": block, "WIDTH": WIDTH, "SIDE_BY_SIDE": n_vocab % 16 == stride % 16 == 0}
-    return constants, warps_for(2 * block)
+    return is_padded | {"BLOCK": block, "WIDTH": WIDTH}, warps_for(2 * block)
 
 
 def _by_row(kernel: Any, tensors: dict[str, Tensor], ignore_index: int, gradient: bool) -> Launch:

@@ -73,8 +73,8 @@ def attention(records: Sequence[Row]) -> Section | None:
     checked = ", in all heads and rows," if any(row.error_share is not None for row in rows) else ""
     lead = (
         f"Every case is checked against float64{checked} before it is timed. Times are medians, the cache overwritten "
-        "before each pass; TFLOP/s counts causal attention as half, a window as the pairs in it, and backward as 2.5 "
-        "forwards: five products against two, one of which computes the scores again."
+        f"before each pass{columns.issue_apart(rows)}; TFLOP/s counts causal attention as half, a window as the pairs "
+        "in it, and backward as 2.5 forwards: five products against two, one of which computes the scores again."
     )
     tables = [make_table(ATTENTION, rows, "page")]
     if ratios := of_kind(records, AttentionRatioRow):

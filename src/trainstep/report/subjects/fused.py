@@ -55,7 +55,8 @@ def fused(records: Sequence[Row]) -> Section | None:
         return None
     lead = (
         "Every case is checked against float64 before it is timed. Times are medians, the cache overwritten before "
-        "each pass; memory is beside the inputs. Our loss and Liger’s compute their gradients in forward."
+        f"each pass{columns.issue_apart(rows)}; memory is beside the inputs. Liger’s loss, and ours where it takes its "
+        "tokens in chunks, compute their gradients in forward."
     )
     tables = [make_table(FUSED, rows, "page")]
     if ratios := of_kind(records, FusedRatioRow):
