@@ -258,6 +258,7 @@ def test_rows_of_logits_are_aligned_and_what_follows_the_last_is_theirs(n_vocab,
         (32_768, 151_936, 4, 2048),  # in float32, in sixteen
         (32_769, 151_936, 2, 4224),
         (100_003, 50_257, 2, 12_544),
+        (2**26, 9, 4, 2**24),  # rows of 9 lie 16 apart
         (67_108, 10_000, 2, 67_108),  # one piece just fits
         (67_109, 10_000, 2, 33_664),
         (1, 10**10, 4, 1),  # a row is larger than the limit
@@ -268,7 +269,7 @@ def test_rows_of_logits_are_aligned_and_what_follows_the_last_is_theirs(n_vocab,
 def test_a_chunk_is_chosen_by_its_bytes(tokens, n_vocab, item_bytes, chunk) -> None:
     """As large as the limit allows; then no larger than as many chunks need."""
     assert tokens_at_once(tokens, n_vocab, item_bytes) == chunk
-    most = LOGITS_BYTES // (n_vocab * item_bytes)
+    most = LOGITS_BYTES // (-(-n_vocab // 16) * 16 * item_bytes)
     assert chunk <= max(1, most)
     if chunk > MULTIPLE and chunk < tokens:
         assert chunk % MULTIPLE == 0
@@ -279,7 +280,7 @@ def test_a_chunk_is_chosen_by_its_bytes(tokens, n_vocab, item_bytes, chunk) -> N
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "rows"), [(9, [9]), (11, [4, 4, 3])], ids=str)
 def test_unless_it_is_given(monkeypatch, tokens, rows, dtype) -> None:
-    """Of 23 words, a vocabulary and numbers of tokens that no chunk divides."""
+    """Of a vocabulary of 23, whose rows lie 32 apart, and numbers of tokens that no chunk divides."""
     launched = []
 
     def seen(tensors, *rest):
@@ -287,7 +288,7 @@ def test_unless_it_is_given(monkeypatch, tokens, rows, dtype) -> None:
         launch_loss(tensors, *rest)
 
     monkeypatch.setattr(module, "MULTIPLE", 2)
-    monkeypatch.setattr(module, "LOGITS_BYTES", (9 if rows == [tokens] else 5) * 23 * dtype.itemsize + 1)
+    monkeypatch.setattr(module, "LOGITS_BYTES", (9 if rows == [tokens] else 5) * 32 * dtype.itemsize + 1)
     monkeypatch.setattr(module, "launch_loss", seen)
     monkeypatch.setattr(one_piece, "launch_loss", seen)
     hidden, weight, targets = (

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.errors import UnsupportedError, UsageError, refuse_create_graph
-from trainstep.fused.logits import logits_of
+from trainstep.fused.logits import logits_of, width_of
 from trainstep.fused.one_piece import WORDS, LossInOnePiece
 from trainstep.fused.operators import described, operator, require
 from trainstep.fused.scaling import scaled
@@ -97,7 +97,7 @@ def _in_its_forward(head: nn.Module, computed: Callable[[Tensor], Tensor], hidde
 
 def tokens_at_once(tokens: int, n_vocab: int, item_bytes: int) -> int:
     """Tokens in a chunk, of so many in all, where a logit has `item_bytes`: at least 1, whatever the vocabulary."""
-    most = max(1, LOGITS_BYTES // (n_vocab * item_bytes))
+    most = max(1, LOGITS_BYTES // (width_of(n_vocab) * item_bytes))
     if tokens <= most or most < MULTIPLE:
         return min(tokens, most)
     most -= most % MULTIPLE
@@ -182,15 +182,9 @@ class _Loss(torch.autograd.Function):
 
 
 def _loss(
-    states: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    ignore_index: int,
-    chunk: int,
-    is_mean: bool,
-    of_states: bool,
+    states: Tensor, weight: Tensor, ids: Tensor, ignore_index: int, chunk: int, is_mean: bool, of_states: bool,
     of_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The loss, the scales (3,) of each target's part in it, and its gradients by states and by the weight.
 
     The weight's is in float32. Those that are not wanted are empty.
@@ -227,18 +221,9 @@ def _gradients_like(states: Tensor, weight: Tensor, of_states: bool, of_weight: 
     return d_states, weight.new_empty(weight.shape if of_weight else (0,), dtype=torch.float32)
 
 
-def _loss_fake(
-    states: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    ignore_index: int,
-    chunk: int,
-    is_mean: bool,
-    of_states: bool,
-    of_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _loss_fake(states: Tensor, weight: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss, scales = (states.new_empty(shape, dtype=torch.float32) for shape in ((), (3,)))
-    return loss, scales, *_gradients_like(states, weight, of_states, of_weight)
+    return loss, scales, *_gradients_like(states, weight, *settings[-2:])
 
 
 loss_op = operator("linear_cross_entropy", _loss, _loss_fake)

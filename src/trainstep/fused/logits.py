@@ -16,5 +16,9 @@ def logits_of(states: Tensor, weight: Tensor) -> Tensor:
 
 def empty_logits(states: Tensor, n_vocab: int) -> Tensor:
     """Logits (N, V) that nothing was written to, in the dtype of states (N, D). What follows a row is theirs too."""
-    width = -(-n_vocab // ALIGNED) * ALIGNED
-    return states.new_empty((len(states), width))[:, :n_vocab]
+    return states.new_empty((len(states), width_of(n_vocab)))[:, :n_vocab]
+
+
+def width_of(n_vocab: int) -> int:
+    """How far rows of so many logits lie apart, in logits."""
+    return -(-n_vocab // ALIGNED) * ALIGNED

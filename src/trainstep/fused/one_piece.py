@@ -33,34 +33,34 @@ class LossInOnePiece(torch.autograd.Function):
         """Keeps what the kernel leaves, and both factors in the dtype of products."""
         ctx.dtypes = states.dtype, weight.dtype
         states, weight = states.to(dtype), weight.to(dtype)
-        loss, scales, errors = errors_op(states, weight, ids, ignore_index, is_mean)
-        ctx.save_for_backward(states, weight, errors, scales)
+        loss, scales, d_logits = d_logits_op(states, weight, ids, ignore_index, is_mean)
+        ctx.save_for_backward(states, weight, d_logits, scales)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Both products."""
         refuse_create_graph(*WORDS)
-        states, weight, errors, scales = ctx.saved_tensors
+        states, weight, d_logits, scales = ctx.saved_tensors
         of_states, of_weight = ctx.needs_input_grad[:2]
         factor = grads[0] * scales[2]
-        d_states = errors @ weight if of_states else None
-        d_weight = _of_weight(errors, states, ctx.dtypes[1]) if of_weight else None
+        d_states = d_logits @ weight if of_states else None
+        d_weight = _of_weight(d_logits, states, ctx.dtypes[1]) if of_weight else None
         found = zip((d_states, d_weight), ctx.dtypes, strict=True)
         given = [None if each is None else scaled(each, factor).to(dtype) for each, dtype in found]
         return *given, None, None, None, None
 
 
-def _of_weight(errors: Tensor, states: Tensor, dtype: torch.dtype) -> Tensor:
-    """errorsᵀ states, rounded to the dtype of products only where the weight has that dtype and it has the range."""
+def _of_weight(d_logits: Tensor, states: Tensor, dtype: torch.dtype) -> Tensor:
+    """d_logitsᵀ states, rounded to the dtype of products only where the weight has that dtype and it has the range."""
     if states.dtype != torch.float16 and states.dtype == dtype:
-        return errors.T @ states
+        return d_logits.T @ states
     if states.device.type == "cuda" and states.dtype != torch.float32:
-        return torch.mm(errors.T, states, out_dtype=torch.float32)
-    return errors.T.float() @ states.float()
+        return torch.mm(d_logits.T, states, out_dtype=torch.float32)
+    return d_logits.T.float() @ states.float()
 
 
-def _errors(
+def _d_logits(
     states: Tensor, weight: Tensor, ids: Tensor, ignore_index: int, is_mean: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, the scales (3,) of each target's part in it, and its gradient by the logits (N, V)."""
@@ -73,11 +73,11 @@ def _errors(
     return losses.sum(), scales, logits
 
 
-def _errors_fake(
+def _d_logits_fake(
     states: Tensor, weight: Tensor, ids: Tensor, ignore_index: int, is_mean: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss, scales = (states.new_empty(shape, dtype=torch.float32) for shape in ((), (3,)))
     return loss, scales, empty_logits(states, len(weight))
 
 
-errors_op = operator("linear_cross_entropy_errors", _errors, _errors_fake)
+d_logits_op = operator("linear_cross_entropy_d_logits", _d_logits, _d_logits_fake)

@@ -1,4 +1,4 @@
-"""The targets of the joined loss: which are words, and how many count."""
+"""The targets of the joined loss: whether all are in the vocabulary, and how many count."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _formulas(written_out: _WrittenOut, is_lower: Callable[[torch.Tensor], bool]
         ours = getattr(torch.ops.trainstep, f"flash_attention{suffix or '_forward'}", None)
         if ours is not None:  # there once our kernels were used
             formulas[ours] = _of_arguments(ours, attention, times)
-    for name in ("linear_cross_entropy", "linear_cross_entropy_errors"):
+    for name in ("linear_cross_entropy", "linear_cross_entropy_d_logits"):
         if (loss := getattr(torch.ops.trainstep, name, None)) is not None:  # likewise
             formulas[loss] = _of_arguments(loss, _loss_flops)
     formulas[aten.convolution_backward] = _of_arguments(aten.convolution_backward, _convolution_backward_flops)

@@ -121,7 +121,7 @@ def case(title: str, name: str) -> Column:
 def issue_apart(rows: Sequence[Row]) -> str:
     """What a page says of passes whose launches are told apart from their times."""
     is_known = any(row.values.get("issue_ms") is not None for row in rows)
-    return ", and without the host’s launches, whose time is “issue”" if is_known else ""
+    return ", as often as hides the host’s launches (“issue”) where that can be" if is_known else ""
 
 
 def values(names: Mapping[str, str], digits: int = 3, **shown: bool) -> list[Column]:

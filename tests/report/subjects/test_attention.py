@@ -59,5 +59,5 @@ def test_the_hosts_launches_are_told_where_they_are_known():
     known = dataclasses.replace(row("sdpa", 1024), issue_ms=1.25)
     assert "host’s launches" not in render([row("sdpa", 1024)])
     page = render([row("flash-triton", 1024), known])
-    assert "without the host’s launches" in page
+    assert "as often as hides the host’s launches" in page
     assert Page(page).values["attention"]["1"]["issue_ms"] == "1.25"

@@ -33,7 +33,7 @@ def count_targets_kernel(
     targets_ptr, scales_ptr, fits_ptr, n_targets, n_vocab, ignore_index,
     MEAN: tl.constexpr, LATER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """targets (N,) int64 → scales (3,) and fits (), int32: 1 where all that are not ignored are words.
+    """targets (N,) int64 → scales (3,) and fits (), int32: 1 where all are ignored or in the vocabulary.
 
     By scales a target's loss is multiplied, then its gradient as it is made, then the gradient in backward: 1 over the
     number of targets that are not ignored, or without MEAN 1. LATER: gradients in backward alone.
@@ -55,6 +55,19 @@ def count_targets_kernel(
     tl.store(scales_ptr + 2, share if LATER else 1.0)
 
 
+@triton.jit
+def _target_of(row, logits_ptr, targets_ptr, n_vocab, ignore_index):
+    """The row's target, whether it is ignored, whether it is in the vocabulary, and its logit.
+
+    To be asked before a sum over the warps, which all of them wait for: after it some may have written over the logit.
+    """
+    target = tl.load(targets_ptr + row)
+    ignored = target == ignore_index
+    known = (target >= 0) & (target < n_vocab)
+    picked = tl.load(logits_ptr + target, mask=known & (target != ignore_index), other=float("nan")).to(tl.float32)
+    return target, ignored, known, picked
+
+
 @triton.jit(do_not_specialize=["ignore_index"])
 def cross_entropy_kernel(
     logits_ptr, targets_ptr, losses_ptr, scales_ptr, stride_logits, n_vocab, ignore_index,
@@ -67,13 +80,9 @@ def cross_entropy_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
-    target = tl.load(targets_ptr + row)
     scale = tl.load(scales_ptr)
     of_gradient = tl.load(scales_ptr + 1)
-    ignored = target == ignore_index
-    known = (target >= 0) & (target < n_vocab)
-    # before a sum over the warps, which all of them wait for: after it some may have written over it
-    picked = tl.load(logits_ptr + target, mask=known & (target != ignore_index), other=float("nan")).to(tl.float32)
+    target, ignored, known, picked = _target_of(row, logits_ptr, targets_ptr, n_vocab, ignore_index)
     LANES: tl.constexpr = BLOCK // WIDTH
     places = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
@@ -114,13 +123,9 @@ def whole_row_cross_entropy_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
-    target = tl.load(targets_ptr + row)
     scale = tl.load(scales_ptr)
     of_gradient = tl.load(scales_ptr + 1)
-    ignored = target == ignore_index
-    known = (target >= 0) & (target < n_vocab)
-    # before a sum over the warps, which all of them wait for: after it some may have written over it
-    picked = tl.load(logits_ptr + target, mask=known & (target != ignore_index), other=float("nan")).to(tl.float32)
+    target, ignored, known, picked = _target_of(row, logits_ptr, targets_ptr, n_vocab, ignore_index)
     first = tl.arange(0, FIRST)
     rest = FIRST + tl.arange(0, REST)
     x = tl.load(logits_ptr + first).to(tl.float32)
@@ -197,7 +202,7 @@ def _counted(
 
 
 launch_targets = Launcher(count_targets_kernel, _counted)
-"""Tensors targets, scales, fits; the number of words, the index to ignore, whether a mean is wanted, and LATER."""
+"""Tensors targets, scales, fits; the vocabulary's size, the index to ignore, whether a mean is wanted, and LATER."""
 _LAUNCHERS = {each: Launcher(each, _by_row) for each in (cross_entropy_kernel, whole_row_cross_entropy_kernel)}
 
 
