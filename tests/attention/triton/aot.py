@@ -74,7 +74,9 @@ def compile_portable(
     return compile_source(source, capability, {"num_warps": tile.warps, "num_stages": tile.stages})
 
 
-def compile_hopper(kernel: str, tile: HopperTile, head_dim: int, is_causal: bool) -> Compiled:
+def compile_hopper(
+    kernel: str, tile: HopperTile, head_dim: int, is_causal: bool, *, has_window: bool = False
+) -> Compiled:
     """A Hopper kernel in bfloat16, as it is for ordinary multi-head attention (one query head per key head)."""
     streams_queries = kernel == "dkdv"
     constants = {
@@ -88,11 +90,13 @@ def compile_hopper(kernel: str, tile: HopperTile, head_dim: int, is_causal: bool
         "OWN_REGS": tile.own_in_registers,
         "REGISTERS": tile.registers,
     }
+    if kernel == "forward" and not has_window:
+        constants["window"] = None
     rows = {tensor: tile.block if tensor in STREAMED[kernel] else 64 for tensor in ("q", "k", "v", "do")}
     return _compile_gluon(HOPPER[kernel], constants, _descriptors(rows, head_dim))
 
 
-def compile_fused(head_dim: int, is_causal: bool) -> Compiled:
+def compile_fused(head_dim: int, is_causal: bool, *, has_window: bool = False) -> Compiled:
     """Hopper's single backward kernel, as it is for ordinary multi-head attention in bfloat16."""
     stages, own_in_registers = hopper_backward.TILES[head_dim]
     constants = {
@@ -103,6 +107,8 @@ def compile_fused(head_dim: int, is_causal: bool) -> Compiled:
         "STAGES": stages,
         "OWN_REGS": own_in_registers,
     }
+    if not has_window:
+        constants["window"] = None
     descriptors = _descriptors({"q": 64, "k": 128, "v": 128, "do": 64}, head_dim)
     for name, box in {"lse": [64], "delta": [64], "acc": [16, 256]}.items():
         descriptors[f"{name}_desc"] = f"tensordesc<fp32{box},{gl.NVMMASharedLayout(0, 32, len(box))!r}>"

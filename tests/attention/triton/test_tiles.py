@@ -109,11 +109,22 @@ def test_the_kernels_of_windows_documents_and_softcaps_compile_and_fit(head_dim:
     assert _read(compilers, hopper) == 9
 
 
+def _windowed(row: HopperTileCase) -> Compiled:
+    return compile_hopper(row.kernel, HOPPER[row], row.head_dim, True, has_window=True)
+
+
+def _windowed_backward(head_dim: int) -> Compiled:
+    return compile_fused(head_dim, True, has_window=True)
+
+
 def test_every_hopper_configuration_compiles_and_fits(compilers: Executor) -> None:
     compiled = list(zip(HOPPER, compilers.map(_hopper, HOPPER), strict=True))
     fused = list(itertools.product(FUSED_TILES, (False, True)))
     compiled += zip(fused, compilers.map(compile_fused, *zip(*fused, strict=True)), strict=True)
-    assert _read(compilers, [result for _, result in compiled]) >= 20
+    windowed = [row for row in HOPPER if row.kernel == "forward" and row.is_causal]
+    compiled += zip(windowed, compilers.map(_windowed, windowed), strict=True)
+    compiled += zip(FUSED_TILES, compilers.map(_windowed_backward, FUSED_TILES), strict=True)
+    assert _read(compilers, [result for _, result in compiled]) >= 25
     for row, result in compiled:
         assert result.shared_bytes <= LIMITS["sm_90"], row
         assert "wgmma.mma_async" in result.ptx, row

@@ -112,7 +112,9 @@ def store_rows(pointer, stride, tile, value, first_row, n_rows, HEAD_DIM: gl.con
     )
 
 
-def on_hopper(kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float, tile: HopperTile) -> Launch:
+def on_hopper(
+    kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float, tile: HopperTile, window: int | None = None
+) -> Launch:
     """A launch as `triton.portable`, for 16-bit tensors whose rows are aligned to 16 bytes."""
     by_key, block_d = owns_keys(kernel), hopper_block_of(tensors["q"].shape[-1])
     options: dict[str, Any] = {"BLOCK_Q" if by_key else "BLOCK_K": tile.block}
@@ -121,6 +123,8 @@ def on_hopper(kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: f
         options[f"{name}_desc"] = tiles_of(tensors[name], rows, block_d)
     if "stat" in tensors:
         options["stat_rows"] = tensors["stat"].shape[-1]
+    if "window" in kernel.arg_names:
+        options["window"] = window
     consumers = 1 if by_key and block_d > 128 else tile.consumers  # there, two work on the same keys
     return kernel_arguments(
         kernel, tensors, 64 * consumers, is_causal, scale, **options, BLOCK_D=block_d, CONSUMERS=tile.consumers,

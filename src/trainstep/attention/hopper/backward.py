@@ -159,9 +159,9 @@ def _start_dq(k_tiles, ds_tiles, stage, INDEX: gl.constexpr, SUBS: gl.constexpr,
 @gluon.jit
 def _walk(
     dk, dv, place, k, v, k_tiles, v_tiles, acc_desc, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
-    ds_full, full, empty, first_tile, n_tiles, first_row, first_place, keys, n_keys, scale_log2,
-    MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, INDEX: gl.constexpr, SUBS: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr,
+    ds_full, full, empty, first_tile, n_tiles, first_row, first_place, keys, n_keys, window, scale_log2,
+    MASKED: gl.constexpr, TAIL: gl.constexpr, IS_CAUSAL: gl.constexpr, INDEX: gl.constexpr, SUBS: gl.constexpr,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Add dSᵀ Q, Pᵀ dO and dS K over n_tiles tiles of SUBS · 64 queries from first_row on.
 
@@ -191,10 +191,14 @@ def _walk(
             dp_t = warpgroup_mma(v, do.permute([1, 0]), dp_t, is_async=True)
             scores_t = warpgroup_mma_wait(1, [scores_t])
             if MASKED:
-                seen = (keys < n_keys)[:, None]
-                if IS_CAUSAL:
-                    seen = seen & ((keys - start)[:, None] <= columns[None, :])
-                scores_t = gl.where(seen, scores_t, float("-inf"))
+                if not TAIL:
+                    seen = (keys < n_keys)[:, None]
+                    if IS_CAUSAL:
+                        seen = seen & ((keys - start)[:, None] <= columns[None, :])
+                    scores_t = gl.where(seen, scores_t, float("-inf"))
+                if window is not None:
+                    in_window = (keys + (window - start))[:, None] > columns[None, :]
+                    scores_t = gl.where(in_window, scores_t, float("-inf"))
             p_t = gl.exp2(scores_t * scale_log2)
             dv = warpgroup_mma(gl.convert_layout(p_t.to(do.dtype), A_LAYOUT), do, dv, is_async=True)
             dp_t = warpgroup_mma_wait(1, [dp_t])
@@ -234,7 +238,8 @@ def _consume(
     """Keys first_key + 64 · INDEX … of this program, whose group's first query head is query_head of all."""
     (results, acc_desc, q_tiles, do_tiles, k_tiles, v_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
      ds_full, own_full, full, empty) = tensors  # fmt: skip
-    first_key, query_head, group, first_tile, clear_tile, n_tiles, stat_rows, n_keys, scale, scale_log2 = sizes
+    (first_key, query_head, group, first_tile, clear_tile, tail_tile, n_tiles, stat_rows, n_keys, window, scale,
+     scale_log2) = sizes  # fmt: skip
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     keys = first_key + INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -258,15 +263,23 @@ def _consume(
         dk, dv, place = _walk(
             dk, dv, place, k, v, k_tiles, v_tiles, acc_desc, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles,
             dq_tiles, ds_full, full, empty, member * per_head, clear_tile - first_tile, first_tile * SUBS * ROWS,
-            first_place + first_tile * (2 * SUM_ROWS), keys, n_keys, scale_log2,
-            True, IS_CAUSAL, INDEX, SUBS, BLOCK_D, STAGES, S_LAYOUT, DK_LAYOUT,
+            first_place + first_tile * (2 * SUM_ROWS), keys, n_keys, window, scale_log2,
+            True, False, IS_CAUSAL, INDEX, SUBS, BLOCK_D, STAGES, S_LAYOUT, DK_LAYOUT,
         )  # fmt: skip
-        dk, dv, place = _walk(
-            dk, dv, place, k, v, k_tiles, v_tiles, acc_desc, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles,
-            dq_tiles, ds_full, full, empty, member * per_head + clear_tile - first_tile, n_tiles - clear_tile,
-            clear_tile * SUBS * ROWS, first_place + clear_tile * (2 * SUM_ROWS), keys, n_keys, scale_log2,
-            False, IS_CAUSAL, INDEX, SUBS, BLOCK_D, STAGES, S_LAYOUT, DK_LAYOUT,
-        )  # fmt: skip
+        if window is None or BLOCK_D == 64:
+            dk, dv, place = _walk(
+                dk, dv, place, k, v, k_tiles, v_tiles, acc_desc, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles,
+                dq_tiles, ds_full, full, empty, member * per_head + clear_tile - first_tile, tail_tile - clear_tile,
+                clear_tile * SUBS * ROWS, first_place + clear_tile * (2 * SUM_ROWS), keys, n_keys, window, scale_log2,
+                False, False, IS_CAUSAL, INDEX, SUBS, BLOCK_D, STAGES, S_LAYOUT, DK_LAYOUT,
+            )  # fmt: skip
+        if window is not None:
+            dk, dv, place = _walk(
+                dk, dv, place, k, v, k_tiles, v_tiles, acc_desc, q_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles,
+                dq_tiles, ds_full, full, empty, member * per_head + tail_tile - first_tile, n_tiles - tail_tile,
+                tail_tile * SUBS * ROWS, first_place + tail_tile * (2 * SUM_ROWS), keys, n_keys, window, scale_log2,
+                True, True, IS_CAUSAL, INDEX, SUBS, BLOCK_D, STAGES, S_LAYOUT, DK_LAYOUT,
+            )  # fmt: skip
         first_place += stat_rows // ROWS * BLOCKS * SUM_ROWS
     if place >= 0:
         last = group * per_head - 1
@@ -297,7 +310,7 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, acc_desc, dk_ptr, dv_ptr,
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     tiles_per_head, all_kv_heads, kv_heads, group, n_queries, n_keys, stat_rows, heads_per_section, scale, scale_log2,
-    IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    window, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     OWN_REGS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one key tile, summed over the `group` query heads that read it, and its share of their dq."""
@@ -315,8 +328,17 @@ def backward_kernel(
     if IS_CAUSAL:
         first_tile = gl.minimum(first_key // TILE_ROWS, n_tiles)
         clear_tile = gl.minimum(gl.cdiv(first_key + KEYS - 1, TILE_ROWS), n_tiles)
+    if window is not None:
+        n_tiles = gl.minimum(n_tiles, gl.cdiv(first_key + KEYS - 1 + window, TILE_ROWS))
+        clear_tile = gl.minimum(clear_tile, n_tiles)
     if first_key + KEYS > n_keys:  # keys past the end have scores of 0, whose exponential may overflow
         clear_tile = n_tiles
+    tail_tile = n_tiles  # from here on the window of some query begins after some of these keys
+    if window is not None:
+        if BLOCK_D == 64:
+            tail_tile = gl.minimum(gl.maximum((first_key + window) // TILE_ROWS, clear_tile), n_tiles)
+        else:  # all of the others: a third walk would take registers that there are not
+            tail_tile = clear_tile
 
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [1, 1, 1, KEYS, BLOCK_D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 1, KEYS, BLOCK_D], v_desc.layout)
@@ -346,7 +368,8 @@ def backward_kernel(
         ds_full, own_full, full, empty,
     )  # fmt: skip
     sizes = (
-        first_key, batch_head * group, group, first_tile, clear_tile, n_tiles, stat_rows, n_keys, scale, scale_log2,
+        first_key, batch_head * group, group, first_tile, clear_tile, tail_tile, n_tiles, stat_rows, n_keys, window,
+        scale, scale_log2,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -378,7 +401,7 @@ def _by_rows(kernel: Any, tensors: dict[str, Tensor], scale: float) -> Launch:
     return batch * heads * stat_rows // 64, named
 
 
-def _products(kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float) -> Launch:
+def _products(kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float, window: int | None) -> Launch:
     block_d = hopper_block_of(tensors["q"].shape[-1])
     stages, own_in_registers = TILES[block_d]
     options: dict[str, Any] = {}
@@ -390,6 +413,7 @@ def _products(kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: f
     return kernel_arguments(
         kernel, tensors, KEYS.value, is_causal, scale, sum_bytes=4 * block_d, **options, BLOCK_D=block_d,
         stat_rows=padded_rows(tensors["q"].shape[2]), STAGES=stages, OWN_REGS=own_in_registers, num_warps=4,
+        window=window,
     )  # fmt: skip
 
 
@@ -401,7 +425,7 @@ launch_finish = Launcher(finish_dq_kernel, _by_rows)
 """Tensors dq, acc: fills dq."""
 
 
-def launch_backward(tensors: Sequence[Tensor], is_causal: bool, scale: float) -> None:
+def launch_backward(tensors: Sequence[Tensor], is_causal: bool, scale: float, window: int | None = None) -> None:
     """Tensors q, k, v, o, do, lse, dq, dk, dv, head_dim up to 128: fills the last three.
 
     Takes 4 · BLOCK_D + 8 bytes for each query of each head meanwhile, their number rounded up to 128.
@@ -411,5 +435,5 @@ def launch_backward(tensors: Sequence[Tensor], is_causal: bool, scale: float) ->
     lse_out, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
     acc = torch.empty((rows * hopper_block_of(q.shape[-1]) // 256, 256), dtype=torch.float32, device=q.device)
     launch_prepare((o, do, lse, lse_out, delta, acc), scale)
-    launch_products((q, k, v, do, lse_out, delta, acc, dk, dv), is_causal, scale)
+    launch_products((q, k, v, do, lse_out, delta, acc, dk, dv), is_causal, scale, window)
     launch_finish((dq, acc), scale)

@@ -2,7 +2,8 @@
 
 Shah et al., "FlashAttention-3", 2024. A program owns CONSUMERS · 64 queries. One warp loads keys and values; each
 consumer warpgroup owns 64 queries and, while its softmax of tile n runs, keeps the matrix units busy with P V of tile
-n - 1. Keys are walked from the last tile to the first, so that the tiles that need a mask come first.
+n - 1. Keys are walked from the last tile to the first, so that the tiles that need a mask come first; with a window,
+those at its far end come last.
 """
 
 from triton.experimental import gluon
@@ -29,20 +30,23 @@ ROWS = gl.constexpr(64)  # queries of one consumer: the rows of one warpgroup's 
 def _load(copies, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """The producer warp: every consumer's queries once, then the keys and values of every step."""
     (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty,
-     batch, head, kv_head, first_row, n_tiles) = copies  # fmt: skip
+     batch, head, kv_head, first_row, n_tiles, skipped) = copies  # fmt: skip
     for index in gl.static_range(CONSUMERS):
         copy_rows(q_desc, batch, head, first_row + index * ROWS, q_tiles.index(index), q_full.index(index))
     for step in range(n_tiles):
-        key = (n_tiles - 1 - step) * BLOCK_K
+        key = (skipped + n_tiles - 1 - step) * BLOCK_K
         refill(k_desc, batch, kv_head, key, k_tiles, k_full, k_empty, step, STAGES)
         refill(v_desc, batch, kv_head, key, v_tiles, v_full, v_empty, step, STAGES)
 
 
 @gluon.jit
-def _mask(scores, row_limit, first_key, BLOCK_K: gl.constexpr):
-    """-inf where a key lies beyond its row's limit."""
+def _mask(scores, row_limit, first_key, window, BLOCK_K: gl.constexpr):
+    """-inf where a key lies beyond its row's limit, or is not among the `window` keys up to it."""
     keys = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, scores.type.layout)) + first_key
-    return gl.where(keys[None, :] <= row_limit[:, None], scores, float("-inf"))
+    seen = keys[None, :] <= row_limit[:, None]
+    if window is not None:
+        seen = seen & (keys[None, :] > (row_limit - window)[:, None])
+    return gl.where(seen, scores, float("-inf"))
 
 
 @gluon.jit
@@ -60,7 +64,7 @@ def _softmax_step(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
 @gluon.jit
 def _walk(
     acc, p, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-    first_step, last_step, n_tiles, row_limit, scale_log2,
+    first_step, last_step, n_tiles, skipped, row_limit, window, scale_log2,
     MASKED: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -77,7 +81,7 @@ def _walk(
         scores = warpgroup_mma_wait(1, [scores])
         release(k_empty, step, STAGES)
         if MASKED:
-            scores = _mask(scores, row_limit, (n_tiles - 1 - step) * BLOCK_K, BLOCK_K)
+            scores = _mask(scores, row_limit, (skipped + n_tiles - 1 - step) * BLOCK_K, window, BLOCK_K)
             # Masks first, exponentials after a wait: mixed by the assembler they want more registers than there are.
             wait_filled(k_full, step + 1, n_tiles, STAGES)
         p_next, row_max, shrink, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, MASKED)
@@ -95,7 +99,7 @@ def _consume(
 ):  # fmt: skip
     """Queries first_row + 64 · index … of this program."""
     results, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty = tensors
-    first_row, n_tiles, n_masked, n_queries, n_keys, scale_log2 = sizes
+    first_row, n_tiles, n_masked, tail, skipped, window, n_queries, n_keys, scale_log2 = sizes
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     rows = first_row + index * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -118,19 +122,27 @@ def _consume(
     )
     scores = warpgroup_mma_wait(0, [scores])
     release(k_empty, 0, STAGES)
-    scores = _mask(scores, row_limit, (n_tiles - 1) * BLOCK_K, BLOCK_K)
+    scores = _mask(scores, row_limit, (skipped + n_tiles - 1) * BLOCK_K, window, BLOCK_K)
     wait_filled(k_full, 1, n_tiles, STAGES)
     p_first, row_max, _, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, True)
     p = gl.convert_layout(p_first.to(k.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
     acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
     acc, p, row_max, row_sum = _walk(
         acc, p, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-        1, n_masked, n_tiles, row_limit, scale_log2, True, BLOCK_K, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT,
+        1, n_masked, n_tiles, skipped, row_limit, window, scale_log2, True, BLOCK_K, BLOCK_D, STAGES,
+        S_LAYOUT, O_LAYOUT,
     )  # fmt: skip
     acc, p, row_max, row_sum = _walk(
         acc, p, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-        n_masked, n_tiles, n_tiles, row_limit, scale_log2, False, BLOCK_K, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT,
+        n_masked, tail, n_tiles, skipped, row_limit, window, scale_log2, False, BLOCK_K, BLOCK_D, STAGES,
+        S_LAYOUT, O_LAYOUT,
     )  # fmt: skip
+    if window is not None:
+        acc, p, row_max, row_sum = _walk(
+            acc, p, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+            tail, n_tiles, n_tiles, skipped, row_limit, window, scale_log2, True, BLOCK_K, BLOCK_D, STAGES,
+            S_LAYOUT, O_LAYOUT,
+        )  # fmt: skip
     v = tile_of(v_tiles, n_tiles - 1, STAGES, BLOCK_K, BLOCK_D)
     wait_filled(v_full, n_tiles - 1, n_tiles, STAGES)
     acc = warpgroup_mma(p, v, acc, is_async=True)
@@ -154,11 +166,14 @@ def _consume(
 @gluon.jit(do_not_specialize=SIZES)
 def forward_kernel(
     q_desc, k_desc, v_desc, o_ptr, lse_ptr, stride_ob, stride_oh, stride_on,
-    tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, scale_log2,
+    tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, scale_log2, window,
     IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OWN_REGS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as in the portable kernel, with q, k and v as 4-D descriptors of tiles [1, 1, rows, BLOCK_D]."""
+    """Arguments as in the portable kernel, with q, k and v as 4-D descriptors of tiles [1, 1, rows, BLOCK_D].
+
+    A window is causal, and there are as many keys as queries.
+    """
     program = gl.program_id(0)
     tile, batch_head = tile_and_head(program, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
     batch = batch_head // heads
@@ -172,6 +187,15 @@ def forward_kernel(
         whole = gl.minimum(whole, (first_row + 1) // BLOCK_K)
     n_tiles = gl.cdiv(visible, BLOCK_K)
     n_masked = gl.maximum(n_tiles - whole, 1)  # the first step always masks
+    skipped = gl.constexpr(0)  # tiles before the window of the first query
+    tail = n_tiles  # the step from which on some query does not see all of a tile
+    if window is not None:
+        skipped = gl.maximum(first_row - window + 1, 0) // BLOCK_K
+        clear = gl.cdiv(gl.maximum(first_row + CONSUMERS * ROWS - window, 0), BLOCK_K)
+        tail = gl.maximum(n_tiles - clear, n_masked)
+        n_tiles -= skipped
+        n_masked = gl.minimum(n_masked, n_tiles)
+        tail = gl.minimum(tail, n_tiles)
 
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], k_desc.layout)
@@ -184,11 +208,11 @@ def forward_kernel(
 
     copies = (
         q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty,
-        batch, head, kv_head, first_row, n_tiles,
+        batch, head, kv_head, first_row, n_tiles, skipped,
     )  # fmt: skip
     results = (o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, heads, tiles_per_head, all_heads, heads_per_section)
     tensors = (results, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty)
-    sizes = (first_row, n_tiles, n_masked, n_queries, n_keys, scale_log2)
+    sizes = (first_row, n_tiles, n_masked, tail, skipped, window, n_queries, n_keys, scale_log2)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
