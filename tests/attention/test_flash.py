@@ -5,6 +5,7 @@ Hopper's single backward kernel, and a sum of two is the same in either order.
 """
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.attention.budget import (
     value_and_gradients,
 )
 from trainstep.attention import FlashAttentionTriton, attention, flash_attention
+from trainstep.attention import flash as flash_module
 from trainstep.attention.flash import backward_op, forward_op, sums_dq_in_any_order
 from trainstep.casting import matmul_precision
 from trainstep.errors import UsageError
@@ -284,6 +286,32 @@ def test_torch_compile_without_a_graph_break() -> None:
 
     actual = value_and_gradients(torch.compile(around, fullgraph=True), q, k, v, do)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_backward_reads_the_saved_tensors_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activation checkpointing computes them anew for the first reading, and refuses a second."""
+
+    class Saved:
+        is_causal, scale, window, softcap = True, 0.125, None, None
+        readings = 0
+
+        def __init__(self, count: int) -> None:
+            self.tensors = tuple(torch.full((), float(place)) for place in range(count))
+
+        @property
+        def saved_tensors(self) -> tuple[Tensor, ...]:
+            self.readings += 1
+            return self.tensors
+
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(flash_module, "backward_op", lambda *arguments: calls.append(arguments) or (None,) * 3)
+    with torch.no_grad():
+        for saved in (plain := Saved(5), with_bounds := Saved(6)):
+            flash_module._backward(saved, torch.tensor(9.0))
+    assert plain.readings == with_bounds.readings == 1
+    assert [float(t) for t in calls[0][:6]] == [0, 1, 2, 3, 4, 9]
+    assert calls[0][9] is None
+    assert float(calls[1][9]) == 5
 
 
 @pytest.mark.gpu

@@ -73,8 +73,10 @@ def _save(
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     refuse_create_graph("our FlashAttention", "impl='eager'")
-    saved, (bounds,) = ctx.saved_tensors[:5], ctx.saved_tensors[5:] or (None,)
-    gradients = backward_op(*saved, grads[0], ctx.is_causal, ctx.scale, ctx.window, bounds, ctx.softcap)
+    q, k, v, o, lse, *bounds = ctx.saved_tensors  # read once: activation checkpointing computes them again for this
+    gradients = backward_op(
+        q, k, v, o, lse, grads[0], ctx.is_causal, ctx.scale, ctx.window, bounds[0] if bounds else None, ctx.softcap
+    )
     return (*gradients, None, None, None, None, None)
 
 
