@@ -67,6 +67,10 @@ def test_tuned_is_compiled_with_the_settings_of_its_file(monkeypatch: pytest.Mon
     assert tuned["mode"] == "max-autotune-no-cudagraphs"
     assert tuned["kernel_options"] == {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
     assert plain["block_mask"] is tuned["block_mask"], "made once"
+    calls.clear()
+    attention(q, q, q, is_causal=True, window=30, impl="flex-max-autotune")
+    attention(q, q, q, is_causal=True, cu_seqlens=torch.tensor([0, 100, 256]), impl="flex-max-autotune")
+    assert [("mode" in each, "kernel_options" in each) for each in calls] == [(True, False)] * 2, "not true of these"
 
 
 @pytest.mark.gpu

@@ -10,10 +10,12 @@ is made at every call.
 mode="max-autotune-no-cudagraphs": tiles, warps and stages of the forward and backward kernels are measured for each
 shape (page of torch.compile). That is more than ours gets, whose tiles were measured once for each GPU, dtype, head_dim
 and mask. CUDA graphs, which max-autotune would add, replay a whole step's launches and are not part of any kernel here.
-kernel_options (page of FlexKernelOptions): ROWS_GUARANTEED_SAFE, since every query sees a key; BLOCKS_ARE_CONTIGUOUS,
-since a row's blocks of keys are neighbours, full, causal, in a window or a document. Tiles are left to the
-measurement. Not set: PRESCALE_QK, which rounds q once more than any implementation beside it; USE_TMA, experimental on
-its page; WRITE_DQ, which pays for some masks and scores other than these.
+kernel_options (page of FlexKernelOptions): ROWS_GUARANTEED_SAFE, since every query sees a key of the first block that
+is visited for it; BLOCKS_ARE_CONTIGUOUS, since a row's whole blocks of keys are neighbours, and so are the others. Both
+hold without a mask and with a causal one. In a window or a document the blocks at its two ends are visited first: they
+are no neighbours, and some queries see nothing of the first; there neither is set. Tiles are left to the measurement.
+Not set: PRESCALE_QK, which rounds q once more than any implementation beside it; USE_TMA, experimental on its page;
+WRITE_DQ, which pays for some masks and scores other than these.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from trainstep.attention.sdpa import call_compiled
 from trainstep.errors import UnsupportedError
 
 MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
-KERNEL_OPTIONS = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
+KERNEL_OPTIONS = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}  # with no window and no documents
 
 
 def attention_flex(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
@@ -42,7 +44,9 @@ def attention_flex(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
 
 def attention_flex_max_autotune(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """Tuned for this shape, which takes long the first time. UsageError: CPU tensors that need gradients."""
-    settings = {"mode": MAX_AUTOTUNE, "kernel_options": KERNEL_OPTIONS}
+    settings: dict[str, Any] = {"mode": MAX_AUTOTUNE}
+    if scoring.window is None and scoring.cu_seqlens is None:
+        settings["kernel_options"] = KERNEL_OPTIONS
     return _flex("flex-max-autotune", q, k, v, scoring, **settings)
 
 
