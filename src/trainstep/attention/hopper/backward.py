@@ -192,9 +192,10 @@ def _walk(
             scores_t = warpgroup_mma_wait(1, [scores_t])
             if MASKED:
                 if not TAIL:
-                    seen = (keys < n_keys)[:, None]
                     if IS_CAUSAL:
-                        seen = seen & ((keys - start)[:, None] <= columns[None, :])
+                        seen = (keys - start)[:, None] <= columns[None, :]
+                    else:
+                        seen = (keys < n_keys)[:, None]
                     scores_t = gl.where(seen, scores_t, float("-inf"))
                 if window is not None:
                     in_window = (keys + (window - start))[:, None] > columns[None, :]
@@ -243,6 +244,8 @@ def _consume(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     keys = first_key + INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+    if IS_CAUSAL:  # keys past the end are seen by no query, so that one comparison says all
+        keys = gl.where(keys < n_keys, keys, 1 << 30)
     mbarrier.wait(own_full.index(0), 0)
     k_tile = k_tiles.index(0).reshape([KEYS, BLOCK_D])
     own_k = k_tile.slice(INDEX * ROWS, ROWS, 0)
