@@ -1,166 +1,352 @@
 """The forward on Hopper with explicit warp roles: FlashAttention-2's algorithm 1, scheduled as FlashAttention-3 does.
 
-Shah et al., "FlashAttention-3", 2024. A program owns CONSUMERS · 64 queries. One warp loads keys and values; each
-consumer warpgroup owns 64 queries and, while its softmax of tile n runs, keeps the matrix units busy with P V of tile
-n - 1. Keys are walked from the last tile to the first, so that the tiles that need a mask come first; with a window,
-those at its far end come last.
+Shah et al., "FlashAttention-3", 2024. A program works on one tile of CONSUMERS · 64 queries after another. One warp
+loads queries, keys and values, also those of the next tile while this one's results are stored; each consumer
+warpgroup owns 64 queries and, while its softmax of tile n runs, keeps the matrix units busy with P V of tile n - 1.
+Keys are walked from the last tile to the first, so that the tiles that need a mask come first; with a window, those at
+its far end come last.
+
+At head_dim 64 a tile's exponentials take as long as its products. There the consumers take turns with the matrix
+units, so that the products of one always run under the exponentials of another.
 """
 
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from trainstep.attention.hopper import (
     copy_rows,
     make_barriers,
     on_hopper,
-    program_id_again,
     refill,
     release,
     store_rows,
     tile_of,
     wait_filled,
 )
-from trainstep.attention.triton import SIZES, Launcher, tile_and_head
+from trainstep.attention.triton import SIZES, Launch, Launcher, tile_and_head
+from trainstep.attention.tuned import HopperTile
 
 ROWS = gl.constexpr(64)  # queries of one consumer: the rows of one warpgroup's matrix instruction
 
 
 @gluon.jit
-def _load(copies, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
-    """The producer warp: every consumer's queries once, then the keys and values of every step."""
-    (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty,
-     batch, head, kv_head, first_row, n_tiles, skipped) = copies  # fmt: skip
-    for index in gl.static_range(CONSUMERS):
-        copy_rows(q_desc, batch, head, first_row + index * ROWS, q_tiles.index(index), q_full.index(index))
-    for step in range(n_tiles):
-        key = (skipped + n_tiles - 1 - step) * BLOCK_K
-        refill(k_desc, batch, kv_head, key, k_tiles, k_full, k_empty, step, STAGES)
-        refill(v_desc, batch, kv_head, key, v_tiles, v_full, v_empty, step, STAGES)
+def _rounds(tiles_per_head, all_heads, heads_per_section, IS_CAUSAL: gl.constexpr):
+    """Tiles of queries that are dealt out to the programs together, in how many rounds, and the rounds of all tiles.
+
+    Dealt out together are those of a section of heads, from long to short. Those without a mask are all as long, and
+    with a program for each there is nothing to deal out.
+    """
+    n_items = tiles_per_head * all_heads
+    programs = gl.num_programs(0)
+    dealt = n_items
+    if IS_CAUSAL:
+        dealt = gl.where(programs < n_items, gl.minimum(n_items, heads_per_section * tiles_per_head), n_items)
+    rounds = gl.cdiv(dealt, programs)
+    return dealt, rounds, gl.cdiv(n_items, dealt) * rounds
+
+
+@gluon.jit
+def _item(turn, dealt, rounds, n_items, IS_CAUSAL: gl.constexpr):
+    """What this program works on in a round, and whether there is something left for it.
+
+    Every other round goes through the programs backwards: who had the longest of one has the shortest of the next.
+    """
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    if IS_CAUSAL:
+        place = gl.where(turn % 2 == 0, place, programs - 1 - place)
+    within = turn % rounds * programs + place
+    item = turn // rounds * dealt + within
+    return item, (within < dealt) & (item < n_items)
+
+
+@gluon.jit
+def _steps(
+    first_row, n_keys, window,
+    IS_CAUSAL: gl.constexpr, OWN_ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """The steps of a walk over the keys that the queries from first_row on see: how many, up to which they mask, and
+    from which on again; and how many tiles of keys lie before the window of the first query."""
+    visible = n_keys
+    whole = n_keys // BLOCK_K  # tiles that every query sees in full
+    if IS_CAUSAL:
+        visible = gl.minimum(n_keys, first_row + OWN_ROWS)
+        whole = gl.minimum(whole, (first_row + 1) // BLOCK_K)
+    n_tiles = gl.cdiv(visible, BLOCK_K)
+    n_masked = gl.maximum(n_tiles - whole, 1)  # the first step always masks
+    skipped = gl.constexpr(0)
+    tail = n_tiles
+    if window is not None:
+        skipped = gl.maximum(first_row - window + 1, 0) // BLOCK_K
+        clear = gl.cdiv(gl.maximum(first_row + OWN_ROWS - window, 0), BLOCK_K)
+        tail = gl.maximum(n_tiles - clear, n_masked)
+        n_tiles -= skipped
+        n_masked = gl.minimum(n_masked, n_tiles)
+        tail = gl.minimum(tail, n_tiles)
+        if BLOCK_D > 64:  # a walk without a mask between two with one would take registers that there are not
+            tail = n_masked
+    return n_tiles, n_masked, tail, skipped
+
+
+@gluon.jit
+def _load(
+    copies, work, sizes, IS_CAUSAL: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The producer warp: of every tile of queries every consumer's, then the keys and values of every step."""
+    (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+     group) = copies  # fmt: skip
+    tiles_per_head, all_heads, heads, heads_per_section = work
+    _queries, n_keys, window, _scale = sizes
+    dealt, rounds, n_turns = _rounds(tiles_per_head, all_heads, heads_per_section, IS_CAUSAL)
+    items = 0
+    steps = 0
+    for turn in range(n_turns):
+        item, is_mine = _item(turn, dealt, rounds, tiles_per_head * all_heads, IS_CAUSAL)
+        if is_mine:
+            tile, batch_head = tile_and_head(item, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
+            batch = batch_head // heads
+            head = batch_head % heads
+            first_row = tile * (CONSUMERS * ROWS)
+            n_tiles, _masked, _tail, skipped = _steps(
+                first_row, n_keys, window, IS_CAUSAL, CONSUMERS * ROWS, BLOCK_K, BLOCK_D
+            )
+            for index in gl.static_range(CONSUMERS):
+                mbarrier.wait(q_empty.index(index), (items & 1) ^ 1)
+                copy_rows(q_desc, batch, head, first_row + index * ROWS, q_tiles.index(index), q_full.index(index))
+            for step in range(n_tiles):
+                key = (skipped + n_tiles - 1 - step) * BLOCK_K
+                refill(k_desc, batch, head // group, key, k_tiles, k_full, k_empty, steps + step, STAGES)
+                refill(v_desc, batch, head // group, key, v_tiles, v_full, v_empty, steps + step, STAGES)
+            items += 1
+            steps += n_tiles
+
+
+@gluon.jit
+def _await_turn(INDEX: gl.constexpr):
+    """Consumer: wait until the one before it has started its products. Barriers 8 to 10 are nobody else's."""
+    if INDEX == 0:
+        gl.inline_asm_elementwise("bar.sync 8, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    elif INDEX == 1:
+        gl.inline_asm_elementwise("bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise("bar.sync 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _give_turn(INDEX: gl.constexpr):
+    """Consumer INDEX may start its products."""
+    if INDEX == 0:
+        gl.inline_asm_elementwise("bar.arrive 8, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    elif INDEX == 1:
+        gl.inline_asm_elementwise("bar.arrive 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise("bar.arrive 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _packed(p, dtype: gl.constexpr):
+    """P rounded to 16 bits, neighbours in one register: carried from step to step as it is, it would be taken apart
+    and put together again in each."""
+    even, odd = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:  # noqa: RET505 - Triton compiles one of two branches, so the second return must be in one
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
+
+
+@gluon.jit
+def _operand(packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """What `_packed` made, as the left operand of a product."""
+    both = gl.join(packed.to(gl.int16), (packed >> 16).to(gl.int16))
+    return gl.convert_layout(both.reshape([packed.shape[0], packed.shape[1] * 2]).to(dtype, bitcast=True), LAYOUT)
 
 
 @gluon.jit
 def _mask(scores, row_limit, first_key, window, BLOCK_K: gl.constexpr):
-    """-inf where a key lies beyond its row's limit, or is not among the `window` keys up to it."""
-    keys = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, scores.type.layout)) + first_key
-    seen = keys[None, :] <= row_limit[:, None]
+    """-inf where a key lies beyond its row's limit, or is not among the `window` keys up to it.
+
+    A thread's columns are 2 · (lane mod 4) and constants. What depends on the lane goes to the limit, of which a thread
+    has two; the constants are then part of the comparisons.
+    """
+    keys = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, scores.type.layout))
+    limit = (row_limit - first_key)[:, None] - (keys & 6)[None, :]
+    columns = (keys & ~6)[None, :]
+    scores = gl.where(columns <= limit, scores, float("-inf"))
     if window is not None:
-        seen = seen & (keys[None, :] > (row_limit - window)[:, None])
-    return gl.where(seen, scores, float("-inf"))
+        scores = gl.where(columns > limit - window, scores, float("-inf"))
+    return scores
 
 
 @gluon.jit
-def _softmax_step(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
-    """P relative to the new row maximum, that maximum, the factor for what was summed before it, and the new sum."""
+def _sums(p):
+    """Each row of P summed over the columns of each thread: [ROWS, 4]. Threads are summed over once, at the end."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _softmax_step(scores, row_max, row_sums, scale_log2, MASKED: gl.constexpr):
+    """P relative to the new row maximum, that maximum, the factor for what was summed before it, and the new sums."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
     base = new_max
     if MASKED:  # a row that has seen no key yet: exp2(-inf - 0) = 0 where exp2(-inf + inf) would not be a number
         base = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(scores * scale_log2 - base[:, None])
     shrink = gl.exp2(row_max - base)
-    return p, new_max, shrink, row_sum * shrink + gl.sum(p, 1)
+    added = _sums(p)
+    row_sums = row_sums * gl.convert_layout(shrink, gl.SliceLayout(1, added.type.layout))[:, None] + added
+    return p, new_max, shrink, row_sums
 
 
 @gluon.jit
 def _walk(
-    acc, p, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-    first_step, last_step, n_tiles, skipped, row_limit, window, scale_log2,
-    MASKED: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    acc, p, row_max, row_sums, q, ring, steps, first_step, last_step, n_tiles, skipped, row_limit, window, scale_log2,
+    INDEX: gl.constexpr, CONSUMERS: gl.constexpr, MASKED: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Steps first_step … last_step - 1, each: scores of its tile, P V of the tile before it, softmax of its own."""
+    """Steps first_step … last_step - 1, each: scores of its tile, P V of the tile before it, softmax of its own.
+
+    steps: how many there were before this walk's tile of queries.
+    """
+    k_tiles, v_tiles, k_full, k_empty, v_full, v_empty = ring
+    TAKES_TURNS: gl.constexpr = BLOCK_D == 64
     for step in range(first_step, last_step):
-        k = tile_of(k_tiles, step, STAGES, BLOCK_K, BLOCK_D)
-        wait_filled(k_full, step, n_tiles, STAGES)
+        now = steps + step
+        k = tile_of(k_tiles, now, STAGES, BLOCK_K, BLOCK_D)
+        v = tile_of(v_tiles, now - 1, STAGES, BLOCK_K, BLOCK_D)
+        wait_filled(v_full, now - 1, now, STAGES)
+        wait_filled(k_full, now, now + 1, STAGES)
+        # Unpacked before anything is in flight: the assembler would wait for each product otherwise.
+        weights = _operand(p, v.dtype, gl.DotOperandLayout(0, O_LAYOUT, 2))
+        if TAKES_TURNS:
+            _await_turn(INDEX)
         scores = warpgroup_mma(
             q, k.permute([1, 0]), gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT), use_acc=False, is_async=True
         )
-        v = tile_of(v_tiles, step - 1, STAGES, BLOCK_K, BLOCK_D)
-        wait_filled(v_full, step - 1, n_tiles, STAGES)
-        acc = warpgroup_mma(p, v, acc, is_async=True)
+        acc = warpgroup_mma(weights, v, acc, is_async=True)
+        if TAKES_TURNS:
+            _give_turn((INDEX + 1) % CONSUMERS)
         scores = warpgroup_mma_wait(1, [scores])
-        release(k_empty, step, STAGES)
+        release(k_empty, now, STAGES)
         if MASKED:
             scores = _mask(scores, row_limit, (skipped + n_tiles - 1 - step) * BLOCK_K, window, BLOCK_K)
-            # Masks first, exponentials after a wait: mixed by the assembler they want more registers than there are.
-            wait_filled(k_full, step + 1, n_tiles, STAGES)
-        p_next, row_max, shrink, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, MASKED)
+        p_next, row_max, shrink, row_sums = _softmax_step(scores, row_max, row_sums, scale_log2, MASKED)
         acc = warpgroup_mma_wait(0, [acc])
-        release(v_empty, step - 1, STAGES)
+        release(v_empty, now - 1, STAGES)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        p = gl.convert_layout(p_next.to(v.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
-    return acc, p, row_max, row_sum
+        p = _packed(p_next, v.dtype)
+    return acc, p, row_max, row_sums
 
 
 @gluon.jit
 def _consume(
-    index, tensors, sizes, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, OWN_REGS: gl.constexpr,
+    INDEX: gl.constexpr, tensors, work, sizes, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    OWN_REGS: gl.constexpr,
 ):  # fmt: skip
-    """Queries first_row + 64 · index … of this program."""
-    results, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty = tensors
-    first_row, n_tiles, n_masked, tail, skipped, window, n_queries, n_keys, scale_log2 = sizes
+    """Queries 64 · INDEX … of every tile of this program."""
+    results, ring, q_tiles, o_tiles, q_full, q_empty = tensors
+    tiles_per_head, all_heads, heads, heads_per_section = work
+    n_queries, n_keys, window, scale_log2 = sizes
+    k_tiles, v_tiles, k_full, k_empty, v_full, v_empty = ring
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    rows = first_row + index * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-    row_limit = gl.full([ROWS], n_keys - 1, gl.int32, gl.SliceLayout(1, S_LAYOUT))
-    if IS_CAUSAL:
-        row_limit = gl.minimum(row_limit, rows)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    dealt, rounds, n_turns = _rounds(tiles_per_head, all_heads, heads_per_section, IS_CAUSAL)
+    if BLOCK_D == 64 and INDEX == CONSUMERS - 1:
+        _give_turn(0)
+    items = 0
+    steps = 0
+    for turn in range(n_turns):
+        item, is_mine = _item(turn, dealt, rounds, tiles_per_head * all_heads, IS_CAUSAL)
+        if is_mine:
+            tile, batch_head = tile_and_head(item, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
+            first_row = tile * (CONSUMERS * ROWS)
+            n_tiles, n_masked, tail, skipped = _steps(
+                first_row, n_keys, window, IS_CAUSAL, CONSUMERS * ROWS, BLOCK_K, BLOCK_D
+            )
+            row_limit = gl.full([ROWS], n_keys - 1, gl.int32, gl.SliceLayout(1, S_LAYOUT))
+            if IS_CAUSAL:
+                rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+                row_limit = gl.minimum(row_limit, first_row + INDEX * ROWS + rows)
 
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    mbarrier.wait(q_full.index(index), 0)
-    q_tile = q_tiles.index(index).reshape([ROWS, BLOCK_D])
-    if OWN_REGS:
-        q = q_tile.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-    else:
-        q = q_tile
-    k = tile_of(k_tiles, 0, STAGES, BLOCK_K, BLOCK_D)
-    wait_filled(k_full, 0, n_tiles, STAGES)
-    scores = warpgroup_mma(
-        q, k.permute([1, 0]), gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT), use_acc=False, is_async=True
-    )
-    scores = warpgroup_mma_wait(0, [scores])
-    release(k_empty, 0, STAGES)
-    scores = _mask(scores, row_limit, (skipped + n_tiles - 1) * BLOCK_K, window, BLOCK_K)
-    wait_filled(k_full, 1, n_tiles, STAGES)
-    p_first, row_max, _, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, True)
-    p = gl.convert_layout(p_first.to(k.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
-    acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
-    acc, p, row_max, row_sum = _walk(
-        acc, p, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-        1, n_masked, n_tiles, skipped, row_limit, window, scale_log2, True, BLOCK_K, BLOCK_D, STAGES,
-        S_LAYOUT, O_LAYOUT,
-    )  # fmt: skip
-    acc, p, row_max, row_sum = _walk(
-        acc, p, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-        n_masked, tail, n_tiles, skipped, row_limit, window, scale_log2, False, BLOCK_K, BLOCK_D, STAGES,
-        S_LAYOUT, O_LAYOUT,
-    )  # fmt: skip
-    if window is not None:
-        acc, p, row_max, row_sum = _walk(
-            acc, p, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-            tail, n_tiles, n_tiles, skipped, row_limit, window, scale_log2, True, BLOCK_K, BLOCK_D, STAGES,
-            S_LAYOUT, O_LAYOUT,
-        )  # fmt: skip
-    v = tile_of(v_tiles, n_tiles - 1, STAGES, BLOCK_K, BLOCK_D)
-    wait_filled(v_full, n_tiles - 1, n_tiles, STAGES)
-    acc = warpgroup_mma(p, v, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, [acc])
+            mbarrier.wait(q_full.index(INDEX), items & 1)
+            q_tile = q_tiles.index(INDEX).reshape([ROWS, BLOCK_D])
+            if OWN_REGS:
+                q = q_tile.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+            else:
+                q = q_tile
+            k = tile_of(k_tiles, steps, STAGES, BLOCK_K, BLOCK_D)
+            wait_filled(k_full, steps, steps + 1, STAGES)
+            scores = warpgroup_mma(
+                q, k.permute([1, 0]), gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT), use_acc=False, is_async=True
+            )
+            scores = warpgroup_mma_wait(0, [scores])
+            release(k_empty, steps, STAGES)
+            scores = _mask(scores, row_limit, (skipped + n_tiles - 1) * BLOCK_K, window, BLOCK_K)
+            row_max = gl.max(scores, 1) * scale_log2
+            p_first = gl.exp2(scores * scale_log2 - gl.where(row_max == float("-inf"), 0.0, row_max)[:, None])
+            row_sums = _sums(p_first)
+            p = _packed(p_first, k.dtype)
+            acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
+            acc, p, row_max, row_sums = _walk(
+                acc, p, row_max, row_sums, q, ring, steps, 1, n_masked, n_tiles, skipped, row_limit, window, scale_log2,
+                INDEX, CONSUMERS, True, BLOCK_K, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT,
+            )  # fmt: skip
+            if window is None or BLOCK_D == 64:
+                acc, p, row_max, row_sums = _walk(
+                    acc, p, row_max, row_sums, q, ring, steps, n_masked, tail, n_tiles, skipped, row_limit, window,
+                    scale_log2, INDEX, CONSUMERS, False, BLOCK_K, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT,
+                )  # fmt: skip
+            if window is not None:
+                acc, p, row_max, row_sums = _walk(
+                    acc, p, row_max, row_sums, q, ring, steps, tail, n_tiles, n_tiles, skipped, row_limit, window,
+                    scale_log2, INDEX, CONSUMERS, True, BLOCK_K, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT,
+                )  # fmt: skip
+            if BLOCK_D <= 128:
+                mbarrier.arrive(q_empty.index(INDEX), count=1)
+            last = steps + n_tiles - 1
+            v = tile_of(v_tiles, last, STAGES, BLOCK_K, BLOCK_D)
+            wait_filled(v_full, last, last + 1, STAGES)
+            acc = warpgroup_mma(_operand(p, v.dtype, P_LAYOUT), v, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, [acc])
+            release(v_empty, last, STAGES)
+            items += 1
+            steps += n_tiles
 
-    # Where the results go is worked out only now: known from the start, it would take registers that the walks need.
-    o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, heads, tiles_per_head, all_heads, heads_per_section = results
-    program = program_id_again()
-    tile, batch_head = tile_and_head(program, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
-    o_ptr += (batch_head // heads).to(gl.int64) * stride_ob + (batch_head % heads).to(gl.int64) * stride_oh
-    lse_ptr += batch_head.to(gl.int64) * n_queries
-    my_row = tile * (q_tiles.shape[0] * ROWS) + index * ROWS
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    line_rows = my_row + gl.arange(0, ROWS, layout=LINE)
-    lse = (row_max + gl.log2(row_sum)) * 0.6931471805599453  # ln 2: to base e
-    gl.store(lse_ptr + line_rows, gl.convert_layout(lse, LINE), mask=line_rows < n_queries)
-    o = acc / gl.convert_layout(row_sum, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    store_rows(o_ptr, stride_on, q_tile, o, my_row, n_queries, HEAD_DIM, BLOCK_D)
+            o_ptr, lse_ptr, stride_ob, stride_oh, stride_on = results
+            o_at = o_ptr + (batch_head // heads).to(gl.int64) * stride_ob
+            o_at += (batch_head % heads).to(gl.int64) * stride_oh
+            my_row = first_row + INDEX * ROWS
+            LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            line_rows = my_row + gl.arange(0, ROWS, layout=LINE)
+            row_sum = gl.convert_layout(gl.sum(row_sums, 1), gl.SliceLayout(1, S_LAYOUT))
+            lse = (row_max + gl.log2(row_sum)) * 0.6931471805599453  # ln 2: to base e
+            lse_at = lse_ptr + batch_head.to(gl.int64) * n_queries + line_rows
+            gl.store(lse_at, gl.convert_layout(lse, LINE), mask=line_rows < n_queries)
+            o = acc / gl.convert_layout(row_sum, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            if BLOCK_D <= 128:
+                o_tile = o_tiles.index(INDEX).reshape([ROWS, BLOCK_D])
+                store_rows(o_at, stride_on, o_tile, o, my_row, n_queries, HEAD_DIM, BLOCK_D)
+            else:  # there is no room for tiles of their own: the queries' take the results
+                store_rows(o_at, stride_on, q_tile, o, my_row, n_queries, HEAD_DIM, BLOCK_D)
+                fence_async_shared()
+                mbarrier.arrive(q_empty.index(INDEX), count=1)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -170,55 +356,38 @@ def forward_kernel(
     IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OWN_REGS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as in the portable kernel, with q, k and v as 4-D descriptors of tiles [1, 1, rows, BLOCK_D].
+    """Arguments as in the portable kernel, with q, k and v as 4-D descriptors of tiles [1, 1, rows, BLOCK_D], and any
+    number of programs.
 
     A window is causal, and there are as many keys as queries.
     """
-    program = gl.program_id(0)
-    tile, batch_head = tile_and_head(program, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
-    batch = batch_head // heads
-    head = batch_head % heads
-    kv_head = head // group
-    first_row = tile * (CONSUMERS * ROWS)
-    visible = n_keys
-    whole = n_keys // BLOCK_K  # tiles that every query of the program sees in full
-    if IS_CAUSAL:
-        visible = gl.minimum(n_keys, first_row + CONSUMERS * ROWS)
-        whole = gl.minimum(whole, (first_row + 1) // BLOCK_K)
-    n_tiles = gl.cdiv(visible, BLOCK_K)
-    n_masked = gl.maximum(n_tiles - whole, 1)  # the first step always masks
-    skipped = gl.constexpr(0)  # tiles before the window of the first query
-    tail = n_tiles  # the step from which on some query does not see all of a tile
-    if window is not None:
-        skipped = gl.maximum(first_row - window + 1, 0) // BLOCK_K
-        clear = gl.cdiv(gl.maximum(first_row + CONSUMERS * ROWS - window, 0), BLOCK_K)
-        tail = gl.maximum(n_tiles - clear, n_masked)
-        n_tiles -= skipped
-        n_masked = gl.minimum(n_masked, n_tiles)
-        tail = gl.minimum(tail, n_tiles)
-
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], v_desc.layout)
+    o_tiles = q_tiles
+    if BLOCK_D <= 128:
+        o_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     q_full = make_barriers(CONSUMERS, 1)
+    q_empty = make_barriers(CONSUMERS, 1)
     k_full = make_barriers(STAGES, 1)
     v_full = make_barriers(STAGES, 1)
     k_empty = make_barriers(STAGES, CONSUMERS)
     v_empty = make_barriers(STAGES, CONSUMERS)
 
     copies = (
-        q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty,
-        batch, head, kv_head, first_row, n_tiles, skipped,
+        q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, group,
     )  # fmt: skip
-    results = (o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, heads, tiles_per_head, all_heads, heads_per_section)
-    tensors = (results, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty)
-    sizes = (first_row, n_tiles, n_masked, tail, skipped, window, n_queries, n_keys, scale_log2)
+    results = (o_ptr, lse_ptr, stride_ob, stride_oh, stride_on)
+    ring = (k_tiles, v_tiles, k_full, k_empty, v_full, v_empty)
+    tensors = (results, ring, q_tiles, o_tiles, q_full, q_empty)
+    work = (tiles_per_head, all_heads, heads, heads_per_section)
+    sizes = (n_queries, n_keys, window, scale_log2)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, tensors, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, STAGES, OWN_REGS)),
-                (_consume, (1, tensors, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, STAGES, OWN_REGS)),
-                (_load, (copies, CONSUMERS, BLOCK_K, STAGES)),
+                (_consume, (0, tensors, work, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, 2, STAGES, OWN_REGS)),
+                (_consume, (1, tensors, work, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, 2, STAGES, OWN_REGS)),
+                (_load, (copies, work, sizes, IS_CAUSAL, BLOCK_D, BLOCK_K, 2, STAGES)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -227,15 +396,34 @@ def forward_kernel(
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
-                (_consume, (0, tensors, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, STAGES, OWN_REGS)),
-                (_consume, (1, tensors, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, STAGES, OWN_REGS)),
-                (_consume, (2, tensors, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, STAGES, OWN_REGS)),
-                (_load, (copies, CONSUMERS, BLOCK_K, STAGES)),
+                (_consume, (0, tensors, work, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, 3, STAGES, OWN_REGS)),
+                (_consume, (1, tensors, work, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, 3, STAGES, OWN_REGS)),
+                (_consume, (2, tensors, work, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, 3, STAGES, OWN_REGS)),
+                (_load, (copies, work, sizes, IS_CAUSAL, BLOCK_D, BLOCK_K, 3, STAGES)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
         )
 
 
-launch_forward = Launcher(forward_kernel, on_hopper)
+SHORT = 1024
+"""Queries of a head up to which, with a causal mask, two consumers beat three: a tile has less above the diagonal."""
+
+
+def _arguments(
+    kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float, tile: HopperTile, window: int | None = None
+) -> Launch:
+    """A launch as `on_hopper`, with as many programs as there are multiprocessors.
+
+    At head_dim 256 a program cannot load queries ahead, so that there each tile has its own.
+    """
+    if is_causal and tensors["q"].shape[2] <= SHORT:
+        tile = dataclasses.replace(tile, consumers=2)
+    programs, named = on_hopper(kernel, tensors, is_causal, scale, tile, window)
+    if named["BLOCK_D"] <= 128:
+        programs = min(programs, torch.cuda.get_device_properties(tensors["q"].device).multi_processor_count)
+    return programs, named
+
+
+launch_forward = Launcher(forward_kernel, _arguments)
 """Tensors q, k, v, o, lse: fills o and lse."""
