@@ -18,7 +18,7 @@ from tests.attention.budget import (
 )
 from trainstep.attention import FlashAttentionTriton, attention, flash
 from trainstep.attention.documents import bounds
-from trainstep.attention.hopper.backward import launch_finish, launch_prepare
+from trainstep.attention.hopper.dq_sum import launch_finish, launch_prepare
 from trainstep.attention.triton.backward import launch_dkdv, launch_dq
 from trainstep.attention.triton.forward import launch_forward
 from trainstep.attention.tuned import Tile

@@ -9,16 +9,13 @@ bits differ from run to run.
 dQ is made one tile late. So the warpgroups may drift apart by most of a tile, and the matrix units work for one while
 the other computes exponentials.
 
-The accumulator is float32 and holds each 64 x 64 block of dQ in the order in which threads hold it. A kernel before
-clears it and computes what the products need about each row; a kernel after scales, orders and rounds it.
+What it adds to, and the kernels before and after, are in dq_sum.py.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -44,61 +41,12 @@ from trainstep.attention.hopper import (
     tiles_of,
     wait_filled,
 )
-from trainstep.attention.triton import SIZES, Launch, Launcher, kernel_arguments, pointers_and_strides, tile_and_head
+from trainstep.attention.hopper.dq_sum import SUM_ROWS, in_fragment_order, launch_finish, launch_prepare, padded_rows
+from trainstep.attention.triton import SIZES, Launch, Launcher, kernel_arguments, tile_and_head
 from trainstep.attention.tuned import hopper_block_of
 
 ROWS = gl.constexpr(64)  # keys of one consumer, and queries of a slot of the ring
 KEYS = gl.constexpr(128)  # keys of one program
-SUM_ROWS = gl.constexpr(16)  # a 64 x 64 block of the accumulator is passed around as [16, 256]
-
-
-@triton.jit(do_not_specialize=SIZES)
-def prepare_dq_kernel(
-    o_ptr, do_ptr, lse_ptr, lse_out_ptr, delta_ptr, acc_ptr,
-    stride_ob, stride_oh, stride_on, stride_dob, stride_doh, stride_don,
-    heads, n_queries, stat_rows, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """-lse / scale, -delta = -rowsum(dO ∘ O) and zeros in dQ's accumulator, for 64 queries of one head."""
-    tile = tl.program_id(0) % (stat_rows // 64)
-    batch_head = (tl.program_id(0) // (stat_rows // 64)).to(tl.int64)
-    rows = tile * 64 + tl.arange(0, 64)
-    dims = tl.arange(0, BLOCK_D)
-    mask = (rows < n_queries)[:, None] & (dims < HEAD_DIM)[None, :]
-    o_ptr += batch_head // heads * stride_ob + batch_head % heads * stride_oh
-    do_ptr += batch_head // heads * stride_dob + batch_head % heads * stride_doh
-    o = tl.load(o_ptr + rows.to(tl.int64)[:, None] * stride_on + dims[None, :], mask=mask, other=0.0)
-    do = tl.load(do_ptr + rows.to(tl.int64)[:, None] * stride_don + dims[None, :], mask=mask, other=0.0)
-    acc_ptr += (batch_head * stat_rows + tile * 64) * BLOCK_D
-    tl.store(acc_ptr + tl.arange(0, 64 * BLOCK_D), tl.zeros([64 * BLOCK_D], tl.float32))
-    # exp2(-inf) = 0: rows past the end, which the copy engine fills with zeros, add nothing anywhere.
-    lse = tl.load(lse_ptr + batch_head * n_queries + rows, mask=rows < n_queries, other=float("inf"))
-    tl.store(lse_out_ptr + batch_head * stat_rows + rows, -lse / scale)
-    tl.store(delta_ptr + batch_head * stat_rows + rows, -tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
-
-
-@triton.jit(do_not_specialize=SIZES)
-def finish_dq_kernel(
-    dq_ptr, acc_ptr, stride_dqb, stride_dqh, stride_dqn, heads, n_queries, stat_rows, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """dq = scale · accumulator, in dq's own order and dtype, for 64 queries of one head."""
-    tile = tl.program_id(0) % (stat_rows // 64)
-    batch_head = (tl.program_id(0) // (stat_rows // 64)).to(tl.int64)
-    row = tl.arange(0, 64)
-    dim = tl.arange(0, BLOCK_D)
-    # See `_in_fragment_order`.
-    of_row = row // 16 * 128 + row % 8 * 16 + row // 8 % 2 * 2
-    of_dim = dim // 64 * 4096 + dim % 64 // 8 * 512 + dim // 2 % 4 * 4 + dim % 2
-    acc_ptr += (batch_head * stat_rows + tile * 64) * BLOCK_D
-    dq = tl.load(acc_ptr + of_row[:, None] + of_dim[None, :]) * scale
-    rows = tile * 64 + row
-    dq_ptr += batch_head // heads * stride_dqb + batch_head % heads * stride_dqh
-    tl.store(
-        dq_ptr + rows.to(tl.int64)[:, None] * stride_dqn + dim[None, :],
-        dq.to(dq_ptr.dtype.element_ty),
-        mask=(rows < n_queries)[:, None] & (dim < HEAD_DIM)[None, :],
-    )
 
 
 @gluon.jit
@@ -129,16 +77,6 @@ def _tma_add(desc, coord, src, _semantic=None):
     """Start adding a tile of shared memory to global memory."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
-
-
-@gluon.jit
-def _in_fragment_order(dq):
-    """A 64 x 64 block in the order [chunk of 8 columns, warp, lane, 4 registers], as [16, 256].
-
-    A matrix instruction's result gives each thread two neighbours in one row and the two eight rows below.
-    """
-    parts = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, half, row; chunk, column pair, column
-    return parts.permute([3, 0, 2, 4, 1, 5]).reshape([SUM_ROWS, 256])
 
 
 @gluon.jit
@@ -214,7 +152,7 @@ def _walk(
                 dv, dq = warpgroup_mma_wait(1, [dv, dq])
                 ds_own.store(ds_t)
                 tma.store_wait(0)
-                dq_tiles.index(INDEX).store(_in_fragment_order(dq))
+                dq_tiles.index(INDEX).store(in_fragment_order(dq))
                 fence_async_shared()
                 if SUBS == 1:
                     mbarrier.arrive(ds_full.index(tile % 2), count=1)
@@ -289,7 +227,7 @@ def _consume(
         mbarrier.wait(ds_full.index(last % 2), (last // 2) & 1)
         dq = warpgroup_mma_wait(0, [_start_dq(k_tiles, ds_tiles, last % 2, INDEX, SUBS, BLOCK_D)])
         tma.store_wait(0)
-        dq_tiles.index(INDEX).store(_in_fragment_order(dq))
+        dq_tiles.index(INDEX).store(in_fragment_order(dq))
         fence_async_shared()
         _tma_add(acc_desc, [place, 0], dq_tiles.index(INDEX))
     # Where the results go is worked out only now: known from the start, it would take registers that the walks need.
@@ -389,21 +327,6 @@ TILES = {64: (4, False), 128: (2, False)}
 """head_dim's block → slots of the ring, and whether a consumer keeps its keys and values in registers."""
 
 
-def padded_rows(n_queries: int) -> int:
-    """Rows of one head in the accumulator and the statistics: whole tiles of queries at either head_dim."""
-    return triton.cdiv(n_queries, 128) * 128
-
-
-def _by_rows(kernel: Any, tensors: dict[str, Tensor], scale: float) -> Launch:
-    """One program for 64 rows; the first tensor has dq's shape."""
-    batch, heads, n_queries, head_dim = next(iter(tensors.values())).shape
-    stat_rows = padded_rows(n_queries)
-    named = pointers_and_strides(kernel, tensors)
-    named |= {"heads": heads, "n_queries": n_queries, "stat_rows": stat_rows, "scale": scale}
-    named |= {"HEAD_DIM": head_dim, "BLOCK_D": hopper_block_of(head_dim), "num_warps": 4}
-    return batch * heads * stat_rows // 64, named
-
-
 def _products(kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float, window: int | None) -> Launch:
     block_d = hopper_block_of(tensors["q"].shape[-1])
     stages, own_in_registers = TILES[block_d]
@@ -420,12 +343,8 @@ def _products(kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: f
     )  # fmt: skip
 
 
-launch_prepare = Launcher(prepare_dq_kernel, _by_rows)
-"""Tensors o, do, lse, lse_out, delta, acc: fills the last three, for whole tiles of rows."""
 launch_products = Launcher(backward_kernel, _products)
 """Tensors q, k, v, do, lse_out, delta, acc, dk, dv: adds to acc, fills dk and dv."""
-launch_finish = Launcher(finish_dq_kernel, _by_rows)
-"""Tensors dq, acc: fills dq."""
 
 
 def launch_backward(tensors: Sequence[Tensor], is_causal: bool, scale: float, window: int | None = None) -> None:
