@@ -90,8 +90,10 @@ def compile_hopper(
         "OWN_REGS": tile.own_in_registers,
         "REGISTERS": tile.registers,
     }
-    if kernel == "forward" and not has_window:
-        constants["window"] = None
+    if kernel == "forward":
+        constants["TURNS"] = head_dim == 64
+        if not has_window:
+            constants["window"] = None
     rows = {tensor: tile.block if tensor in STREAMED[kernel] else 64 for tensor in ("q", "k", "v", "do")}
     return _compile_gluon(HOPPER[kernel], constants, _descriptors(rows, head_dim))
 

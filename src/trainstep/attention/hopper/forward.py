@@ -34,69 +34,11 @@ from trainstep.attention.hopper import (
     tile_of,
     wait_filled,
 )
-from trainstep.attention.triton import SIZES, Launch, Launcher, tile_and_head
+from trainstep.attention.hopper.schedule import item_of, steps_of, tile_of_item
+from trainstep.attention.triton import SIZES, Launch, Launcher
 from trainstep.attention.tuned import HopperTile
 
 ROWS = gl.constexpr(64)  # queries of one consumer: the rows of one warpgroup's matrix instruction
-
-
-@gluon.jit
-def _rounds(tiles_per_head, all_heads, heads_per_section, IS_CAUSAL: gl.constexpr):
-    """Tiles of queries that are dealt out to the programs together, in how many rounds, and the rounds of all tiles.
-
-    Dealt out together are those of a section of heads, from long to short. Those without a mask are all as long, and
-    with a program for each there is nothing to deal out.
-    """
-    n_items = tiles_per_head * all_heads
-    programs = gl.num_programs(0)
-    dealt = n_items
-    if IS_CAUSAL:
-        dealt = gl.where(programs < n_items, gl.minimum(n_items, heads_per_section * tiles_per_head), n_items)
-    rounds = gl.cdiv(dealt, programs)
-    return dealt, rounds, gl.cdiv(n_items, dealt) * rounds
-
-
-@gluon.jit
-def _item(turn, dealt, rounds, n_items, IS_CAUSAL: gl.constexpr):
-    """What this program works on in a round, and whether there is something left for it.
-
-    Every other round goes through the programs backwards: who had the longest of one has the shortest of the next.
-    """
-    programs = gl.num_programs(0)
-    place = gl.program_id(0)
-    if IS_CAUSAL:
-        place = gl.where(turn % 2 == 0, place, programs - 1 - place)
-    within = turn % rounds * programs + place
-    item = turn // rounds * dealt + within
-    return item, (within < dealt) & (item < n_items)
-
-
-@gluon.jit
-def _steps(
-    first_row, n_keys, window,
-    IS_CAUSAL: gl.constexpr, OWN_ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
-):  # fmt: skip
-    """The steps of a walk over the keys that the queries from first_row on see: how many, up to which they mask, and
-    from which on again; and how many tiles of keys lie before the window of the first query."""
-    visible = n_keys
-    whole = n_keys // BLOCK_K  # tiles that every query sees in full
-    if IS_CAUSAL:
-        visible = gl.minimum(n_keys, first_row + OWN_ROWS)
-        whole = gl.minimum(whole, (first_row + 1) // BLOCK_K)
-    n_tiles = gl.cdiv(visible, BLOCK_K)
-    n_masked = gl.maximum(n_tiles - whole, 1)  # the first step always masks
-    skipped = gl.constexpr(0)
-    tail = n_tiles
-    if window is not None:
-        skipped = gl.maximum(first_row - window + 1, 0) // BLOCK_K
-        clear = gl.cdiv(gl.maximum(first_row + OWN_ROWS - window, 0), BLOCK_K)
-        tail = gl.maximum(n_tiles - clear, n_masked)
-        n_tiles -= skipped
-        n_masked = gl.minimum(n_masked, n_tiles)
-        tail = gl.minimum(tail, n_tiles)
-        if BLOCK_D > 64:  # a walk without a mask between two with one would take registers that there are not
-            tail = n_masked
-    return n_tiles, n_masked, tail, skipped
 
 
 @gluon.jit
@@ -107,19 +49,19 @@ def _load(
     """The producer warp: of every tile of queries every consumer's, then the keys and values of every step."""
     (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
      group) = copies  # fmt: skip
-    tiles_per_head, all_heads, heads, heads_per_section = work
+    tiles_per_head, all_heads, heads, _per_section = work
     _queries, n_keys, window, _scale = sizes
-    dealt, rounds, n_turns = _rounds(tiles_per_head, all_heads, heads_per_section, IS_CAUSAL)
+    n_items = tiles_per_head * all_heads
     items = 0
     steps = 0
-    for turn in range(n_turns):
-        item, is_mine = _item(turn, dealt, rounds, tiles_per_head * all_heads, IS_CAUSAL)
-        if is_mine:
-            tile, batch_head = tile_and_head(item, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
+    for turn in range(gl.cdiv(n_items, gl.num_programs(0))):
+        item = item_of(turn, IS_CAUSAL)
+        if item < n_items:
+            tile, batch_head = tile_of_item(item, work, IS_CAUSAL)
             batch = batch_head // heads
             head = batch_head % heads
             first_row = tile * (CONSUMERS * ROWS)
-            n_tiles, _masked, _tail, skipped = _steps(
+            n_tiles, _masked, _tail, skipped = steps_of(
                 first_row, n_keys, window, IS_CAUSAL, CONSUMERS * ROWS, BLOCK_K, BLOCK_D
             )
             for index in gl.static_range(CONSUMERS):
@@ -217,14 +159,13 @@ def _softmax_step(scores, row_max, row_sums, scale_log2, MASKED: gl.constexpr):
 def _walk(
     acc, p, row_max, row_sums, q, ring, steps, first_step, last_step, n_tiles, skipped, row_limit, window, scale_log2,
     INDEX: gl.constexpr, CONSUMERS: gl.constexpr, MASKED: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Steps first_step … last_step - 1, each: scores of its tile, P V of the tile before it, softmax of its own.
 
     steps: how many there were before this walk's tile of queries.
     """
     k_tiles, v_tiles, k_full, k_empty, v_full, v_empty = ring
-    TAKES_TURNS: gl.constexpr = BLOCK_D == 64
     for step in range(first_step, last_step):
         now = steps + step
         k = tile_of(k_tiles, now, STAGES, BLOCK_K, BLOCK_D)
@@ -233,13 +174,13 @@ def _walk(
         wait_filled(k_full, now, now + 1, STAGES)
         # Unpacked before anything is in flight: the assembler would wait for each product otherwise.
         weights = _operand(p, v.dtype, gl.DotOperandLayout(0, O_LAYOUT, 2))
-        if TAKES_TURNS:
+        if TURNS:
             _await_turn(INDEX)
         scores = warpgroup_mma(
             q, k.permute([1, 0]), gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT), use_acc=False, is_async=True
         )
         acc = warpgroup_mma(weights, v, acc, is_async=True)
-        if TAKES_TURNS:
+        if TURNS:
             _give_turn((INDEX + 1) % CONSUMERS)
         scores = warpgroup_mma_wait(1, [scores])
         release(k_empty, now, STAGES)
@@ -257,27 +198,27 @@ def _walk(
 def _consume(
     INDEX: gl.constexpr, tensors, work, sizes, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    OWN_REGS: gl.constexpr,
+    OWN_REGS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Queries 64 · INDEX … of every tile of this program."""
     results, ring, q_tiles, o_tiles, q_full, q_empty = tensors
-    tiles_per_head, all_heads, heads, heads_per_section = work
+    tiles_per_head, all_heads, heads, _per_section = work
     n_queries, n_keys, window, scale_log2 = sizes
     k_tiles, v_tiles, k_full, k_empty, v_full, v_empty = ring
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    dealt, rounds, n_turns = _rounds(tiles_per_head, all_heads, heads_per_section, IS_CAUSAL)
-    if BLOCK_D == 64 and INDEX == CONSUMERS - 1:
+    n_items = tiles_per_head * all_heads
+    if TURNS and INDEX == CONSUMERS - 1:
         _give_turn(0)
     items = 0
     steps = 0
-    for turn in range(n_turns):
-        item, is_mine = _item(turn, dealt, rounds, tiles_per_head * all_heads, IS_CAUSAL)
-        if is_mine:
-            tile, batch_head = tile_and_head(item, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
+    for turn in range(gl.cdiv(n_items, gl.num_programs(0))):
+        item = item_of(turn, IS_CAUSAL)
+        if item < n_items:
+            tile, batch_head = tile_of_item(item, work, IS_CAUSAL)
             first_row = tile * (CONSUMERS * ROWS)
-            n_tiles, n_masked, tail, skipped = _steps(
+            n_tiles, n_masked, tail, skipped = steps_of(
                 first_row, n_keys, window, IS_CAUSAL, CONSUMERS * ROWS, BLOCK_K, BLOCK_D
             )
             row_limit = gl.full([ROWS], n_keys - 1, gl.int32, gl.SliceLayout(1, S_LAYOUT))
@@ -306,17 +247,17 @@ def _consume(
             acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
             acc, p, row_max, row_sums = _walk(
                 acc, p, row_max, row_sums, q, ring, steps, 1, n_masked, n_tiles, skipped, row_limit, window, scale_log2,
-                INDEX, CONSUMERS, True, BLOCK_K, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT,
+                INDEX, CONSUMERS, True, BLOCK_K, BLOCK_D, STAGES, TURNS, S_LAYOUT, O_LAYOUT,
             )  # fmt: skip
             if window is None or BLOCK_D == 64:
                 acc, p, row_max, row_sums = _walk(
                     acc, p, row_max, row_sums, q, ring, steps, n_masked, tail, n_tiles, skipped, row_limit, window,
-                    scale_log2, INDEX, CONSUMERS, False, BLOCK_K, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT,
+                    scale_log2, INDEX, CONSUMERS, False, BLOCK_K, BLOCK_D, STAGES, TURNS, S_LAYOUT, O_LAYOUT,
                 )  # fmt: skip
             if window is not None:
                 acc, p, row_max, row_sums = _walk(
                     acc, p, row_max, row_sums, q, ring, steps, tail, n_tiles, n_tiles, skipped, row_limit, window,
-                    scale_log2, INDEX, CONSUMERS, True, BLOCK_K, BLOCK_D, STAGES, S_LAYOUT, O_LAYOUT,
+                    scale_log2, INDEX, CONSUMERS, True, BLOCK_K, BLOCK_D, STAGES, TURNS, S_LAYOUT, O_LAYOUT,
                 )  # fmt: skip
             if BLOCK_D <= 128:
                 mbarrier.arrive(q_empty.index(INDEX), count=1)
@@ -355,6 +296,7 @@ def forward_kernel(
     tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, scale_log2, window,
     IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_K: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OWN_REGS: gl.constexpr, REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """Arguments as in the portable kernel, with q, k and v as 4-D descriptors of tiles [1, 1, rows, BLOCK_D], and any
     number of programs.
@@ -385,8 +327,14 @@ def forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, tensors, work, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, 2, STAGES, OWN_REGS)),
-                (_consume, (1, tensors, work, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, 2, STAGES, OWN_REGS)),
+                (
+                    _consume,
+                    (0, tensors, work, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, 2, STAGES, OWN_REGS, TURNS),
+                ),
+                (
+                    _consume,
+                    (1, tensors, work, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, 2, STAGES, OWN_REGS, TURNS),
+                ),
                 (_load, (copies, work, sizes, IS_CAUSAL, BLOCK_D, BLOCK_K, 2, STAGES)),
             ],
             [4, 1],
@@ -396,9 +344,18 @@ def forward_kernel(
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
-                (_consume, (0, tensors, work, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, 3, STAGES, OWN_REGS)),
-                (_consume, (1, tensors, work, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, 3, STAGES, OWN_REGS)),
-                (_consume, (2, tensors, work, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, 3, STAGES, OWN_REGS)),
+                (
+                    _consume,
+                    (0, tensors, work, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, 3, STAGES, OWN_REGS, TURNS),
+                ),
+                (
+                    _consume,
+                    (1, tensors, work, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, 3, STAGES, OWN_REGS, TURNS),
+                ),
+                (
+                    _consume,
+                    (2, tensors, work, sizes, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_K, 3, STAGES, OWN_REGS, TURNS),
+                ),
                 (_load, (copies, work, sizes, IS_CAUSAL, BLOCK_D, BLOCK_K, 3, STAGES)),
             ],
             [4, 4, 1],
@@ -407,7 +364,8 @@ def forward_kernel(
 
 
 SHORT = 1024
-"""Queries of a head up to which, with a causal mask, two consumers beat three: a tile has less above the diagonal."""
+"""Queries of a head up to which, with a causal mask, two consumers beat three, as a tile has less above the diagonal,
+and turns pay at head_dim 128."""
 
 
 def _arguments(
@@ -417,12 +375,14 @@ def _arguments(
 
     At head_dim 256 a program cannot load queries ahead, so that there each tile has its own.
     """
-    if is_causal and tensors["q"].shape[2] <= SHORT:
+    is_short = is_causal and tensors["q"].shape[2] <= SHORT
+    if is_short:
         tile = dataclasses.replace(tile, consumers=2)
     programs, named = on_hopper(kernel, tensors, is_causal, scale, tile, window)
-    if named["BLOCK_D"] <= 128:
+    block_d = named["BLOCK_D"]
+    if block_d <= 128:
         programs = min(programs, torch.cuda.get_device_properties(tensors["q"].device).multi_processor_count)
-    return programs, named
+    return programs, named | {"TURNS": block_d == 64 or (is_short and block_d == 128)}
 
 
 launch_forward = Launcher(forward_kernel, _arguments)

@@ -205,7 +205,8 @@ def kernel_arguments(
     bytes_per_head = shared * (2 * head_dim * tensors["q"].element_size() + sum_bytes)
     device = tensors["q"].device  # Triton's interpreter runs on the CPU, for which any size of the cache will do
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 20
-    heads_per_section = max(1, min(batch * owners, l2_bytes // 2 // bytes_per_head))
+    sections = triton.cdiv(batch * owners, max(1, l2_bytes // 2 // bytes_per_head))
+    heads_per_section = triton.cdiv(batch * owners, sections)  # the last one is about as long as the others
     values = pointers_and_strides(kernel, tensors)
     values |= {"tiles_per_head": tiles_per_head, "heads": heads, "kv_heads": kv_heads, "group": group}
     values |= {"all_heads": batch * heads, "all_kv_heads": batch * kv_heads, "heads_per_section": heads_per_section}
