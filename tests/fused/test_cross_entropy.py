@@ -7,13 +7,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.fused.places import DEVICE, DTYPES, HERE, draw
+from tests.fused.places import DEVICE, DTYPES, HERE, Products, draw
 from trainstep.bench.check.fused import check
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.fused import cross_entropy as module
 from trainstep.fused import eager, linear_cross_entropy, one_piece
 from trainstep.fused.cross_entropy import LOGITS_BYTES, MULTIPLE, launch_loss, loss_op, tokens_at_once
-from trainstep.fused.logits import logits_of
 from trainstep.fused.triton.cross_entropy import launch_targets
 
 pytestmark = HERE
@@ -174,20 +173,6 @@ def test_no_gradient_that_is_not_wanted_is_computed(monkeypatch) -> None:
     torch.testing.assert_close(loss, plain)
 
 
-class Products(torch.utils._python_dispatch.TorchDispatchMode):
-    """The shapes of products that are computed inside, those within an operator apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **kwargs or {})
-        if function.name().startswith(("aten::mm", "aten::addmm")):
-            self.shapes.append(tuple(found.shape))
-        return found
-
-
 def test_logits_of_several_chunks_never_exist_in_full() -> None:
     """The largest products have a chunk's rows, and there are three of them for each chunk."""
     hidden, weight, targets = draw(12, 8, seed=1), draw(40, 8, seed=2), ids(12, n_vocab=40)
@@ -238,15 +223,6 @@ def test_with_a_head_it_breaks_the_graph_that_is_compiled() -> None:
     torch.testing.assert_close(*found)
     assert len(asked) == 2
     assert "forward" not in vars(head)
-
-
-@pytest.mark.parametrize(("n_vocab", "apart"), [(1, 16), (16, 16), (17, 32), (50_257, 50_272)])
-def test_rows_of_logits_are_aligned_and_what_follows_the_last_is_theirs(n_vocab, apart) -> None:
-    states, weight = draw(3, 8, grad=False), draw(n_vocab, 8, seed=1, grad=False)
-    logits = logits_of(states, weight)
-    assert logits.stride() == (apart, 1)
-    assert logits.untyped_storage().nbytes() == 3 * apart * 4
-    torch.testing.assert_close(logits, states @ weight.T)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.errors import UnsupportedError, UsageError, refuse_create_graph
-from trainstep.fused.logits import logits_of, width_of
+from trainstep.fused.logits import by_states, by_weight, logits_of, width_of
 from trainstep.fused.one_piece import WORDS, LossInOnePiece
 from trainstep.fused.operators import described, operator, require
 from trainstep.fused.scaling import scaled
@@ -200,20 +200,10 @@ def _loss(
             logits = logits_of(states[part], weight)  # (chunk, V)
             launch_loss((logits, ids[part], losses[part], scales), ignore_index, of_states or of_weight)
             if of_states:
-                torch.mm(logits, weight, out=d_states[part])
+                by_states(logits, weight, d_states[part])
             if of_weight:
-                _add_product(d_weight, logits.T, states[part])
+                by_weight(logits, states[part], d_weight, add=True)
     return losses.sum(), scales, d_states, d_weight
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b in float32, which matrix units sum in."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    elif total.device.type == "cuda":
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(a.float(), b.float())
 
 
 def _gradients_like(states: Tensor, weight: Tensor, of_states: bool, of_weight: bool) -> tuple[Tensor, Tensor]:

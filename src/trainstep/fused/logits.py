@@ -1,4 +1,9 @@
-"""The product of the joined loss, in rows that are aligned whatever the vocabulary."""
+"""The three products of the joined loss, in rows that are aligned whatever the vocabulary.
+
+cuBLAS takes up to eight times as long where a product's dimension is no multiple of 8, also between aligned rows: of
+8,192 states of 768 features with GPT-2's 50,257 words, on an H200, 6.7, 4.7 and 1.2 ms for 0.85, 0.81 and 0.79. So the
+words beyond the last multiple of 8 are multiplied by themselves.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,31 @@ from trainstep.fused.triton.cross_entropy import ALIGNED
 def logits_of(states: Tensor, weight: Tensor) -> Tensor:
     """states (N, D) by weight (V, D) → (N, V), its rows a multiple of `ALIGNED` apart."""
     logits = empty_logits(states, len(weight))
-    return torch.mm(states, weight.T, out=logits)
+    for words in _parts(len(weight)):
+        torch.mm(states, weight[words].T, out=logits[:, words])
+    return logits
+
+
+def by_states(d_logits: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """out = d_logits weight, (N, V) by (V, D) → (N, D). The few words first: only their part is rounded by itself."""
+    whole, *rest = _parts(len(weight))
+    for words in rest:
+        torch.mm(d_logits[:, words], weight[words], out=out)
+    return torch.addmm(out, d_logits[:, whole], weight[whole], beta=1 if rest else 0, out=out)
+
+
+def by_weight(d_logits: Tensor, states: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+    """out = d_logitsᵀ states, (V, N) by (N, D) → (V, D), or out += that if `add`. A float32 `out` takes the sums of
+    matrix units as they are."""
+    for words in _parts(len(out)):
+        a, total = d_logits[:, words].T, out[words]
+        if a.dtype == total.dtype:
+            torch.addmm(total, a, states, beta=int(add), out=total)
+        elif total.is_cuda:
+            torch.addmm(total, a, states, out_dtype=total.dtype, beta=int(add), out=total)
+        else:
+            torch.addmm(total, a.to(total.dtype), states.to(total.dtype), beta=int(add), out=total)
+    return out
 
 
 def empty_logits(states: Tensor, n_vocab: int) -> Tensor:
@@ -22,3 +51,9 @@ def empty_logits(states: Tensor, n_vocab: int) -> Tensor:
 def width_of(n_vocab: int) -> int:
     """How far rows of so many logits lie apart, in logits."""
     return -(-n_vocab // ALIGNED) * ALIGNED
+
+
+def _parts(n_vocab: int) -> list[slice]:
+    """All words: those up to the last multiple of 8, and those beyond it, of each if there are any."""
+    whole = n_vocab // 8 * 8
+    return [words for words in (slice(0, whole), slice(whole, n_vocab)) if words.start < words.stop]

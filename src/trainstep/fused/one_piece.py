@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainstep.errors import refuse_create_graph
-from trainstep.fused.logits import empty_logits, logits_of
+from trainstep.fused.logits import by_states, by_weight, empty_logits, logits_of
 from trainstep.fused.operators import operator
 from trainstep.fused.scaling import scaled
 from trainstep.fused.targets import scales_of
@@ -44,7 +44,7 @@ class LossInOnePiece(torch.autograd.Function):
         states, weight, d_logits, scales = ctx.saved_tensors
         of_states, of_weight = ctx.needs_input_grad[:2]
         factor = grads[0] * scales[2]
-        d_states = d_logits @ weight if of_states else None
+        d_states = by_states(d_logits, weight, torch.empty_like(states)) if of_states else None
         d_weight = _of_weight(d_logits, states, ctx.dtypes[1]) if of_weight else None
         found = zip((d_states, d_weight), ctx.dtypes, strict=True)
         given = [None if each is None else scaled(each, factor).to(dtype) for each, dtype in found]
@@ -53,11 +53,9 @@ class LossInOnePiece(torch.autograd.Function):
 
 def _of_weight(d_logits: Tensor, states: Tensor, dtype: torch.dtype) -> Tensor:
     """d_logitsᵀ states, rounded to the dtype of products only where the weight has that dtype and it has the range."""
-    if states.dtype != torch.float16 and states.dtype == dtype:
-        return d_logits.T @ states
-    if states.device.type == "cuda" and states.dtype != torch.float32:
-        return torch.mm(d_logits.T, states, out_dtype=torch.float32)
-    return d_logits.T.float() @ states.float()
+    is_rounded = states.dtype != torch.float16 and states.dtype == dtype
+    shape = d_logits.shape[1], states.shape[1]
+    return by_weight(d_logits, states, states.new_empty(shape, dtype=states.dtype if is_rounded else torch.float32))
 
 
 def _d_logits(
