@@ -105,7 +105,7 @@ def tune_choice(
     head_dims: Iterable[int] = (64, 128, 256),
     dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32),
     lengths: Iterable[int] = (512, 1024, 2048, 4096, 8192),
-    rep_ms: int = 30,
+    rep_ms: int = 10,
     progress: Callable[[str], None] = lambda _: None,
     save: bool = True,
 ) -> dict[tuned.ChoiceCase, tuned.Choice]:
@@ -229,7 +229,8 @@ def fastest(results: list[Measurement], gpu: str) -> tuple[dict[TileCase, Tile],
 
 
 def _time_ms(impl: str, shape: tuple[int, ...], dtype: torch.dtype, is_causal: bool, rep_ms: int) -> float:
-    """Median time of forward + backward; infinity where `impl` cannot run these inputs."""
+    """Median time of forward + backward, without what the host takes to launch them; infinity where `impl` cannot run
+    these inputs."""
     q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     do = torch.randn_like(q)
 
@@ -239,6 +240,6 @@ def _time_ms(impl: str, shape: tuple[int, ...], dtype: torch.dtype, is_causal: b
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns of every reason why a backend cannot run
         try:
-            return float(triton.testing.do_bench(step, warmup=10, rep=rep_ms, return_mode="median"))
+            return float(triton.testing.do_bench_cudagraph(step, rep=rep_ms, return_mode="median"))
         except UsageError:
             return float("inf")
