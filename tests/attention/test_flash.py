@@ -89,10 +89,21 @@ def test_windows(case: Case, window: int, dtype: torch.dtype) -> None:
     q, k, v, do = case.inputs(dtype, "cuda")
     call = partial(flash_attention, is_causal=True, window=window)
     actual, again = (value_and_gradients(call, q, k, v, do) for _ in range(2))
-    assert all(torch.equal(actual[name], again[name]) for name in actual), "no atomics"
+    in_any_order = {"dq"} if case.n_queries == case.n_keys and sums_dq_in_any_order(q) else set()
+    assert all(torch.equal(actual[name], again[name]) for name in actual.keys() - in_any_order)
     visible = (True, case.head_dim**-0.5, window)
     actual["lse"] = forward_op(q, k, v, *visible)[1]
     assert_within_budget(actual, q, k, v, do, *visible)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100, 1200])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_more_tiles_than_multiprocessors(head_dim: int, window: int | None) -> None:
+    """On Hopper a program then works on several tiles, of two sections of heads and more."""
+    q, k, v, do = Case(1500, 1500, head_dim, heads=32, kv_heads=8, batch=3).inputs(torch.bfloat16, "cuda")
+    actual = value_and_gradients(partial(flash_attention, is_causal=True, window=window), q, k, v, do)
+    assert_within_budget(actual, q, k, v, do, True, head_dim**-0.5, window)
 
 
 @pytest.mark.gpu

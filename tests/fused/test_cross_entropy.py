@@ -195,6 +195,18 @@ def test_in_one_piece_backward_has_a_product_for_each_gradient_that_is_wanted(wa
 
 
 @pytest.mark.parametrize("chunk", [4, 12])
+def test_hidden_states_may_be_column_major(chunk) -> None:
+    columns, weight, targets = draw(8, 12, seed=1), draw(41, 8, seed=2), ids(12, n_vocab=41)
+    rows = columns.detach().T.contiguous().requires_grad_()
+    found = []
+    for hidden, leaf in ((columns.T, columns), (rows, rows)):
+        loss = fused(chunk)(hidden, weight, targets)
+        by_hidden, by_weight = torch.autograd.grad(loss, (leaf, weight))
+        found.append([loss, by_hidden if leaf is rows else by_hidden.T, by_weight])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("chunk", [4, 12])
 def test_compiled(chunk) -> None:
     hidden, weight, targets = draw(12, 8, seed=1), draw(40, 8, seed=2), ids(12, n_vocab=40)
 

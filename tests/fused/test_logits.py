@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.fused.places import HERE, Products, draw
-from trainstep.fused.logits import by_states, by_weight, logits_of
+from trainstep.fused.logits import add_by_weight, by_states, by_weight, logits_of
 
 pytestmark = HERE
 
@@ -28,16 +28,18 @@ def test_products_of_any_vocabulary_have_a_multiple_of_eight_words_and_the_rest(
     nan = float("nan")  # what is written over is not read
     with Products() as products:
         logits, d_states = logits_of(states, weight), by_states(d_logits, weight, torch.full_like(states, nan))
-        d_weight = by_weight(d_logits, states, torch.full_like(weight, nan))
-        total = by_weight(d_logits, states, before.clone(), add=True)
+        d_weight, in_float32 = by_weight(d_logits, states, dtype), by_weight(d_logits, states, torch.float32)
+        add_by_weight(total := before.clone(), d_logits, states)
     _assert_near(logits, states, weight.T)
     few = n_vocab % 8 if n_vocab > 8 else 0
     _assert_near(
         d_states, d_logits, weight, rounded=d_logits[:, n_vocab - few :].double() @ weight[n_vocab - few :].double()
     )
     _assert_near(d_weight, d_logits.T, states)
+    _assert_near(in_float32, d_logits.T, states)
     _assert_near(total, d_logits.T, states, before)
     assert logits.dtype == d_states.dtype == d_weight.dtype == dtype
+    assert in_float32.dtype == torch.float32
     words = {size for shape in products.shapes for size in shape} - {32, 6}
     assert words == {n_vocab // 8 * 8, n_vocab % 8} - {0}
 

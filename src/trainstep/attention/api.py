@@ -110,8 +110,8 @@ def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *, is_plain: bool =
     """Name the implementation that `attention(q, k, v, impl="auto")` runs for these inputs: the fastest measured.
 
     Whatever the table (`choice.json`) does not hold (the CPU, a GPU, dtype or head_dim not measured, grouped heads, two
-    lengths) is left to PyTorch: "sdpa". With a window, documents or a softcap (not is_plain), of which nothing is
-    measured, our kernels run where they can, whose memory is linear in the length, and "eager" elsewhere.
+    lengths) is left to PyTorch: "sdpa". With a window, documents or a softcap (not is_plain), of which no choice
+    is measured, our kernels run where they can, whose memory is linear in the length, and "eager" elsewhere.
     """
     if not is_plain:
         if q.device.type != "cuda":

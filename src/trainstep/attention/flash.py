@@ -38,8 +38,9 @@ def flash_attention(
 
     The same inputs give the same bits, under `torch.use_deterministic_algorithms(True)` always. Otherwise the backward
     that Hopper runs on 16-bit inputs up to head_dim 128 adds up dq in whatever order its programs finish: the last bits
-    of dq may then differ from run to run. With documents or a softcap Hopper runs the portable kernels, whose bits
-    never differ, and so it does for the backward of a window where dq must not.
+    of dq may then differ from run to run. With documents, a softcap, or a window above head_dim 128 or over two
+    lengths, Hopper runs the portable kernels, whose bits never differ; so it does for a window's backward where dq's
+    must not.
 
     Raises TypeError or UsageError, before anything is launched, for inputs outside of this.
     """
@@ -158,13 +159,13 @@ def _forward(
 
     bounds: of documents, as `documents.bounds` makes them.
     """
-    band, is_hoppers = () if bounds is None else (bounds,), _hopper_scores(q, k, window, bounds, softcap)
+    band, hopper_knows = () if bounds is None else (bounds,), _hopper_knows(q, k, window, bounds, softcap)
     shape, (sign, magnitude) = q.shape, _split_scale(scale)
     with torch.cuda.device(q.device):  # Triton launches on the current device
         q, k, v = four_dims(q if sign == 1 else q * sign), four_dims(k), four_dims(v)
         o = torch.empty_like(q)
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        if is_hoppers and runs_hopper_kernels(q):
+        if hopper_knows and runs_hopper_kernels(q):
             from trainstep.attention.hopper import forward as hopper_forward
 
             q, k, v = map(for_copy_engine, (q, k, v))
@@ -181,19 +182,19 @@ def _gradients(
     window: int | None = None, bounds: Tensor | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What `_forward` took and returned, and do (q's shape) → dq, dk, dv in the inputs' shapes and dtype."""
-    band, is_hoppers = () if bounds is None else (bounds,), _hopper_scores(q, k, window, bounds, softcap)
+    band, hopper_knows = () if bounds is None else (bounds,), _hopper_knows(q, k, window, bounds, softcap)
     q_shape, k_shape, (sign, magnitude) = q.shape, k.shape, _split_scale(scale)
     with torch.cuda.device(q.device):
         q, k, v, o, do = (four_dims(t) for t in (q if sign == 1 else q * sign, k, v, o, do))
         lse = lse.reshape(q.shape[:-1]).contiguous()
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        if is_hoppers and sums_dq_in_any_order(q):
+        if hopper_knows and sums_dq_in_any_order(q):
             from trainstep.attention.hopper import backward as hopper_backward
 
             q, k, v, do = map(for_copy_engine, (q, k, v, do))
             tensors = (q, k, v, o, do, lse, d_q, d_k, d_v)
             hopper_backward.launch_backward(tensors, is_causal, magnitude, window)
-        elif is_hoppers and window is None and runs_hopper_kernels(q):
+        elif hopper_knows and window is None and runs_hopper_kernels(q):
             from trainstep.attention.hopper import dkdv as hopper_dkdv
             from trainstep.attention.hopper import dq as hopper_dq
 
@@ -214,9 +215,11 @@ def _gradients(
         return (d_q if sign == 1 else d_q * sign), d_k.reshape(k_shape), d_v.reshape(k_shape)
 
 
-def _hopper_scores(q: Tensor, k: Tensor, window: int | None, bounds: Tensor | None, softcap: float | None) -> bool:
-    """Whether the Hopper kernels know these scores: plain ones, or those of a window over as many keys as queries."""
-    return bounds is None and softcap is None and (window is None or q.shape[-2] == k.shape[-2])
+def _hopper_knows(q: Tensor, k: Tensor, window: int | None, bounds: Tensor | None, softcap: float | None) -> bool:
+    """Whether the Hopper kernels know these scores: plain ones, and up to head_dim 128 those of a window over as many
+    keys as queries."""
+    windowed = q.shape[-1] <= 128 and q.shape[-2] == k.shape[-2]
+    return bounds is None and softcap is None and (window is None or windowed)
 
 
 def runs_hopper_kernels(q: Tensor) -> bool:

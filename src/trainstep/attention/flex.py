@@ -9,7 +9,8 @@ is made at every call.
 `flex-max-autotune`: as its authors tune it.
 mode="max-autotune-no-cudagraphs": tiles, warps and stages of the forward and backward kernels are measured for each
 shape (page of torch.compile). That is more than ours gets, whose tiles were measured once for each GPU, dtype, head_dim
-and mask. CUDA graphs, which max-autotune would add, replay a whole step's launches and are not part of any kernel here.
+and mask (Hopper's forward has one of its own for short rows). CUDA graphs, which max-autotune would add, replay a whole
+step's launches and are not part of any kernel here.
 kernel_options (page of FlexKernelOptions): ROWS_GUARANTEED_SAFE, since every query sees a key of the first block that
 is visited for it; BLOCKS_ARE_CONTIGUOUS, since a row's whole blocks of keys are neighbours, and so are the others. Both
 hold without a mask and with a causal one. In a window or a document the blocks at its two ends are visited first: they

@@ -206,10 +206,11 @@ def _compile_ahead(pool: ProcessPoolExecutor, jobs: list[_Job]) -> None:
 
 
 def _compile(job: _Job) -> None:
-    """Run one candidate on a few tokens: the compiled kernel is the same, and stays in Triton's cache on disk."""
+    """Run one candidate on few tokens, in rows that are not short: the compiled kernel is the same, and stays in
+    Triton's cache on disk."""
     head_dim, dtype, is_causal, kernel, tile = job
     with suppress(Exception), matmul_precision(dtype):  # what fails, fails again when measured, and is reported there
-        _Case(head_dim, dtype, is_causal, seq=256).call(kernel, tile)()
+        _Case(head_dim, dtype, is_causal, seq=2 * hopper_forward.SHORT).call(kernel, tile)()
 
 
 def fastest(results: list[Measurement], gpu: str) -> tuple[dict[TileCase, Tile], dict[HopperTileCase, HopperTile]]:

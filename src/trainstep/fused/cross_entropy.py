@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.errors import UnsupportedError, UsageError, refuse_create_graph
-from trainstep.fused.logits import by_states, by_weight, logits_of, width_of
+from trainstep.fused.logits import add_by_weight, by_states, logits_of, width_of
 from trainstep.fused.one_piece import WORDS, LossInOnePiece
 from trainstep.fused.operators import described, operator, require
 from trainstep.fused.scaling import scaled
@@ -202,7 +202,7 @@ def _loss(
             if of_states:
                 by_states(logits, weight, d_states[part])
             if of_weight:
-                by_weight(logits, states[part], d_weight, add=True)
+                add_by_weight(d_weight, logits, states[part])
     return losses.sum(), scales, d_states, d_weight
 
 

@@ -29,18 +29,34 @@ def by_states(d_logits: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return torch.addmm(out, d_logits[:, whole], weight[whole], beta=1 if rest else 0, out=out)
 
 
-def by_weight(d_logits: Tensor, states: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
-    """out = d_logitsᵀ states, (V, N) by (N, D) → (V, D), or out += that if `add`. A float32 `out` takes the sums of
-    matrix units as they are."""
-    for words in _parts(len(out)):
-        a, total = d_logits[:, words].T, out[words]
-        if a.dtype == total.dtype:
-            torch.addmm(total, a, states, beta=int(add), out=total)
-        elif total.is_cuda:
-            torch.addmm(total, a, states, out_dtype=total.dtype, beta=int(add), out=total)
-        else:
-            torch.addmm(total, a.to(total.dtype), states.to(total.dtype), beta=int(add), out=total)
+def by_weight(d_logits: Tensor, states: Tensor, dtype: torch.dtype) -> Tensor:
+    """d_logitsᵀ states, (V, N) by (N, D) → (V, D). A `dtype` of float32 takes the sums of matrix units as they are."""
+    whole, *rest = _parts(d_logits.shape[1])
+    if not rest:
+        return _product(d_logits.T, states, dtype)
+    out = states.new_empty((d_logits.shape[1], states.shape[1]), dtype=dtype)
+    for words in (whole, *rest):
+        out[words] = _product(d_logits[:, words].T, states, dtype)
     return out
+
+
+def add_by_weight(total: Tensor, d_logits: Tensor, states: Tensor) -> None:
+    """total += d_logitsᵀ states in float32, (V, N) by (N, D) to (V, D)."""
+    for words in _parts(len(total)):
+        a, part = d_logits[:, words].T, total[words]
+        if a.dtype == torch.float32:
+            part.addmm_(a, states)
+        elif total.is_cuda:
+            torch.addmm(part, a, states, out_dtype=torch.float32, out=part)
+        else:
+            part.addmm_(a.float(), states.float())
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b in `dtype`: theirs, or float32."""
+    if a.dtype == dtype:
+        return a @ b
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
 
 
 def empty_logits(states: Tensor, n_vocab: int) -> Tensor:

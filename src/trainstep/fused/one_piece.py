@@ -44,7 +44,7 @@ class LossInOnePiece(torch.autograd.Function):
         states, weight, d_logits, scales = ctx.saved_tensors
         of_states, of_weight = ctx.needs_input_grad[:2]
         factor = grads[0] * scales[2]
-        d_states = by_states(d_logits, weight, torch.empty_like(states)) if of_states else None
+        d_states = by_states(d_logits, weight, states.new_empty(states.shape)) if of_states else None
         d_weight = _of_weight(d_logits, states, ctx.dtypes[1]) if of_weight else None
         found = zip((d_states, d_weight), ctx.dtypes, strict=True)
         given = [None if each is None else scaled(each, factor).to(dtype) for each, dtype in found]
@@ -54,8 +54,7 @@ class LossInOnePiece(torch.autograd.Function):
 def _of_weight(d_logits: Tensor, states: Tensor, dtype: torch.dtype) -> Tensor:
     """d_logitsᵀ states, rounded to the dtype of products only where the weight has that dtype and it has the range."""
     is_rounded = states.dtype != torch.float16 and states.dtype == dtype
-    shape = d_logits.shape[1], states.shape[1]
-    return by_weight(d_logits, states, states.new_empty(shape, dtype=states.dtype if is_rounded else torch.float32))
+    return by_weight(d_logits, states, states.dtype if is_rounded else torch.float32)
 
 
 def _d_logits(

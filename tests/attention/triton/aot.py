@@ -75,10 +75,13 @@ def compile_portable(
 
 
 def compile_hopper(
-    kernel: str, tile: HopperTile, head_dim: int, is_causal: bool, *, has_window: bool = False
+    kernel: str, tile: HopperTile, head_dim: int, is_causal: bool, *, window: int | None = None, n_queries: int = 4096
 ) -> Compiled:
     """A Hopper kernel in bfloat16, as it is for ordinary multi-head attention (one query head per key head)."""
     streams_queries = kernel == "dkdv"
+    takes_turns = False
+    if kernel == "forward":
+        tile, takes_turns = hopper_forward.for_rows(tile, head_dim, is_causal, n_queries, window)
     constants = {
         "group": 1,
         "IS_CAUSAL": is_causal,
@@ -91,8 +94,8 @@ def compile_hopper(
         "REGISTERS": tile.registers,
     }
     if kernel == "forward":
-        constants["TURNS"] = head_dim == 64
-        if not has_window:
+        constants["TURNS"] = takes_turns
+        if window is None:
             constants["window"] = None
     rows = {tensor: tile.block if tensor in STREAMED[kernel] else 64 for tensor in ("q", "k", "v", "do")}
     return _compile_gluon(HOPPER[kernel], constants, _descriptors(rows, head_dim))

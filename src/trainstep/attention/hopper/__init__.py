@@ -125,6 +125,8 @@ def on_hopper(
         options["stat_rows"] = tensors["stat"].shape[-1]
     if "window" in kernel.arg_names:
         options["window"] = window
+    else:
+        assert window is None, "a kernel that knows no window"
     consumers = 1 if by_key and block_d > 128 else tile.consumers  # there, two work on the same keys
     return kernel_arguments(
         kernel, tensors, 64 * consumers, is_causal, scale, **options, BLOCK_D=block_d, CONSUMERS=tile.consumers,

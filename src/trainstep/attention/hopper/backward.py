@@ -254,7 +254,10 @@ def backward_kernel(
     window, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     OWN_REGS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one key tile, summed over the `group` query heads that read it, and its share of their dq."""
+    """dk and dv of one key tile, summed over the `group` query heads that read it, and its share of their dq.
+
+    A window is causal, and there are as many keys as queries.
+    """
     SUBS: gl.constexpr = 128 // BLOCK_D  # slots of the ring that make a tile of queries
     TILE_ROWS: gl.constexpr = SUBS * ROWS
     program = gl.program_id(0)
@@ -262,7 +265,7 @@ def backward_kernel(
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
     first_key = tile * KEYS
-    # Query tiles below first_tile see none of these keys; from clear_tile on they see all of them.
+    # Query tiles below first_tile see none of these keys; from clear_tile to tail_tile they see all of them.
     n_tiles = gl.cdiv(n_queries, TILE_ROWS)
     first_tile = gl.to_tensor(0)
     clear_tile = gl.to_tensor(0)

@@ -6,8 +6,8 @@ warpgroup owns 64 queries and, while its softmax of tile n runs, keeps the matri
 Keys are walked from the last tile to the first, so that the tiles that need a mask come first; with a window, those at
 its far end come last.
 
-At head_dim 64 a tile's exponentials take as long as its products. There the consumers take turns with the matrix
-units, so that the products of one always run under the exponentials of another.
+At head_dim 64 a tile's exponentials take as long as its products. There, and in short rows at 128, the consumers take
+turns with the matrix units, so that the products of one run under the exponentials of another.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from trainstep.attention.hopper import (
 )
 from trainstep.attention.hopper.schedule import item_of, steps_of, tile_of_item
 from trainstep.attention.triton import SIZES, Launch, Launcher
-from trainstep.attention.tuned import HopperTile
+from trainstep.attention.tuned import HopperTile, hopper_block_of
 
 ROWS = gl.constexpr(64)  # queries of one consumer: the rows of one warpgroup's matrix instruction
 
@@ -75,26 +75,25 @@ def _load(
             steps += n_tiles
 
 
+FIRST_TURN = gl.constexpr(8)  # the consumers' turns are named barriers 8, 9 and 10, which nothing else uses
+
+
 @gluon.jit
 def _await_turn(INDEX: gl.constexpr):
-    """Consumer: wait until the one before it has started its products. Barriers 8 to 10 are nobody else's."""
-    if INDEX == 0:
-        gl.inline_asm_elementwise("bar.sync 8, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    elif INDEX == 1:
-        gl.inline_asm_elementwise("bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        gl.inline_asm_elementwise("bar.sync 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    """Consumer INDEX: wait until the one before it has started its products."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(FIRST_TURN + INDEX)], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _give_turn(INDEX: gl.constexpr):
-    """Consumer INDEX may start its products."""
-    if INDEX == 0:
-        gl.inline_asm_elementwise("bar.arrive 8, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    elif INDEX == 1:
-        gl.inline_asm_elementwise("bar.arrive 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    else:
-        gl.inline_asm_elementwise("bar.arrive 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    """Let consumer INDEX start its products."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(FIRST_TURN + INDEX)], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -367,6 +366,24 @@ SHORT = 1024
 """Queries of a head up to which, with a causal mask, two consumers beat three, as a tile has less above the diagonal,
 and turns pay at head_dim 128."""
 
+ROOM = 226 * 1024
+"""Bytes of shared memory for tiles, of 227 KiB that a program may have."""
+
+
+def for_rows(
+    tile: HopperTile, block_d: int, is_causal: bool, n_queries: int, window: int | None
+) -> tuple[HopperTile, bool]:
+    """The tile for rows of so many queries, and whether its consumers take turns.
+
+    Through a window there are two consumers as well, and no ring has more slots than fit beside queries and results.
+    """
+    is_short = is_causal and n_queries <= SHORT
+    consumers = 2 if is_short or window is not None else tile.consumers
+    own_rows = 64 * consumers * (2 if block_d <= 128 else 1)
+    slots = (ROOM // (2 * block_d) - own_rows) // (2 * tile.block)
+    tile = dataclasses.replace(tile, consumers=consumers, stages=min(tile.stages, slots))
+    return tile, block_d == 64 or (is_short and block_d == 128)
+
 
 def _arguments(
     kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float, tile: HopperTile, window: int | None = None
@@ -375,14 +392,13 @@ def _arguments(
 
     At head_dim 256 a program cannot load queries ahead, so that there each tile has its own.
     """
-    is_short = is_causal and tensors["q"].shape[2] <= SHORT
-    if is_short:
-        tile = dataclasses.replace(tile, consumers=2)
+    *_, n_queries, head_dim = tensors["q"].shape
+    block_d = hopper_block_of(head_dim)
+    tile, takes_turns = for_rows(tile, block_d, is_causal, n_queries, window)
     programs, named = on_hopper(kernel, tensors, is_causal, scale, tile, window)
-    block_d = named["BLOCK_D"]
     if block_d <= 128:
         programs = min(programs, torch.cuda.get_device_properties(tensors["q"].device).multi_processor_count)
-    return programs, named | {"TURNS": block_d == 64 or (is_short and block_d == 128)}
+    return programs, named | {"TURNS": takes_turns}
 
 
 launch_forward = Launcher(forward_kernel, _arguments)

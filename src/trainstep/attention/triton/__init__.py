@@ -192,10 +192,11 @@ def kernel_arguments(
 ) -> Launch:  # fmt: skip
     """`named`, and what else `kernel` has arguments for: pointers, strides, sizes and scales.
 
-    A program owns `own_rows` rows of a head. Programs that run at the same time share the other side's tensors through
-    the L2 cache: heads are started in sections whose shared tensors fill about half of it, and within a section the
-    tiles with the most work come first, so that the last programs to start are the short ones. sum_bytes: of a sum that
-    they share too, for each of its rows.
+    A program owns `own_rows` rows of a head, or works on as many at a time (`hopper/schedule.py`). Programs that run at
+    the same time share the other side's tensors through the L2 cache: heads are taken in equal sections whose shared
+    tensors fill half of it at most, and within a section, with a program for each tile, those with the most work come
+    first, so that the last programs to start are the short ones. sum_bytes: of a sum that they share too, for each of
+    its rows.
     """
     batch, heads, n_queries, head_dim = tensors["q"].shape
     kv_heads, n_keys = tensors["k"].shape[1:3]
