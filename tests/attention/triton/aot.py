@@ -103,20 +103,18 @@ def compile_hopper(
 
 def compile_fused(head_dim: int, is_causal: bool, *, has_window: bool = False) -> Compiled:
     """Hopper's single backward kernel, as it is for ordinary multi-head attention in bfloat16."""
-    stages, own_in_registers = hopper_backward.TILES[head_dim]
-    constants = {
-        "group": 1,
-        "IS_CAUSAL": is_causal,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": head_dim,
-        "STAGES": stages,
-        "OWN_REGS": own_in_registers,
-    }
+    constants = {"group": 1, "IS_CAUSAL": is_causal, "HEAD_DIM": head_dim, "BLOCK_D": head_dim}
     if not has_window:
         constants["window"] = None
-    descriptors = _descriptors({"q": 64, "k": 128, "v": 128, "do": 64}, head_dim)
-    for name, box in {"lse": [64], "delta": [64], "acc": [16, 256]}.items():
-        descriptors[f"{name}_desc"] = f"tensordesc<fp32{box},{gl.NVMMASharedLayout(0, 32, len(box))!r}>"
+    queries = 8192 // head_dim
+    descriptors = _descriptors({"q": queries, "k": 128, "v": 128, "do": queries}, head_dim)
+    descriptors["acc_desc"] = f"tensordesc<fp32{[16, 256]},{gl.NVMMASharedLayout(0, 32, 2)!r}>"
+    for name in ("lse", "delta"):
+        if head_dim == 64:
+            layout, of = gl.NVMMASharedLayout.get_default_for([queries, 16], gl.bfloat16), f"bf16{[queries, 16]}"
+        else:
+            layout, of = gl.NVMMASharedLayout(0, 32, 1), f"fp32{[queries]}"
+        descriptors[f"{name}_desc"] = f"tensordesc<{of},{layout!r}>"
     return _compile_gluon(hopper_backward.backward_kernel, constants, descriptors)
 
 

@@ -18,7 +18,7 @@ from tests.attention.budget import (
 )
 from trainstep.attention import FlashAttentionTriton, attention, flash
 from trainstep.attention.documents import bounds
-from trainstep.attention.hopper.dq_sum import launch_finish, launch_prepare
+from trainstep.attention.hopper.dq_sum import empty_statistic, launch_finish, launch_prepare
 from trainstep.attention.triton.backward import launch_dkdv, launch_dq
 from trainstep.attention.triton.forward import launch_forward
 from trainstep.attention.tuned import Tile
@@ -271,14 +271,24 @@ def test_what_comes_before_hoppers_single_backward_kernel(head_dim: int) -> None
     o, do = torch.randn(2, 2, 3, 200, head_dim).half()
     lse, scale, rows = torch.randn(2, 3, 200), 0.3, 256
     block_d = 64 if head_dim <= 64 else 128
-    lse_out, delta, acc = (torch.full((6 * rows * n,), float("nan")) for n in (1, 1, block_d))
+    acc = torch.full((6 * rows * block_d,), float("nan"))
+    lse_out, delta = (empty_statistic(6 * rows, block_d, acc.device).fill_(float("nan")) for _ in range(2))
     launch_prepare((o, do, lse, lse_out, delta, acc), scale)
-    lse_out, delta = lse_out.view(2, 3, rows), delta.view(2, 3, rows)
-    torch.testing.assert_close(lse_out[..., :200], -lse / scale)
-    torch.testing.assert_close(delta[..., :200], -(o.float() * do.float()).sum(-1))
+    lse_out, delta = (t.double().view(2, 3, rows, -1).sum(-1) for t in (lse_out, delta))
+    torch.testing.assert_close(lse_out[..., :200], -lse.double() / scale, rtol=2**-22, atol=0)
+    torch.testing.assert_close(delta[..., :200], -(o.double() * do.double()).sum(-1), rtol=2**-22, atol=1e-5)
     assert (lse_out[..., 200:] == -float("inf")).all()
     assert not delta[..., 200:].any()
     assert not acc.any()
+
+
+def test_summands_of_what_is_not_finite_add_up_to_it() -> None:
+    lse = torch.tensor([float("inf"), -float("inf"), float("nan"), 1e30, -1e-30, 0.0, 12345.678]).view(1, 1, 7)
+    rows = torch.randn(1, 1, 7, 64)
+    lse_out, delta = (empty_statistic(128, 64, lse.device) for _ in range(2))
+    launch_prepare((rows, rows, lse, lse_out, delta, torch.empty(128 * 64)), 1.0)
+    added = lse_out[:7].double().sum(-1)
+    torch.testing.assert_close(added, -lse.double().flatten(), rtol=2**-22, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
