@@ -181,9 +181,9 @@ def test_flash_memory_is_linear_in_the_length():
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "seq", "head_dim", "peak_gib"),  # measured on an H200 in bf16, 2026-11-22
-    [(1, 16, 16384, 64, 0.316406), (1, 32, 32768, 128, 2.51562), (16, 16, 1024, 128, 0.628906)],
+    ("batch", "heads", "seq", "head_dim", "peak_gib"),  # measured on an H200 in bf16, 2026-11-24
+    [(1, 16, 16384, 64, 0.330078), (1, 32, 32768, 128, 2.51562), (16, 16, 1024, 128, 0.628906)],
 )
 def test_flash_memory_with_the_sum_of_dq(batch, heads, seq, head_dim, peak_gib):
     memory = flash_memory(batch, heads, seq, head_dim, 2, sums_dq=True)
-    assert memory.peak / 2**30 == pytest.approx(peak_gib, rel=0.01)
+    assert memory.peak / 2**30 == pytest.approx(peak_gib, rel=0.005)

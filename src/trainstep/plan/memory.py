@@ -258,8 +258,10 @@ def flash_memory(
 
     `sums_dq`: backward is the one that adds up dQ in a float32 tensor of its own (head_dim at most 128).
     """
-    tensor = batch * heads * seq * head_dim * element_bytes
-    statistics = batch * heads * seq * 4  # float32
-    before = 5 * tensor + statistics
-    summed = 4 * batch * heads * seq * (64 if head_dim <= 64 else 128) if sums_dq else 0
-    return AttentionMemory(before, before + 3 * tensor + statistics + summed, 0)
+    rows = batch * heads * seq
+    tensor = rows * head_dim * element_bytes
+    before = 5 * tensor + rows * 4  # the log-sum-exp is float32
+    of_row = 4  # delta
+    if sums_dq:  # the sum, and both statistics as its kernel reads them
+        of_row = 4 * 64 + 64 if head_dim <= 64 else 4 * 128 + 8
+    return AttentionMemory(before, before + 3 * tensor + rows * of_row, 0)
