@@ -24,13 +24,13 @@ TOKENS = 200  # of no tile a multiple
 
 def ours() -> set[JITFunction]:
     """The kernels of the package: what is launched, not what those call."""
-    kernels = set()
-    for package in (attention, fused):
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            for name, value in vars(importlib.import_module(found.name)).items():
-                if isinstance(value, JITFunction) and name.endswith("_kernel"):
-                    kernels.add(value)
-    return kernels
+    modules = [
+        importlib.import_module(found.name)
+        for package in (attention, fused)
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    ]
+    values = [value for module in modules for value in vars(module).values()]
+    return {value for value in values if isinstance(value, JITFunction) and value.__name__.endswith("_kernel")}
 
 
 def launched() -> set[Any]:
@@ -46,11 +46,21 @@ def launched() -> set[Any]:
     return kernels
 
 
-def attend(head_dim: int, dtype: torch.dtype, *, is_deterministic: bool = False, **scoring: Any) -> None:
-    """Forward and backward of four heads that share two heads of keys and values."""
+def attend(
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    tokens: int = TOKENS,
+    queries: int | None = None,
+    batch: int = 1,
+    is_deterministic: bool = False,
+    **scoring: Any,
+) -> None:
+    """Forward and backward of four heads that share two heads of keys and values; queries: as many as keys."""
     torch.use_deterministic_algorithms(is_deterministic)
     q, k, v = (
-        torch.randn(1, heads, TOKENS, head_dim, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2)
+        torch.randn(batch, heads, length, head_dim, device="cuda", dtype=dtype, requires_grad=True)
+        for heads, length in ((4, queries or tokens), (2, tokens), (2, tokens))
     )
     flash_attention(q, k, v, **scoring).sum().backward()
     torch.use_deterministic_algorithms(False)
@@ -63,6 +73,12 @@ def attend_all() -> None:
             attend(head_dim, torch.bfloat16, is_causal=is_causal)
             attend(head_dim, torch.float16, is_causal=is_causal, is_deterministic=True)
         attend(head_dim, torch.bfloat16, is_causal=True, window=50)
+        attend(head_dim, torch.bfloat16, queries=70)
+    for head_dim in (40, 96):  # less than a tile has
+        attend(head_dim, torch.bfloat16, is_causal=True)
+        attend(head_dim, torch.bfloat16, is_causal=True, is_deterministic=True)
+    attend(64, torch.bfloat16, is_causal=True, tokens=700, window=511)  # steps without a mask between masked ones
+    attend(64, torch.bfloat16, is_causal=True, batch=100)  # more tiles than multiprocessors
     for head_dim in (32, 128):
         attend(head_dim, torch.float32, is_causal=True)
         attend(head_dim, torch.bfloat16, is_causal=True, window=50, cu_seqlens=offsets)

@@ -159,6 +159,19 @@ def test_nan_and_infinity_in_float32(precision: PrecisionName, allowed: float) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_nan_reaches_no_other_querys_gradient(head_dim: int) -> None:
+    q, k, v, do = Case(300, 300, head_dim).inputs(torch.bfloat16, "cuda")
+    right = value_and_gradients(flash(True), q, k, v, do)
+    q[:, :, 200, 3] = float("nan")
+    actual = value_and_gradients(flash(True), q, k, v, do)
+    others = torch.arange(300, device="cuda") != 200
+    for name in ("o", "dq"):
+        assert actual[name][:, :, 200].isnan().all()
+        torch.testing.assert_close(actual[name][:, :, others], right[name][:, :, others])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("length", [1000, 4096])
 def test_float32_stays_within_the_budget_of_long_sums(length: int, head_dim: int) -> None:
     q, k, v, do = Case(length, length, head_dim, heads=1, kv_heads=1).inputs(torch.float32, "cuda")

@@ -39,7 +39,7 @@ def requests(browser: Any) -> list[str]:
     """Every address the page has asked for since it was opened, without those of the browser's own start page."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     urls = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
-    return [url for url in urls if not url.startswith("chrome://")]
+    return [url for url in urls if not url.startswith(("chrome://", "chrome-untrusted://"))]
 
 
 def complaints(browser: Any) -> list[str]:

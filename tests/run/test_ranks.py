@@ -1,6 +1,7 @@
 """Several ranks under torchrun: each has its rows, and the one that the others wait for is told."""
 
 import os
+import statistics
 import subprocess
 import sys
 
@@ -27,7 +28,10 @@ def test_the_late_rank_is_told_by_what_it_did_before_the_others_waited(tmp_path)
     assert first.times["communication"].median > 15, "it waits for the other one"
     assert last.times["communication"].median < 15
     assert last.times["own"].median > first.times["own"].median + 15
-    assert last.times["step"].median == pytest.approx(first.times["step"].median, rel=0.3)
+    lasted = [
+        statistics.mean(row.samples["step"]) for row in (first, last)
+    ]  # a step of one may end in the other's next
+    assert lasted[1] == pytest.approx(lasted[0], rel=0.3)
     (finding,) = late_ranks(rows)
     assert (finding.id, finding.figures["rank"], finding.figures["phase"]) == ("ranks.late", 1, "loss")
     assert last.latest_share > 0.8

@@ -228,8 +228,9 @@ class AttentionMemory:
     scaled ones, and masks of a byte per score of one head are alive too.
 
     Flash. No score matrix exists. Backward needs o and the log-sum-exp (one float32 per query), and adds the three
-    gradients and one more float32 per query (the row sums of dO ∘ O). Our single backward kernel on Hopper also sums dQ
-    in float32, with head_dim rounded up to 64 or 128.
+    gradients and one more float32 per query (the row sums of dO ∘ O). Our single backward kernel on Hopper sums dQ
+    in float32, with head_dim rounded up to 64 or 128, and in the place of that one number has both statistics of a
+    query in a form of its own: 64 bytes up to head_dim 64, 8 above.
     """
 
     before_backward: int  # alive between forward and backward

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -17,6 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from trainstep.attention.hopper import backward as hopper_backward
 from trainstep.attention.hopper import dkdv as hopper_dkdv
 from trainstep.attention.hopper import dq as hopper_dq
+from trainstep.attention.hopper import dq_sum
 from trainstep.attention.hopper import forward as hopper_forward
 from trainstep.attention.triton import backward, forward
 from trainstep.attention.tuned import HopperTile, Tile
@@ -106,15 +108,13 @@ def compile_fused(head_dim: int, is_causal: bool, *, has_window: bool = False) -
     constants = {"group": 1, "IS_CAUSAL": is_causal, "HEAD_DIM": head_dim, "BLOCK_D": head_dim}
     if not has_window:
         constants["window"] = None
-    queries = 8192 // head_dim
+    queries = hopper_backward.TILE_SIZE.value // head_dim
     descriptors = _descriptors({"q": queries, "k": 128, "v": 128, "do": queries}, head_dim)
-    descriptors["acc_desc"] = f"tensordesc<fp32{[16, 256]},{gl.NVMMASharedLayout(0, 32, 2)!r}>"
-    for name in ("lse", "delta"):
-        if head_dim == 64:
-            layout, of = gl.NVMMASharedLayout.get_default_for([queries, 16], gl.bfloat16), f"bf16{[queries, 16]}"
-        else:
-            layout, of = gl.NVMMASharedLayout(0, 32, 1), f"fp32{[queries]}"
-        descriptors[f"{name}_desc"] = f"tensordesc<{of},{layout!r}>"
+    descriptors["acc_desc"] = f"tensordesc<fp32{[dq_sum.SUM_ROWS.value, 256]},{gl.NVMMASharedLayout(0, 32, 2)!r}>"
+    statistic = dq_sum.statistic_tiles(dq_sum.empty_statistic(queries, head_dim, torch.device("cpu")), queries)
+    of = {torch.float32: "fp32", torch.bfloat16: "bf16"}[statistic.base.dtype]
+    for name in ("lse_desc", "delta_desc"):
+        descriptors[name] = f"tensordesc<{of}{statistic.block_shape},{statistic.layout!r}>"
     return _compile_gluon(hopper_backward.backward_kernel, constants, descriptors)
 
 

@@ -282,7 +282,7 @@ def test_what_comes_before_hoppers_single_backward_kernel(head_dim: int) -> None
     assert not acc.any()
 
 
-def test_summands_of_what_is_not_finite_add_up_to_it() -> None:
+def test_summands_add_up_to_any_number() -> None:
     lse = torch.tensor([float("inf"), -float("inf"), float("nan"), 1e30, -1e-30, 0.0, 12345.678]).view(1, 1, 7)
     rows = torch.randn(1, 1, 7, 64)
     lse_out, delta = (empty_statistic(128, 64, lse.device) for _ in range(2))

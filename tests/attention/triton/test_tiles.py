@@ -154,6 +154,8 @@ def test_every_hopper_configuration_compiles_and_fits(compilers: Executor) -> No
             own = [int(barrier) for barrier in re.findall(r"\bbar(?:rier)?\.\S+\s+(\d+)", result.ptx)]
             assert max(own) < FIRST_TURN.value, "Triton's own barriers are no consumer's turn"
     for row, result in compiled:
+        if row in fused:
+            assert "cp.reduce.async.bulk.tensor" in result.ptx, row
         assert result.shared_bytes <= LIMITS["sm_90"], row
         assert "wgmma.mma_async" in result.ptx, row
         assert "cp.async.bulk.tensor" in result.ptx, row
@@ -173,7 +175,7 @@ def _writes_before_the_roles(ptx: str) -> tuple[set[int], set[int]]:
     assert start.count("mbarrier.init") == ptx.count("mbarrier.init")
     offset_of = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", start))
     barriers = [int(offset_of[register]) for register in re.findall(r"mbarrier\.init\S* \[(%r\d+)\]", start)]
-    stores = re.findall(r"st\.shared(?:\.v(\d))?\.b(\d+)\s+\[global_smem\+(\d+)\]", start)
+    stores = re.findall(r"st\.shared(?:\.v(\d))?\.b(\d+)\s+\[(?:global_smem|%r\d+)\+(\d+)\]", start)
     written = [(int(offset), int(count or 1) * int(bits) // 8) for count, bits, offset in stores]
     return (
         {byte for first in barriers for byte in range(first, first + 8)},

@@ -88,23 +88,23 @@ def _copy_statistic(desc, row, tile, full, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def _walk(
-    dk, dv, place, shared, shift, from_tile, to_tile, head_place, rows, scale_log2,
+    dk, dv, place, shared, shift, from_tile, to_tile, head_place, own, scale_log2,
     MASKED: gl.constexpr, TAIL: gl.constexpr, IS_CAUSAL: gl.constexpr, INDEX: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """Add dSᵀ Q, Pᵀ dO and dS K over one head's tiles of queries from_tile, …, to_tile - 1.
 
-    shift: how many more tiles than its number were walked before a tile. head_place: where in the sum this consumer's
-    first half of this head's dQ goes.
-    place: where the half goes that is one tile late, -1 for none; so it is returned.
+    Before the tile `index` the program has walked index + shift of them, over all heads. head_place: where in the sum
+    this consumer's first half of this head's dQ goes. place: where the half goes that is one tile late, -1 for none; so
+    it is returned.
     """
     TILE_ROWS: gl.constexpr = TILE_SIZE // BLOCK_D
     for index in range(from_tile, to_tile):
         tile = index + shift
         start = index * TILE_ROWS
         if BLOCK_D == 64:
-            dk, dv = step_of_128(dk, dv, place, shared, tile, start, rows, scale_log2, MASKED, TAIL, IS_CAUSAL, INDEX)
+            dk, dv = step_of_128(dk, dv, place, shared, tile, start, own, scale_log2, MASKED, TAIL, IS_CAUSAL, INDEX)
         else:
-            dk, dv = step_of_64(dk, dv, place, shared, tile, start, rows, scale_log2, MASKED, TAIL, IS_CAUSAL, INDEX)
+            dk, dv = step_of_64(dk, dv, place, shared, tile, start, own, scale_log2, MASKED, TAIL, IS_CAUSAL, INDEX)
         place = head_place + index * (2 * SUM_ROWS)
     return dk, dv, place
 
@@ -135,7 +135,7 @@ def _consume(
     (first_key, query_head, group, first_tile, clear_tile, tail_tile, n_tiles, stat_rows, n_keys, window, scale,
      scale_log2) = sizes  # fmt: skip
     DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    rows = (_keys_from(first_key + INDEX * ROWS, n_keys, IS_CAUSAL), n_keys, window)
+    own = (_keys_from(first_key + INDEX * ROWS, n_keys, IS_CAUSAL), n_keys, window)
     mbarrier.wait(own_full.index(0), 0)
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, DK_LAYOUT)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, DK_LAYOUT)
@@ -146,19 +146,19 @@ def _consume(
     for member in range(group):
         shift = member * per_head - first_tile
         dk, dv, place = _walk(
-            dk, dv, place, shared, shift, first_tile, clear_tile, head_place, rows, scale_log2,
+            dk, dv, place, shared, shift, first_tile, clear_tile, head_place, own, scale_log2,
             True, False, IS_CAUSAL, INDEX, BLOCK_D,
         )  # fmt: skip
         if window is None or BLOCK_D == 64:
             dk, dv, place = _walk(
-                dk, dv, place, shared, shift, clear_tile, tail_tile, head_place, rows, scale_log2,
+                dk, dv, place, shared, shift, clear_tile, tail_tile, head_place, own, scale_log2,
                 False, False, IS_CAUSAL, INDEX, BLOCK_D,
             )  # fmt: skip
         if window is not None:
-            own_tile, _head = _tile_again(results)
-            rows = (_keys_from(own_tile * KEYS + INDEX * ROWS, n_keys, IS_CAUSAL), n_keys, window)
+            tile, _head = _tile_again(results)
+            own = (_keys_from(tile * KEYS + INDEX * ROWS, n_keys, IS_CAUSAL), n_keys, window)
             dk, dv, place = _walk(
-                dk, dv, place, shared, shift, tail_tile, n_tiles, head_place, rows, scale_log2,
+                dk, dv, place, shared, shift, tail_tile, n_tiles, head_place, own, scale_log2,
                 True, True, IS_CAUSAL, INDEX, BLOCK_D,
             )  # fmt: skip
         head_place += stat_rows // ROWS * BLOCKS * SUM_ROWS
@@ -228,7 +228,7 @@ def backward_kernel(
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ds_tiles = gl.allocate_shared_memory(q_desc.dtype, [2 * TILE_ROWS // ROWS, KEYS, ROWS], DS_LAYOUT)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, SUM_ROWS, 256], acc_desc.layout)
-    ones = lse_tiles
+    ones = lse_tiles  # above head_dim 64 nothing reads it
     if BLOCK_D == 64:
         ones = gl.allocate_shared_memory(gl.bfloat16, [ROWS, SUMMANDS], lse_desc.layout)
         ones.store(gl.full([ROWS, SUMMANDS], 1.0, gl.bfloat16, gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])))
@@ -238,7 +238,7 @@ def backward_kernel(
     empty = make_barriers(STAGES, 2)
     ds_full = make_barriers(2, 2)
 
-    shared = (
+    shared = (  # in this order: some take the first of them alone
         ds_tiles, dq_tiles, acc_desc, ds_full, k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ones,
         full, empty,
     )  # fmt: skip

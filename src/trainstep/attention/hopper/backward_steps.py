@@ -1,9 +1,16 @@
 """What a consumer of the one-kernel backward does with a tile of queries: its part of five products.
 
-A tile has 128 queries at head_dim 64 and 64 at 128, where the gradients of 64 keys leave registers for no more. Shared
-memory is what 64 columns wait for: a product of 64 rows and 64 columns reads as much of it as it can, one with 128
-columns three quarters of that. So at head_dim 64 scores have 128 columns, and what belongs to each query is no vector
-to be loaded, but three summands of 8 bits that a product with ones adds up.
+A tile has 128 queries up to head_dim 64 (`step_of_128`) and 64 above (`step_of_64`), where the gradients of 64 keys
+leave registers for no more. What 64 features wait for most is shared memory: a product of 64 rows and 64 columns reads
+as much of it as it can, one with 128 columns three quarters of that. So scores have 128 columns there, and what belongs
+to each query is no vector to be loaded, but three summands of 8 bits that a product with ones adds up.
+
+A step takes and returns dk and dv [64, BLOCK_D] of the consumer's keys, float32. Besides:
+    place: where in dQ's sum the half of the tile before goes, whose dQ it makes; -1 for none.
+    shared: see `backward_kernel`, which makes it.
+    tile: how many the program has walked before.
+    start: the tile's first query.
+    own: the numbers of the consumer's keys, how many there are in all, and the window.
 """
 
 from triton._C.libtriton import ir
@@ -18,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from trainstep.attention.hopper import own_tile, wait_filled
+from trainstep.attention.hopper import own_tile, release, tile_of, wait_filled
 from trainstep.attention.hopper.dq_sum import in_fragment_order
 
 ROWS = gl.constexpr(64)  # keys of one consumer, and columns of a product
@@ -77,9 +84,9 @@ def add_dq(shared, place, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def _masked(scores_t, start, rows, TAIL: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def _masked(scores_t, start, own, TAIL: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """-inf for what the queries from start on do not see. TAIL: past the diagonal, where only a window cuts."""
-    keys, n_keys, window = rows
+    keys, n_keys, window = own
     queries = gl.arange(0, ROWS, layout=gl.SliceLayout(0, SCORES))
     if not TAIL:
         if IS_CAUSAL:
@@ -102,17 +109,17 @@ def _halves(t):
 
 @gluon.jit
 def step_of_64(
-    dk, dv, place, shared, tile, start, rows, scale_log2,
+    dk, dv, place, shared, tile, start, own, scale_log2,
     MASKED: gl.constexpr, TAIL: gl.constexpr, IS_CAUSAL: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
-    """Add what 64 queries of 128 features give; see `walk`."""
+    """Add what 64 queries give, of more than 64 features."""
     (ds_tiles, _dq_tiles, _acc_desc, ds_full, k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, _ones,
      full, empty) = shared  # fmt: skip
     BLOCK_D: gl.constexpr = 128
     FROM_REGISTERS: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     slot = tile % STAGES
     wait_filled(full, tile, tile + 1, STAGES)
-    window = rows[2]
+    window = own[2]
     if window is not None:  # later, its address would take registers that masks need
         v = own_tile(v_tiles, KEYS, BLOCK_D).slice(INDEX * ROWS, ROWS, 0)
     # Products that start from -lse / scale and -delta need neither subtracted afterwards.
@@ -121,8 +128,8 @@ def step_of_64(
     dp_t = gl.broadcast(delta_tiles.index(slot).load(gl.SliceLayout(0, SCORES))[None, :], nothing)[0]
     # Nothing is in flight: this only keeps the compiler from setting dp_t up after the first product.
     scores_t, dp_t = warpgroup_mma_wait(0, [scores_t, dp_t])
-    q = q_tiles.index(slot).reshape([ROWS, BLOCK_D])
-    do = do_tiles.index(slot).reshape([ROWS, BLOCK_D])
+    q = tile_of(q_tiles, tile, STAGES, ROWS, BLOCK_D)
+    do = tile_of(do_tiles, tile, STAGES, ROWS, BLOCK_D)
     k = own_tile(k_tiles, KEYS, BLOCK_D).slice(INDEX * ROWS, ROWS, 0)
     if window is None:
         v = own_tile(v_tiles, KEYS, BLOCK_D).slice(INDEX * ROWS, ROWS, 0)
@@ -130,7 +137,7 @@ def step_of_64(
     dp_t = warpgroup_mma(v, do.permute([1, 0]), dp_t, is_async=True)
     scores_t = warpgroup_mma_wait(1, [scores_t])
     if MASKED:
-        scores_t = _masked(scores_t, start, rows, TAIL, IS_CAUSAL)
+        scores_t = _masked(scores_t, start, own, TAIL, IS_CAUSAL)
     p_t = gl.exp2(scores_t * scale_log2)
     dv = warpgroup_mma(gl.convert_layout(p_t.to(do.dtype), FROM_REGISTERS), do, dv, is_async=True)
     dp_t = warpgroup_mma_wait(1, [dp_t])
@@ -145,7 +152,7 @@ def step_of_64(
     mbarrier.arrive(ds_full.index(tile % 2), count=1)
     add_dq(shared, place, INDEX)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
-    mbarrier.arrive(empty.index(slot), count=1)
+    release(empty, tile, STAGES)
     return dk, dv
 
 
@@ -159,18 +166,18 @@ def _start_dp(ones, delta, v, do):
 
 @gluon.jit
 def step_of_128(
-    dk, dv, place, shared, tile, start, rows, scale_log2,
+    dk, dv, place, shared, tile, start, own, scale_log2,
     MASKED: gl.constexpr, TAIL: gl.constexpr, IS_CAUSAL: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
-    """Add what 128 queries of 64 features give, half by half, so that products wait while exponentials are made."""
+    """Add what 128 queries give, of 64 features at most, by halves: products wait while exponentials are made."""
     (ds_tiles, _dq_tiles, _acc_desc, ds_full, k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ones,
      full, empty) = shared  # fmt: skip
     BLOCK_D: gl.constexpr = 64
     FROM_REGISTERS: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     slot = tile % STAGES
     wait_filled(full, tile, tile + 1, STAGES)
-    q = q_tiles.index(slot).reshape([2 * ROWS, BLOCK_D])
-    do = do_tiles.index(slot).reshape([2 * ROWS, BLOCK_D])
+    q = tile_of(q_tiles, tile, STAGES, 2 * ROWS, BLOCK_D)
+    do = tile_of(do_tiles, tile, STAGES, 2 * ROWS, BLOCK_D)
     q_a = q.slice(0, ROWS, 0)
     q_b = q.slice(ROWS, ROWS, 0)
     do_a = do.slice(0, ROWS, 0)
@@ -188,8 +195,8 @@ def step_of_128(
         scores_t = warpgroup_mma_wait(0, [scores_t])
     s_a, s_b = _halves(scores_t)
     if MASKED:
-        s_a = _masked(s_a, start, rows, TAIL, IS_CAUSAL)
-        s_b = _masked(s_b, start + ROWS, rows, TAIL, IS_CAUSAL)
+        s_a = _masked(s_a, start, own, TAIL, IS_CAUSAL)
+        s_b = _masked(s_b, start + ROWS, own, TAIL, IS_CAUSAL)
     p_a = gl.exp2(s_a * scale_log2)
     dv = warpgroup_mma(gl.convert_layout(p_a.to(q.dtype), FROM_REGISTERS), do_a, dv, is_async=True)
     if MASKED:  # not before: masks take the registers
@@ -214,5 +221,5 @@ def step_of_128(
     mbarrier.arrive(ds_full.index(tile % 2), count=1)
     add_dq(shared, place, INDEX)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
-    mbarrier.arrive(empty.index(slot), count=1)
+    release(empty, tile, STAGES)
     return dk, dv

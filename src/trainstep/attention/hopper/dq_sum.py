@@ -18,7 +18,7 @@ from trainstep.attention.triton import SIZES, Launch, Launcher, pointers_and_str
 from trainstep.attention.tuned import hopper_block_of
 
 SUM_ROWS = gl.constexpr(16)  # a 64 x 64 block of the sum is passed around as [16, 256]
-SUMMANDS = gl.constexpr(16)  # numbers for a row's statistic at head_dim 64: what one product with ones adds up
+SUMMANDS = gl.constexpr(16)  # numbers for a row's statistic up to head_dim 64: what one product with ones adds up
 
 
 @gluon.jit
@@ -55,7 +55,7 @@ def prepare_dq_kernel(
 ):  # fmt: skip
     """-lse / scale, -delta = -rowsum(dO ∘ O) and zeros in dQ's accumulator, for 64 queries of one head.
 
-    At head_dim 64 the first two are `SUMMANDS` each, bfloat16; above, float32.
+    Up to head_dim 64 the first two are `SUMMANDS` each, bfloat16; above, float32.
     """
     tile = tl.program_id(0) % (stat_rows // 64)
     batch_head = (tl.program_id(0) // (stat_rows // 64)).to(tl.int64)
