@@ -22,15 +22,20 @@ from trainstep.fused import linear_cross_entropy, rope
 TOKENS = 200  # of no tile a multiple
 
 
-def ours() -> set[JITFunction]:
-    """The kernels of the package: what is launched, not what those call."""
+def values() -> list[Any]:
+    """What the modules of attention and of the fused operators define, and what their tables hold."""
     modules = [
         importlib.import_module(found.name)
         for package in (attention, fused)
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ]
-    values = [value for module in modules for value in vars(module).values()]
-    return {value for value in values if isinstance(value, JITFunction) and value.__name__.endswith("_kernel")}
+    defined = [value for module in modules for value in vars(module).values()]
+    return [*defined, *(each for table in defined if isinstance(table, dict) for each in table.values())]
+
+
+def ours() -> set[JITFunction]:
+    """The kernels of the package: what is launched, not what those call."""
+    return {each for each in values() if isinstance(each, JITFunction) and each.__name__.endswith("_kernel")}
 
 
 def launched() -> set[Any]:
