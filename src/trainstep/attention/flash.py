@@ -12,7 +12,7 @@ from torch import Tensor
 from trainstep.attention import documents
 from trainstep.attention.inputs import describe
 from trainstep.attention.scoring import Scoring, checked
-from trainstep.attention.triton import backward, forward
+from trainstep.attention.triton import Launcher, backward, forward
 from trainstep.attention.tuned import hopper_tile_for, tile_for
 from trainstep.errors import UnsupportedError, refuse_create_graph
 
@@ -201,16 +201,18 @@ def _gradients(
             q, k, v, do = map(for_copy_engine, (q, k, v, do))
             dq_tile, dkdv_tile = (hopper_tile_for(kernel, q.shape[-1], is_causal) for kernel in ("dq", "dkdv"))
             stat = hopper_dq.empty_statistics(q, dq_tile)
-            hopper_dq.launch_dq((q, k, v, do, o, lse, stat, d_q), is_causal, magnitude, dq_tile)
-            hopper_dkdv.launch_dkdv((q, k, v, do, stat, d_k, d_v), is_causal, magnitude, dkdv_tile)
+            Launcher.in_turn(
+                (hopper_dq.launch_dq, (q, k, v, do, o, lse, stat, d_q), (is_causal, magnitude, dq_tile)),
+                (hopper_dkdv.launch_dkdv, (q, k, v, do, stat, d_k, d_v), (is_causal, magnitude, dkdv_tile)),
+            )
         else:
             dq_portable, dkdv_portable = (tile_for(kernel, q, is_causal) for kernel in ("dq", "dkdv"))
             delta = torch.empty_like(lse)
-            backward.launch_dq(
-                (q, k, v, o, do, lse, delta, d_q, *band), is_causal, magnitude, dq_portable, window, softcap
+            ours, theirs = (q, k, v, o, do, lse, delta, d_q, *band), (q, k, v, do, lse, delta, d_k, d_v, *band)
+            Launcher.in_turn(
+                (backward.launch_dq, ours, (is_causal, magnitude, dq_portable, window, softcap)),
+                (backward.launch_dkdv, theirs, (is_causal, magnitude, dkdv_portable, window, softcap)),
             )
-            tensors = (q, k, v, do, lse, delta, d_k, d_v, *band)
-            backward.launch_dkdv(tensors, is_causal, magnitude, dkdv_portable, window, softcap)
         d_q = d_q.reshape(q_shape)
         return (d_q if sign == 1 else d_q * sign), d_k.reshape(k_shape), d_v.reshape(k_shape)
 

@@ -1,10 +1,14 @@
 """What `Launcher` remembers of a launch, and what it must not: told by a kernel that only writes down its arguments."""
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from triton.runtime._async_compile import active_mode
+from triton.runtime.jit import JITFunction
 
 from trainstep.attention.triton import Launch, Launcher
 
@@ -105,3 +109,43 @@ def test_no_memory_is_kept_alive() -> None:
     ((_, kept, _),) = launch._prepared.values()
     assert kept[0].base is None
     assert not any(isinstance(argument, Tensor) for argument in kept)
+
+
+class Compiling(Kernel, JITFunction):
+    """One that Triton compiles: all of those that share `together` are being compiled before any of them is done."""
+
+    def __init__(self, together: threading.Barrier, launched: list[tuple[Any, ...]]) -> None:
+        super().__init__()
+        self._together, self.launched = together, launched
+
+    def warmup(self, *args: Any, grid: Any, **named: Any) -> Any:
+        mode = active_mode.get()
+        assert mode is not None
+        return mode.submit(id(self), lambda: self._together.wait(timeout=30), lambda kernel: None)
+
+
+def test_what_is_new_in_one_call_is_compiled_at_the_same_time_and_launched_in_turn() -> None:
+    together, order = threading.Barrier(2), list[tuple[Any, ...]]()
+    first, second = (Launcher(Compiling(together, order), arguments) for _ in range(2))
+    a, b = torch.empty(8), torch.empty(8)
+    for _ in range(2):
+        Launcher.in_turn((first, (a, b), (2,)), (second, (b, a), (4,)))
+        assert [(grid, size) for (grid, *_), size in zip(order, (4, 2), strict=True)] == [
+            ((4, 1, 1), 4),
+            ((2, 1, 1), 2),
+        ]
+        order.clear()
+    assert together.n_waiting == 0
+    assert not together.broken
+    Launcher.in_turn((first, (a, b), (2,)), (second, (b, a), (2,)))  # one alone is new: nothing to wait for
+    assert len(order) == 2
+
+
+def test_what_a_compiler_says_in_another_thread_is_raised() -> None:
+    broken = threading.Barrier(2)
+    broken.abort()
+    first, second = (Launcher(Compiling(broken, []), arguments) for _ in range(2))
+    both = torch.empty(8)
+    with pytest.raises(threading.BrokenBarrierError):
+        Launcher.in_turn((first, (both, both), (2,)), (second, (both, both), (2,)))
+    assert active_mode.get() is None

@@ -296,6 +296,8 @@ def launch_backward(tensors: Sequence[Tensor], is_causal: bool, scale: float, wi
     block_d = hopper_block_of(q.shape[-1])
     lse_out, delta = (empty_statistic(rows, block_d, q.device) for _ in range(2))
     acc = torch.empty((rows * block_d // 256, 256), dtype=torch.float32, device=q.device)
-    launch_prepare((o, do, lse, lse_out, delta, acc), scale)
-    launch_products((q, k, v, do, lse_out, delta, acc, dk, dv), is_causal, scale, window)
-    launch_finish((dq, acc), scale)
+    Launcher.in_turn(
+        (launch_prepare, (o, do, lse, lse_out, delta, acc), (scale,)),
+        (launch_products, (q, k, v, do, lse_out, delta, acc, dk, dv), (is_causal, scale, window)),
+        (launch_finish, (dq, acc), (scale,)),
+    )

@@ -4,14 +4,19 @@ Here is what they share, with each other and with Hopper's kernels: which progra
 products of tiles, and launching without examining every argument again.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from trainstep.attention.tuned import Tile, block_of, multiply_precision
 
@@ -238,8 +243,28 @@ class Launcher:
         """The kernel compiled last, with what the compiler said of it (`n_spills`, `n_regs`)."""
 
     def __call__(self, tensors: Sequence[Tensor], *settings: Any) -> None:
+        self._launch(self._key(tensors, settings), tensors, settings)
+
+    @staticmethod
+    def in_turn(*launches: tuple[Launcher, Sequence[Tensor], tuple[Any, ...]]) -> None:
+        """Launch each (launcher, tensors, settings) after the other; what is new is compiled at the same time."""
+        keys = [launcher._key(tensors, settings) for launcher, tensors, settings in launches]
+        new = [each for key, each in zip(keys, launches, strict=True) if key not in each[0]._prepared]
+        if len(new) > 1 and all(isinstance(launcher._kernel, JITFunction) for launcher, *_ in new):
+            Context().run(_compile, new)  # its own: where a compiler fails, Triton leaves the mode of its threads set
+        for key, (launcher, tensors, settings) in zip(keys, launches, strict=True):
+            launcher._launch(key, tensors, settings)
+
+    @staticmethod
+    def _key(tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> tuple[Any, ...]:
         same = (tensors[0].device, multiply_precision(tensors[0].dtype), settings)
-        key = (*same, *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors))
+        return (*same, *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors))
+
+    def _named(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        names = tensor_names(self._kernel)
+        return dict(zip(names[: len(tensors)] if names[-1] == "bounds" else names, tensors, strict=True))
+
+    def _launch(self, key: tuple[Any, ...], tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> None:
         prepared = self._prepared.get(key)
         if prepared is None:
             self._first(key, tensors, settings)
@@ -253,9 +278,7 @@ class Launcher:
 
     def _first(self, key: Any, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> None:
         tensors = [t.detach() for t in tensors]  # told apart below, also where a caller passes one tensor twice
-        names = tensor_names(self._kernel)
-        by_name = dict(zip(names[: len(tensors)] if names[-1] == "bounds" else names, tensors, strict=True))
-        programs, named = self._arguments(self._kernel, by_name, *settings)
+        programs, named = self._arguments(self._kernel, self._named(tensors), *settings)
         grid = (programs, 1, 1)
         compiled = self._kernel[grid](**named)
         if compiled is None:  # Triton's interpreter has nothing to remember
@@ -270,6 +293,13 @@ class Launcher:
                 places.append((position, next(which for which, each in enumerate(tensors) if each is tensor)))
                 arguments[position] = None if tensor is argument else _over(argument, None)  # keep no memory alive
         self._prepared[key] = (compiled[grid], arguments, places)
+
+
+def _compile(launches: Sequence[tuple[Launcher, Sequence[Tensor], tuple[Any, ...]]]) -> None:
+    with ThreadPoolExecutor(len(launches)) as threads, triton.AsyncCompileMode(threads):
+        for launcher, tensors, settings in launches:
+            programs, named = launcher._arguments(launcher._kernel, launcher._named(tensors), *settings)
+            launcher._kernel.warmup(grid=(programs, 1, 1), **named)
 
 
 def _over(descriptor: Any, tensor: Tensor | None) -> Any:
