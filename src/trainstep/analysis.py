@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from trainstep.bench.allocations import allocation_records
-from trainstep.bench.check.step import first_form, plain_form
+from trainstep.bench.check.step import StepCheck, first_form, plain_form
 from trainstep.bench.ladder import climb
 from trainstep.bench.profile import ceiling_records, profile_records
-from trainstep.bench.step import StepCase, case_columns, run_cases
+from trainstep.bench.step import StepCase, case_columns, plainest, run_cases
 from trainstep.blocks import find_blocks
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
@@ -98,13 +98,15 @@ def analysis_records(
     is_checked = not quick and config != plain_form(config)  # what is plain has nothing plainer beside it
     on_part("phases of the step and its warm-up" + (", checked beside the plain step" if is_checked else ""))
     warmups, timed = (QUICK_WARMUPS, min(steps, QUICK_STEPS)) if quick else (WARMUPS, steps)
-    yield from run_cases([StepCase(source, config, "step", each, timed) for each in warmups], check=is_checked)
+    cases = [StepCase(source, config, "step", each, timed) for each in warmups]
+    judge = StepCheck(source, plainest(config))  # the plain step is taken once for all that is judged
+    yield from run_cases(cases, check=is_checked, judge=judge)
     on_part("memory: every allocation of a step")
     yield from allocation_records(source, config)
     on_part("what the device reaches")
     yield from ceiling_records(device)
     if not quick:
-        yield from climb(source, first_form(source, config), steps=steps, on_part=on_part)
+        yield from climb(source, first_form(source, config), steps=steps, judge=judge, on_part=on_part)
     # Last: on a GPU the profiler's library stays in the process, and every launch after it takes 1.4 times as long.
     on_part("kernels: a step under the profiler")
     against, profiled = (2, 1) if quick else (PROFILED_AGAINST, 2)

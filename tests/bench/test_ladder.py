@@ -439,6 +439,53 @@ def test_the_first_rung_that_fits_becomes_the_reference(monkeypatch):
     assert records[1].gradient_error < records[1].error_budget < 1e-5
 
 
+def test_what_was_too_large_is_tried_again_right_after_the_first_rung_that_fits(monkeypatch):
+    """Long contexts had no bf16: its rung came before that of the attention that made room for it."""
+    monkeypatch.setattr(ladder, "StepCheck", Trusting)
+
+    def build(step):
+        if step.attention == "eager":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return SOURCE.build(step)
+
+    changes = {
+        "fused": {"optimizer": "adamw-fused"},
+        "bf16": {"precision": "bf16"},
+        "sdpa": {"attention": "sdpa"},
+        "chunked": {"loss": "chunked"},
+    }
+    rungs = [Rung(name, change) for name, change in changes.items()]
+    records = climb_with(monkeypatch, rungs, WorkloadSource("big", build, TOY), steps=7)
+    tried = [(record.rung, record.status, record.attention) for record in records]
+    assert tried[:6] == [
+        ("baseline", "out of memory", "eager"),
+        ("fused", "out of memory", "eager"),
+        ("bf16", "out of memory", "eager"),
+        ("sdpa", "ok", "sdpa"),
+        ("fused, on the top", "ok", "sdpa"),
+        ("bf16, on the top", "ok", "sdpa"),
+    ]
+    assert [rung for rung, *_ in tried[6:]] in (["chunked"], ["chunked", "chunked, on the top"]), "each once more"
+
+
+def test_what_was_too_large_for_what_was_kept_is_tried_on_a_top_that_is_smaller(monkeypatch):
+    def build(step):
+        if step.optimizer == "adamw-fused" and step.attention == "eager":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return SOURCE.build(step)
+
+    monkeypatch.setattr(ladder, "_is_smaller", lambda rung, than: rung.config.attention != than.config.attention)
+    faked(monkeypatch, [100.0] * 3, [(100.0, 100.0), (100.0, 50.0), (100.0, 50.0)])
+    large = [TWO[1], TWO[0]]
+    baseline, two, one, again = climb_with(monkeypatch, large, WorkloadSource("big", build, TOY))
+    assert [(row.rung, row.status, row.kept) for row in (baseline, two, one, again)] == [
+        ("baseline", "ok", True),
+        ("two", "out of memory", False),
+        ("one", "ok", True),
+        ("two, on the top", "ok", True),
+    ]
+
+
 def test_no_rung_trains_by_another_algorithm(trusting):
     for optimizer, tried in (("sgd", set()), ("adamw-foreach", {"adamw-fused"})):
         base = plain_form(dataclasses.replace(BASE, optimizer=optimizer, precision="bf16"))

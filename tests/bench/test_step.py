@@ -11,8 +11,9 @@ from torch._inductor.exc import InductorError
 
 from trainstep.batches import count_tokens
 from trainstep.bench import step as bench_step
+from trainstep.bench.check.step import StepCheck
 from trainstep.bench.outcome import Failure, attempt
-from trainstep.bench.step import case_columns, measure_step, measured_fields, run_cases, step_cases
+from trainstep.bench.step import case_columns, measure_step, measured_fields, plainest, run_cases, step_cases
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.plan.flops import step_flops
@@ -71,6 +72,25 @@ def test_the_warmup_study_is_windows_of_one_run():
     assert len(cold) == len(warm) == 6
     assert cold[5] == warm[0]  # the sixth step of the run
     assert cold[0] == records[0].values["first_step_ms"] == records[3].values["first_step_ms"]
+
+
+def test_a_judge_that_has_its_reference_takes_the_plain_step_no_second_time():
+    built = []
+
+    def build(step):
+        built.append((step.precision, step.attention))
+        return SOURCE.build(step)
+
+    source = WorkloadSource("counted", build, TOY)
+    config = StepConfig(batch=2, context=32, device="cpu", attention="sdpa")
+    cases = list(step_cases([source], SMALL | {"attention": ("sdpa",)}, warmups=(1,), steps=6))
+    judge = StepCheck(source, plainest(config))
+    assert judge.judge(config).is_right
+    for given, is_taken in ((judge, False), (None, True), (StepCheck(SOURCE, plainest(config)), True)):
+        built.clear()
+        (row,) = run_cases(cases, judge=given)
+        assert row.gradient_error is not None
+        assert (("fp32", "eager") in built) is is_taken, "another workload's judge says nothing of this one"
 
 
 def test_passes_alternate():

@@ -9,8 +9,9 @@ and one that is smaller if it is certainly not much slower (`NO_SLOWER`). The sp
 product of the gains of what was kept.
 
 Two steps that do not fit into memory together are timed one after the other instead, both anew, and the row says so. A
-rung that was not kept is tried once more on the top, where it may bring what it did not bring below. Last, the first
-rung and the top are measured again, as controls, in turns too: a speed-up that this does not find is not claimed.
+rung that was not kept is tried once more on the top, where it may bring what it did not bring below, or have the memory
+that it had not: those that were too large before the first one that fits, right after that one. Last, the first rung
+and the top are measured again, as controls, in turns too: a speed-up that this does not find is not claimed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,7 +38,7 @@ from trainstep.bench.step import (
 )
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
-from trainstep.kinds import ON_TOP, ControlRow, RungRow
+from trainstep.kinds import FIRST_THAT_FITS, ON_TOP, ControlRow, RungRow
 from trainstep.measure.environment import describe
 from trainstep.measure.timing import Sample, Timing, device_clock, time_in_turns
 from trainstep.precision import PRECISIONS
@@ -135,6 +136,7 @@ def climb(
     *,
     warmup: int = 3,
     steps: int = 10,
+    judge: StepCheck | None = None,
     on_part: Callable[[str], object] = lambda part: None,
 ) -> Iterator[RungRow | ControlRow]:
     """Climb from `base` and yield a row of kind "rung" for every rung, the first included.
@@ -143,8 +145,12 @@ def climb(
     compared with.
 
     Last come rows of kind "control": the first rung and the top measured once more. Their ratios to themselves should
-    contain 1; if they do not, the machine changed during the climb, and the report says so. `on_part` is called with
-    the name of each rung before it is built, compiled, checked and timed.
+    contain 1; if they do not, the machine changed during the climb, and the report says so.
+
+    Args:
+        warmup, steps: of each measurement, at least 0 and 1.
+        judge: checks every rung; one that has judged steps of this workload has its reference already.
+        on_part: called with the name of each rung before it is built, compiled, checked and timed.
 
     Raises:
         UsageError: no step to time, or a warm-up below 0.
@@ -152,58 +158,68 @@ def climb(
     if steps < 1 or warmup < 0:
         raise UsageError(f"steps is {steps} and warmup {warmup}; expected at least one step and a warm-up of 0 or more")
     device = resolve_device(base.device)
-    ladder = _Ladder(source, base, device, warmup, steps)
+    ladder = _Ladder(source, base, judge or StepCheck(source, plain_form(base)), device, warmup, steps)
     rungs = rungs_for(source, device, base)
     first = Rung("baseline", {})
-    on_part(_part(first))
+    on_part(_part(first.name, first))
     baseline = ladder.try_rung(first)
     yield baseline
     if baseline.status not in ("ok", "out of memory"):
         return  # there is nothing to compare with; what is too large may fit in another form
     for rung in rungs:
-        on_part(_part(rung))
-        yield ladder.try_rung(rung)
-    for rung in rungs:
-        if ladder.is_worth_another_try(rung):
-            again = Rung(rung.name + ON_TOP, rung.change)
-            on_part(_part(again))
-            yield ladder.try_rung(again)
+        on_part(_part(rung.name, rung))
+        row = ladder.try_rung(rung)
+        yield row
+        if row.verdict == FIRST_THAT_FITS:
+            yield from _on_top(ladder, filter(ladder.was_left, rungs), on_part)
+    yield from _on_top(ladder, filter(ladder.is_worth_another_try, rungs), on_part)
     on_part("ladder: the first rung and the top again")
     yield from ladder.controls()
 
 
-def _part(rung: Rung) -> str:
+def _on_top(ladder: _Ladder, rungs: Iterable[Rung], on_part: Callable[[str], object]) -> Iterator[RungRow]:
+    for rung in rungs:
+        on_part(_part(rung.name + ON_TOP, rung))
+        yield ladder.try_rung(rung, is_on_top=True)
+
+
+def _part(name: str, rung: Rung) -> str:
     work = "compiled, checked and timed" if "compile" in rung.change else "checked and timed"
-    return f"ladder: {rung.name}, {work}"
+    return f"ladder: {name}, {work}"
 
 
 class _Ladder:
     """What the climb remembers: what is right, the best rung so far, and what each change was tried on."""
 
-    def __init__(self, source: WorkloadSource, base: StepConfig, device: torch.device, warmup: int, steps: int) -> None:
-        self.source, self.base, self.device, self.warmup, self.steps = source, base, device, warmup, steps
-        self.judge = StepCheck(source, plain_form(base))
+    def __init__(
+        self, source: WorkloadSource, base: StepConfig, judge: StepCheck, device: torch.device, warmup: int, steps: int
+    ) -> None:
+        self.source, self.base, self.judge, self.device = source, base, judge, device
+        self.warmup, self.steps = warmup, steps
         self.first: Climbed | None = None
         self.kept: Climbed | None = None
         self._left: dict[str, StepConfig] = {}
-        """Rungs that ran and were not kept, with the configuration they were tried on."""
+        """Rungs that ran and were not kept, or were too large, with the configuration they were tried on."""
 
-    def try_rung(self, rung: Rung) -> RungRow:
+    def try_rung(self, rung: Rung, *, is_on_top: bool = False) -> RungRow:
         before = self.kept.config if self.kept else self.base
         config = dataclasses.replace(before, **rung.change)
-        case = {"rung": rung.name} | case_columns(self.source, config)
+        self._left.pop(rung.name, None)
+        case = {"rung": rung.name + ON_TOP * is_on_top} | case_columns(self.source, config)
         environment = describe(self.device)
         result = attempt(partial(self._checked, config))
         row = partial(RungRow, **case, environment=environment)
         if isinstance(result, Failure):
+            if result.status == "out of memory" and not is_on_top:
+                self._left[rung.name] = before
             return dataclasses.replace(failed_row(RungRow, case, result, environment), verdict=result.status)
         if why := result.check.not_told:
             status: Status = "unsupported"
             return row(**result.check.columns(), verdict=status, kept=False, status=status, reason=why)
         if not result.check.is_right:
             return row(**result.check.columns(), verdict="wrong", kept=False, status="wrong", reason=str(result.check))
-        judged = self._compare(result, "baseline" if config == self.base else "first that fits")
-        if not judged["kept"]:
+        judged = self._compare(result, "baseline" if config == self.base else FIRST_THAT_FITS)
+        if not judged["kept"] and not is_on_top:
             self._left[rung.name] = before
         return row(
             **result.check.columns(),
@@ -214,10 +230,16 @@ class _Ladder:
             samples=_samples(result),
         )
 
+    def was_left(self, rung: Rung) -> bool:
+        """Whether it ran and was not kept, or was too large, and was not tried again."""
+        return rung.name in self._left
+
     def is_worth_another_try(self, rung: Rung) -> bool:
-        """Whether it ran, was not kept, and something else was kept since that it would not undo."""
-        before, now = self._left.get(rung.name), self.kept.config if self.kept else None
-        return before not in (None, now) and all(getattr(before, name) == getattr(now, name) for name in rung.change)
+        """Whether it was left, and something else was kept since that it would not undo."""
+        if self.kept is None or not self.was_left(rung):
+            return False
+        before, now = self._left[rung.name], self.kept.config
+        return before != now and all(getattr(before, name) == getattr(now, name) for name in rung.change)
 
     def controls(self) -> Iterator[ControlRow]:
         """The first rung and the top again, at the end of the climb: in turns, or alone where that does not fit."""

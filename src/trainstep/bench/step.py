@@ -105,12 +105,13 @@ def step_cases(
 Judged = dict[tuple[WorkloadSource, StepConfig], Verdict | Failure]
 
 
-def run_cases(cases: Iterable[StepCase], *, check: bool = True) -> Iterator[StepRow]:
+def run_cases(cases: Iterable[StepCase], *, check: bool = True, judge: StepCheck | None = None) -> Iterator[StepRow]:
     """Measure case by case and yield each row when it is known; a case that fails, or is wrong, is a row too.
 
     Neighbours that differ only in their warm-up share one run: each row is the window of it that such a case would have
     been, first step included for a warm-up of 0. Before a configuration is first timed it is judged beside the plain
-    step of its workload (`check.step`), and with it all others of the grid that have the same plain step.
+    step of its workload (`check.step`), and with it all others of the grid that have the same plain step. `judge` does
+    that for those whose plain step is its own.
     """
     every = list(cases)
     verdicts: Judged = {}
@@ -119,7 +120,7 @@ def run_cases(cases: Iterable[StepCase], *, check: bool = True) -> Iterator[Step
         run = max(alike, key=lambda case: case.warmup)
         key = run.source, run.config
         if check and key not in verdicts:
-            verdicts |= _judge_alike(run, every)
+            verdicts |= _judge_alike(run, every, judge)
         found = verdicts.get(key)
         measure = partial(
             measure_step, run.source, run.config, run.mode, run.warmup, run.steps, sustained=run.sustained
@@ -131,17 +132,19 @@ def run_cases(cases: Iterable[StepCase], *, check: bool = True) -> Iterator[Step
 
 
 def _judge_alike(
-    case: StepCase, cases: Sequence[StepCase]
+    case: StepCase, cases: Sequence[StepCase], judge: StepCheck | None
 ) -> dict[tuple[WorkloadSource, StepConfig], Verdict | Failure]:
     """Verdicts on all configurations of the grid whose plain step is that of `case`, so that it is taken once."""
-    plain = _plainest(case)
-    judge = StepCheck(case.source, plain)
-    alike = dict.fromkeys(each.config for each in cases if each.source == case.source and _plainest(each) == plain)
-    return {(case.source, config): attempt(partial(judge.judge, config)) for config in alike}
+    plain = plainest(case.config)
+    if judge is None or (judge.source, judge.plain) != (case.source, plain):
+        judge = StepCheck(case.source, plain)
+    alike = [each.config for each in cases if each.source == case.source and plainest(each.config) == plain]
+    return {(case.source, config): attempt(partial(judge.judge, config)) for config in dict.fromkeys(alike)}
 
 
-def _plainest(case: StepCase) -> StepConfig:
-    return dataclasses.replace(plain_form(case.config), checkpointing="none")
+def plainest(config: StepConfig) -> StepConfig:
+    """What a step is judged beside: its plain form, and nothing computed twice."""
+    return dataclasses.replace(plain_form(config), checkpointing="none")
 
 
 @dataclass(frozen=True)

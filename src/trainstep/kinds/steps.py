@@ -51,6 +51,7 @@ class Checked(Row):
     compared: str | None = None  # how the gradients were compared where not as they are, such as with dropout off
     not_checked: str | None = None  # why nothing says whether the step is right
     batches: str | None = None  # on which it was compared, where every build gets others
+    reference: str | None = None  # what it was compared with where that is not the plain step, and why
 
 
 class StepRow(MeasuredStep, Checked, kind="step"):
@@ -86,6 +87,8 @@ class RatioRow(StepSettings, kind="ratio"):
 
 ON_TOP = ", on the top"
 """Ends the name of a ladder's rung that was not kept at first and is tried again."""
+FIRST_THAT_FITS = "first that fits"
+"""The verdict on a ladder's first rung that has memory enough, where the baseline has not."""
 
 
 class RungRow(MeasuredStep, Checked, kind="rung"):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -233,6 +234,36 @@ def test_a_plain_step_that_does_not_fit_leaves_the_first_that_does_as_the_refere
     assert judge.reference.config.attention == "sdpa"
     half = judge.judge(dataclasses.replace(BASE, attention="sdpa", precision="bf16"))
     assert (half.is_right, half.not_in_float32, half.float32.is_right) == (True, "", True)
+    assert (
+        half.columns()["reference"] == "the first step that fits; the plain step is out of memory: CUDA out of memory"
+    )
+    assert StepCheck(PLAIN, BASE).judge(BASE).columns()["reference"] is None
+
+
+def test_where_the_plain_step_does_not_fit_fused_attention_in_float32_is_the_reference():
+    """A step in bf16 was its own reference, so that nothing could be wrong with it."""
+    built = []
+
+    def build(step, scale=1.0):
+        built.append((step.attention, step.precision))
+        if step.attention == "eager":
+            raise torch.OutOfMemoryError("no room\nfor it")
+        workload = PLAIN.build(step)
+        if step.precision == "bf16":
+            workload.module.blocks[0].attention.query.weight.register_hook(lambda gradient: scale * gradient)
+        return workload
+
+    for scale, is_right in ((1.0, True), (1.3, False)):
+        judge = StepCheck(WorkloadSource("big", partial(build, scale=scale), PLAIN.model), BASE)
+        built.clear()
+        for _ in range(2):
+            verdict = judge.judge(dataclasses.replace(BASE, attention="sdpa", precision="bf16"))
+            assert verdict.is_right is is_right
+            assert verdict.columns()["reference"] == (
+                "the plain step with PyTorch's fused attention; as it is, out of memory: no room"
+            )
+        assert built.count(("eager", "fp32")) == 1, "it would not fit the second time either"
+        assert built[1] == ("sdpa", "fp32")
 
 
 def test_a_form_in_float32_that_does_not_fit_is_said():

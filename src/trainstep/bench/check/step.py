@@ -43,6 +43,9 @@ Compared = Literal["as it is", "with eager code's random numbers", "without drop
 """How gradients were held against the reference."""
 RIGHT_UNCOMPILED = "the same step is right without torch.compile"
 """What is said of a compiled step that is wrong, where that is so."""
+WITH_FUSED_ATTENTION = "the plain step with PyTorch's fused attention"
+FITTING = "the first step that fits"
+"""What steps are held against where the plain step does not fit."""
 OTHER_BATCHES = "other ones in every build; gradients are compared on the reference's"
 START, TRAINED = 0, 1
 """The places of a `Reference`."""
@@ -62,6 +65,8 @@ class Verdict:
     compared: Compared = "as it is"
     batches_differ: bool = False
     """Whether every build gets other batches, so that all were given the reference's."""
+    held_against: str = ""
+    """What the reference is where it is not the plain step, and why; empty where it is."""
 
     @property
     def not_told(self) -> str:
@@ -96,6 +101,7 @@ class Verdict:
             "compared": None if self.compared == "as it is" else self.compared,
             "not_checked": self.not_told or None,
             "batches": OTHER_BATCHES if self.batches_differ else None,
+            "reference": self.held_against or None,
         }
 
     def __str__(self) -> str:
@@ -124,12 +130,19 @@ def first_form(source: WorkloadSource, config: StepConfig) -> StepConfig:
 
 
 class StepCheck:
-    """Checks steps of one workload against its plain step, or against the first one where that does not fit."""
+    """Checks steps of one workload against its plain step.
+
+    Where that does not fit, the reference is the same with PyTorch's fused attention, whose memory is linear in the
+    context; where that does not fit either, or the workload's attention is its own, the first step that does.
+    """
 
     def __init__(self, source: WorkloadSource, plain: StepConfig) -> None:
-        self.source, self._plain = source, plain
+        self.source, self.plain = source, plain
+        fused = dataclasses.replace(plain, attention="sdpa")
+        self._untried = {plain: "", fused: WITH_FUSED_ATTENTION} if source.is_builtin else {plain: ""}
         self._references: tuple[Reference, Reference] | None = None
         self._unlike: NotReproducibleError | None = None
+        self._held_against = ""
         self._not_plain = ""
         """Why the plain step is not the reference; empty where it is."""
 
@@ -151,6 +164,19 @@ class StepCheck:
             self._unlike = error
             raise
 
+    def _choose_reference(self, config: StepConfig) -> tuple[Reference, Reference]:
+        """The plainest form that fits, each tried once, or else this step."""
+        for form, called in list(self._untried.items()):
+            found = attempt(partial(self._refer_to, form))
+            del self._untried[form]
+            if not isinstance(found, Failure):
+                self._held_against = called and f"{called}; as it is, {self._not_plain}"
+                return found
+            self._not_plain = self._not_plain or f"{found.status}: {found.reason}"
+        found = self._refer_to(config)
+        self._held_against = f"{FITTING}; the plain step is {self._not_plain}"
+        return found
+
     def start(self, config: StepConfig) -> tuple[TrainingStep, Verdict]:
         """Build a step and judge it in float32, with its initial weights, and by its updates.
 
@@ -159,11 +185,7 @@ class StepCheck:
             NotReproducibleError: the workload does not compute the same twice.
         """
         if self._references is None:
-            plain = attempt(lambda: self._refer_to(self._plain))  # where it is too large, the first step that is not
-            if isinstance(plain, Failure):
-                self._references, self._not_plain = self._refer_to(config), f"{plain.status}: {plain.reason}"
-            else:
-                self._references = plain
+            self._references = self._choose_reference(config)
         float32: Verdict | None = None
         why_not, precision = "", self.reference.config.precision
         if config.precision == precision and PRECISIONS[precision].is_half:
@@ -181,7 +203,8 @@ class StepCheck:
             update = max(update, float32.update, key=lambda each: each.share)
             compared = float32.compared if compared == "as it is" else compared
         differ = self.reference.batches_differ
-        return step, Verdict(own, update, float32.own if float32 else None, why_not, compared, differ)
+        in_float32 = float32.own if float32 else None
+        return step, Verdict(own, update, in_float32, why_not, compared, differ, self._held_against)
 
     def end(self, step: TrainingStep, verdict: Verdict) -> Verdict:
         """Judge the same step, after it was timed, with trained weights."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from trainstep.kinds import ControlRow, RungRow
+from trainstep.kinds import FIRST_THAT_FITS, ControlRow, RungRow
 from trainstep.records import Row, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Section, span
@@ -17,7 +17,7 @@ from trainstep.report.charts.rows import Fall, Outcome, waterfall
 from trainstep.report.columns import Cell, Column, ratio_cell, value_cell
 from trainstep.report.numbers import NONE, gib, number, numeric, power_of_ten, typeset
 from trainstep.report.subjects import ladder_findings
-from trainstep.report.subjects.ladder_findings import BASELINE, FIRST_THAT_FITS, climbs, control_name, kept_rungs
+from trainstep.report.subjects.ladder_findings import BASELINE, climbs, control_name, kept_rungs
 from trainstep.report.tables import define, make_table
 from trainstep.stats import WITHIN_RUN
 
@@ -141,6 +141,7 @@ ERRORS = define(
     _limit("Updates", "update_error"),
     Column("Used at most", _most_used),
     columns.value("Compared", "compared"),
+    columns.value("With", "reference"),
     key=lambda row: str(row.case["rung"]),
     name="errors",
 )

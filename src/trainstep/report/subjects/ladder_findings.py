@@ -14,7 +14,6 @@ from trainstep.report.numbers import numeric
 from trainstep.stats import Interval, Ratio, product
 
 BASELINE = "baseline"  # the rung that every climb begins with
-FIRST_THAT_FITS = "first that fits"  # its verdict where the baseline is too large
 SETTINGS = ("precision", "attention", "optimizer", "compile", "loss", "fused")  # what rungs change, and flags
 
 
