@@ -99,7 +99,7 @@ def analysis_records(
     on_part("phases of the step and its warm-up" + (", checked beside the plain step" if is_checked else ""))
     warmups, timed = (QUICK_WARMUPS, min(steps, QUICK_STEPS)) if quick else (WARMUPS, steps)
     cases = [StepCase(source, config, "step", each, timed) for each in warmups]
-    judge = StepCheck(source, plainest(config))  # the plain step is taken once for all that is judged
+    judge = None if quick else StepCheck(source, plainest(config))  # it takes the plain step once for all it judges
     yield from run_cases(cases, check=is_checked, judge=judge)
     on_part("memory: every allocation of a step")
     yield from allocation_records(source, config)

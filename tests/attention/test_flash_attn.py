@@ -75,6 +75,14 @@ def test_a_softcap_is_handed_on() -> None:
     assert seen == [{"softmax_scale": 0.3, "causal": True, "softcap": 2.0}]
 
 
+def test_the_same_bits_are_asked_of_it_where_they_are_asked_of_pytorch(deterministic: None) -> None:
+    q = torch.zeros(1, 2, 8, 16)
+    seen = []
+    package = both(lambda *tensors, **settings: seen.append(settings) or tensors[0])
+    flash_attn.in_its_layout(package, q, q, q, Scoring(True, 0.3))
+    assert seen == [{"softmax_scale": 0.3, "causal": True, "deterministic": True}]
+
+
 def test_a_window_counts_the_own_key_and_its_window_size_does_not() -> None:
     q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
     scoring = Scoring(True, 0.3, 7)

@@ -77,6 +77,32 @@ def test_a_row_has_times_rates_memory_and_errors():
     assert row.error_nearest.split()[0] in ("o", "dq", "dk", "dv")
 
 
+def test_the_same_bits_every_time_is_a_case_of_its_own(monkeypatch):
+    asked = []
+
+    def drifting(q, k, v, *, is_causal, window, impl):
+        asked.append(torch.are_deterministic_algorithms_enabled())
+        o = attention_eager(q, k, v, Scoring(is_causal, 1 / math.sqrt(q.shape[-1])))
+        if impl == "flash-reference":  # right, but in its last bits
+            o = o * (1 + 1e-7 * (len(asked) % 2))
+        return o
+
+    monkeypatch.setattr(bench, "attention", drifting)
+    case = dataclasses.replace(SMALL, deterministic="yes")
+    cases = [SMALL, case, dataclasses.replace(case, impl="flash-reference")]
+    free, same, moved = run_cases(cases, device="cpu", warmup=1, passes=2)
+    assert (free.status, same.status) == ("ok", "ok")
+    assert "deterministic" not in free.case, "as in rows of before it was a case"
+    assert same.case["deterministic"] == "yes"
+    assert (moved.status, moved.both_tflops) == ("wrong", None)
+    assert moved.reason == "o, dq, dk, dv not the same bits twice under torch.use_deterministic_algorithms"
+    first = asked.index(True)
+    assert not any(asked[:first])
+    assert all(asked[first:])
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_window_is_a_case_of_its_own():
     cases = [dataclasses.replace(SMALL, impl="eager", window=window) for window in (0, 5, 64)]
     whole, longer, window = run_cases(cases, device="cpu", warmup=1, passes=2)

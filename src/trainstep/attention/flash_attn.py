@@ -3,7 +3,7 @@
 Neither is a dependency. `flash-attn` runs the newest that is installed, a row of `bench attention` says which version
 that is, and without one it is unsupported. Both come tuned by their authors, by GPU, head_dim and mask, and take no
 further setting: `flash_attn_func` as the repository's README shows it (Dao-AILab/flash-attention), gradients in
-whatever order is fastest (`deterministic=False`, its default).
+whatever order is fastest, its default, or with `deterministic=True` under `torch.use_deterministic_algorithms(True)`.
 
 They take (batch, length, heads, head_dim). Tensors are handed over transposed, not copied: kernels read any strides of
 the first three dimensions.
@@ -60,6 +60,8 @@ def in_its_layout(package: Functions, q: Tensor, k: Tensor, v: Tensor, scoring: 
         settings["window_size"] = (scoring.window - 1, 0)
     if scoring.softcap is not None:
         settings["softcap"] = scoring.softcap
+    if torch.are_deterministic_algorithms_enabled():
+        settings["deterministic"] = True
     if scoring.cu_seqlens is None:
         q4, k4, v4, _ = four_dims(q, k, v)
         o = _output(package.plain(*(each.transpose(1, 2) for each in (q4, k4, v4)), **settings))

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from trainstep.attention import attention, flash_attn
 from trainstep.bench.cases import AttentionCase
-from trainstep.bench.check.attention import NAMES, STATISTICS, Errors, Implementation, check, random_inputs
+from trainstep.bench.check.attention import (
+    NAMES,
+    STATISTICS,
+    Errors,
+    Implementation,
+    check,
+    deterministic,
+    random_inputs,
+)
 from trainstep.bench.outcome import Failure, failed_row
 from trainstep.bench.turns import (
     Checked,
@@ -64,7 +72,7 @@ def run_cases(
     target = resolve_device(device)
     for rows in by_problem(
         cases,
-        lambda case: (case.shape, case.causal, case.reach, case.dtype),
+        lambda case: (case.shape, case.causal, case.reach, case.dtype, case.deterministic),
         lambda alike, rounds: _measure_in_turns(alike, target, warmup, passes, rounds),
         warmup=warmup,
         passes=passes,
@@ -90,7 +98,8 @@ def _measure_in_turns(
 
 
 def _row(case: AttentionCase, result: Checked | Errors | Failure, device: torch.device, rounds: int) -> AttentionRow:
-    columns, environment = asdict(case) | {"window": case.reach}, describe(device)
+    asked = "yes" if case.is_deterministic else None
+    columns, environment = asdict(case) | {"window": case.reach, "deterministic": asked}, describe(device)
     row = partial(make_row, AttentionRow, columns, environment=environment)
     if isinstance(result, Failure):  # a case that did not fit is shown beside what it would have needed
         return failed_row(AttentionRow, columns, result, environment, _predicted(case, device))
@@ -121,11 +130,14 @@ def _error_values(errors: Errors) -> dict[str, Scalar]:
 def _what_is_wrong(errors: Errors) -> str:
     """Each result that is wrong, with the statistic that is furthest beyond what is allowed."""
     worst = [max(((name, each) for each in STATISTICS), key=lambda key: errors.share(*key)) for name in NAMES]
-    return ", ".join(
+    wrong = [
         f"{name} off by {errors.found[name, each]:.2g} of {errors.allowed[name, each]:.2g} {STATISTICS[each]}"
         for name, each in worst
         if errors.share(name, each) > 1
-    )
+    ]
+    if errors.moved:
+        wrong.append(f"{', '.join(errors.moved)} not the same bits twice under torch.use_deterministic_algorithms")
+    return ", ".join(wrong)
 
 
 def _check(case: AttentionCase, device: torch.device) -> Checked | Errors:
@@ -134,7 +146,10 @@ def _check(case: AttentionCase, device: torch.device) -> Checked | Errors:
 
     compiled_before = compilations()
     start = time.perf_counter()
-    errors = check(implementation, case.shape, DTYPES[case.dtype], device, is_causal=case.is_causal, window=case.reach)
+    errors = check(
+        implementation, case.shape, DTYPES[case.dtype], device, is_causal=case.is_causal, window=case.reach,
+        is_deterministic=case.is_deterministic,
+    )  # fmt: skip
     check_s = time.perf_counter() - start
     compiled = compilations() - compiled_before
     if not errors.within_budget:
@@ -166,7 +181,8 @@ def _time(implementation: Implementation, case: AttentionCase, flush: Tensor, wa
         with phase("backward"):
             torch.autograd.grad(o, (q, k, v), do)
 
-    return time_passes(step, flush, warmup, passes)
+    with deterministic(case.is_deterministic):
+        return time_passes(step, flush, warmup, passes)
 
 
 def _memory_values(implementation: Implementation, case: AttentionCase, device: torch.device) -> dict[str, Scalar]:
@@ -183,7 +199,8 @@ def _memory_values(implementation: Implementation, case: AttentionCase, device: 
             gradients = torch.autograd.grad(o, (q, k, v), do)
         del gradients
 
-    peaks = step_memory(step, device, [])
+    with deterministic(case.is_deterministic):
+        peaks = step_memory(step, device, [])
     passes = max(peaks.by_phase["forward"], peaks.by_phase["backward"])  # making the inputs needs float32 copies
     return {
         "before_backward_gib": (peaks.after["forward"] - peaks.before) / GIB,
@@ -214,7 +231,8 @@ def _predicted(case: AttentionCase, device: torch.device) -> dict[str, Scalar]:
 
         q = torch.empty((0, case.head_dim), dtype=DTYPES[case.dtype], device=device)
         on_hopper = device.type == "cuda" and case.reach is None
-        memory = flash_memory(*sizes, sums_dq=on_hopper and sums_dq_in_any_order(q))
+        with deterministic(case.is_deterministic):
+            memory = flash_memory(*sizes, sums_dq=on_hopper and sums_dq_in_any_order(q))
     else:
         return {}
     return {

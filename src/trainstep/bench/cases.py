@@ -46,6 +46,8 @@ class AttentionCase:
     """Type of q, k and v."""
     window: int = 0
     """Keys that a query sees, its own the last, where attention is causal; 0 for all."""
+    deterministic: Literal["yes", "no"] = "no"
+    """Whether `torch.use_deterministic_algorithms` is on, for the same bits every time."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,6 +59,11 @@ class AttentionCase:
     def is_causal(self) -> bool:
         """`causal` as a truth value."""
         return self.causal == "yes"
+
+    @property
+    def is_deterministic(self) -> bool:
+        """`deterministic` as a truth value."""
+        return self.deterministic == "yes"
 
     @property
     def reach(self) -> int | None:

@@ -35,7 +35,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,11 +68,13 @@ class Errors:
 
     found: Found
     allowed: Found
+    moved: tuple[str, ...] = ()
+    """Those of `NAMES` whose bits were others the second time, where the same were asked for."""
 
     @property
     def within_budget(self) -> bool:
-        """Whether every error is allowed; NaN never is."""
-        return all(self.found[key] <= self.allowed[key] for key in self.found)
+        """Whether every error is allowed, which NaN never is, and no bit moved that should not."""
+        return not self.moved and all(self.found[key] <= self.allowed[key] for key in self.found)
 
     def share(self, name: str, statistic: str) -> float:
         """The error as a share of what is allowed: above 1 it is wrong; infinite for NaN."""
@@ -104,22 +108,27 @@ def check(
     is_causal: bool,
     kv_heads: int | None = None,
     window: int | None = None,
+    is_deterministic: bool = False,
 ) -> Errors:
     """Run `implementation` forward and backward on fresh inputs of `shape` (..., heads, seq, head_dim) and compare.
 
     Args:
-        implementation: of q, k, v; called once.
+        implementation: of q, k, v; called once, or twice.
         shape: of q, and of k and v unless they have fewer heads.
         dtype, device: of the inputs.
         is_causal: whether query i sees only the keys up to i.
         kv_heads: heads of k and v where they are fewer than those of q (grouped-query attention).
         window: with is_causal, how many keys a query sees, its own the last, fewer than seq; None for all.
+        is_deterministic: run it under `torch.use_deterministic_algorithms`, twice: the bits must be the same.
     """
     seq, head_dim = shape[-2:]
     group = shape[-3] // kv_heads if kv_heads else 1
     heads = math.prod(shape[:-2]) // group
     q, k, v, do = random_inputs(shape, dtype, device, seed=1, kv_heads=kv_heads)
-    o, dq, dk, dv = _differentiate(implementation, q, k, v, do)
+    with deterministic(is_deterministic):
+        o, dq, dk, dv = results = _differentiate(implementation, q, k, v, do)
+        again = _differentiate(implementation, q, k, v, do) if is_deterministic else results
+    moved = tuple(name for name, *pair in zip(NAMES, results, again, strict=True) if not _has_same_bits(*pair))
     q, dq, o, do = (_in_groups(tensor, group) for tensor in (q, dq, o, do))
     k, dk, v, dv = (_in_groups(tensor, 1) for tensor in (k, dk, v, dv))
     found = _errors((q, k, v, do), lambda chunk: (o[chunk], dq[chunk], dk[chunk], dv[chunk]), is_causal, window)
@@ -141,7 +150,30 @@ def check(
         (name, statistic): allowed_error(plain[name, statistic], roundings[statistic], floor=floors[statistic])
         for name, statistic in found
     }
-    return Errors(found, allowed)
+    return Errors(found, allowed, moved)
+
+
+@contextmanager
+def deterministic(is_asked: bool) -> Iterator[None]:
+    """Inside, PyTorch is asked for the same bits every time, or for whatever is fastest.
+
+    What `torch.empty` returns is not filled, as it would be for users: that makes up for kernels that read it.
+    """
+    memory: Any = torch.utils.deterministic
+    before, fills = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(is_asked)
+    memory.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
+        memory.fill_uninitialized_memory = fills
+
+
+def _has_same_bits(x: Tensor, y: Tensor) -> bool:
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    return x is y or torch.equal(x.contiguous().view(bits), y.contiguous().view(bits))
 
 
 def _extreme(count: int, dimensions: int) -> float:

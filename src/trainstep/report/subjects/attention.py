@@ -15,7 +15,7 @@ from trainstep.report.charts.lines import Series, curves
 from trainstep.report.numbers import number, typeset
 from trainstep.report.tables import define, make_table
 
-SHAPE = ("dtype", "causal", "window", "batch", "heads", "head_dim")
+SHAPE = ("dtype", "causal", "window", "deterministic", "batch", "heads", "head_dim")
 _IMPLEMENTATION = columns.word("implementation", "impl")
 
 ATTENTION = define(
