@@ -112,7 +112,7 @@ def test_no_memory_is_kept_alive() -> None:
 
 
 class Compiling(Kernel, JITFunction):
-    """One that Triton compiles: all of those that share `together` are being compiled before any of them is done."""
+    """One that Triton compiles: all that share `together` are being compiled before any is done, and loaded as well."""
 
     def __init__(self, together: threading.Barrier, launched: list[tuple[Any, ...]]) -> None:
         super().__init__()
@@ -121,7 +121,16 @@ class Compiling(Kernel, JITFunction):
     def warmup(self, *args: Any, grid: Any, **named: Any) -> Any:
         mode = active_mode.get()
         assert mode is not None
-        return mode.submit(id(self), lambda: self._together.wait(timeout=30), lambda kernel: None)
+        return mode.submit(id(self), self.compile_it, lambda kernel: None)
+
+    def compile_it(self) -> Any:
+        self._together.wait(timeout=30)
+        return self
+
+    @property
+    def run(self) -> Any:  # as of `CompiledKernel`: loads it
+        self._together.wait(timeout=30)
+        return None
 
 
 def test_what_is_new_in_one_call_is_compiled_at_the_same_time_and_launched_in_turn() -> None:

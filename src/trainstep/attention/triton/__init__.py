@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import FutureKernel
 from triton.runtime.jit import JITFunction
 
 from trainstep.attention.tuned import Tile, block_of, multiply_precision
@@ -296,10 +297,20 @@ class Launcher:
 
 
 def _compile(launches: Sequence[tuple[Launcher, Sequence[Tensor], tuple[Any, ...]]]) -> None:
-    with ThreadPoolExecutor(len(launches)) as threads, triton.AsyncCompileMode(threads):
-        for launcher, tensors, settings in launches:
-            programs, named = launcher._arguments(launcher._kernel, launcher._named(tensors), *settings)
-            launcher._kernel.warmup(grid=(programs, 1, 1), **named)
+    """Compile kernels, and what launches each: up to Triton 3.6 a C module, which else its first launch would make."""
+    with ThreadPoolExecutor(len(launches)) as threads:
+        kernels = []
+        with triton.AsyncCompileMode(threads):
+            for launcher, tensors, settings in launches:
+                programs, named = launcher._arguments(launcher._kernel, launcher._named(tensors), *settings)
+                kernels.append(launcher._kernel.warmup(grid=(programs, 1, 1), **named))
+        device = launches[0][1][0].device
+
+        def ready(kernel: Any) -> None:
+            with torch.cuda.device(device if device.type == "cuda" else -1):  # a thread has a current one of its own
+                _ = (kernel.result() if isinstance(kernel, FutureKernel) else kernel).run
+
+        list(threads.map(ready, kernels))
 
 
 def _over(descriptor: Any, tensor: Tensor | None) -> Any:
