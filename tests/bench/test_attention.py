@@ -275,9 +275,22 @@ def test_named_grids_are_those_of_the_assignment():
     flash = named_grid("flash", {})
     assert {case.seq for case in flash} == {2**power for power in range(7, 17)}
     assert {case.dtype for case in flash} == {"bf16", "fp32"}
-    (board,) = listed_cases("leaderboard", ("flash-triton",), ("bf16",))
+    (board,) = listed_cases("leaderboard", {})
     assert (board.shape, board.is_causal) == ((1, 16, 16384, 64), True)
     assert len(LISTS["peers"]) == 10
+
+
+def test_axes_apply_to_every_shape_of_a_list_and_shapes_are_its_own():
+    both = {"impl": ("flash-triton", "sdpa-flash"), "deterministic": ("yes",), "dtype": ("fp16",)}
+    cases = listed_cases("peers", both)
+    assert len(cases) == 2 * len(LISTS["peers"])
+    assert {(case.impl, case.is_deterministic, case.dtype) for case in cases} == {
+        ("flash-triton", True, "fp16"),
+        ("sdpa-flash", True, "fp16"),
+    }
+    for axis in ("head_dim", "window"):
+        with pytest.raises(UsageError, match=f"--case peers has shapes of its own, and --{axis.replace('_', '-')} is"):
+            listed_cases("peers", {axis: (64,)})
 
 
 def test_a_grid_runs_what_is_there_to_be_read_on_short_rows_alone_unless_it_is_asked_for():

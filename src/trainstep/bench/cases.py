@@ -100,6 +100,9 @@ LONGEST: Mapping[AttentionImpl, int] = {"flash-reference": 2048}
 """Tokens up to which a named grid has what is there to be read: there a pass takes a third of a second on an H200, and
 at each doubling four times as long."""
 
+LISTED = ("batch", "heads", "seq", "head_dim", "causal")
+"""What a list says of a case."""
+
 LISTS: Mapping[ListName, Sequence[tuple[int, int, int, int, Literal["yes", "no"]]]] = {
     "leaderboard": ((1, 16, 16384, 64, "yes"),),
     "peers": (
@@ -115,7 +118,7 @@ LISTS: Mapping[ListName, Sequence[tuple[int, int, int, int, Literal["yes", "no"]
         (4, 8, 4096, 256, "yes"),
     ),
 }
-"""Lists of (batch, heads, seq, head_dim, causal): CS336's leaderboard case, and the shapes we compare ourselves on."""
+"""Lists of what `LISTED` names: CS336's leaderboard case, and the shapes we compare ourselves on."""
 
 
 def grid_cases(axes: Mapping[str, Sequence[Any]]) -> list[AttentionCase]:
@@ -147,10 +150,19 @@ def named_grid(name: GridName, given: Mapping[str, Sequence[Any]]) -> list[Atten
     return cases if "impl" in given else [case for case in cases if case.seq <= LONGEST.get(case.impl, case.seq)]
 
 
-def listed_cases(name: ListName, impls: Sequence[AttentionImpl], dtypes: Sequence[ElementDtype]) -> list[AttentionCase]:
-    """The shapes of a named list, each with every implementation and dtype."""
-    shapes = itertools.product(LISTS[name], dtypes, impls)
-    return [AttentionCase(impl, *shape, dtype) for shape, dtype, impl in shapes]
+def listed_cases(name: ListName, given: Mapping[str, Sequence[Any]]) -> list[AttentionCase]:
+    """The shapes of a named list, each with every combination of the axes that are given.
+
+    Raises:
+        UsageError: an axis of the shapes, or a window, which not all of them can have.
+    """
+    if fixed := [axis for axis in given if axis in (*LISTED, "window")]:
+        raise UsageError(
+            f"--case {name} has shapes of its own, and --{fixed[0].replace('_', '-')} is given too; leave one of them "
+            "out (--impl, --dtype and --deterministic apply to every shape of a list)"
+        )
+    shapes = itertools.product(LISTS[name], expand(given))
+    return [AttentionCase(**dict(zip(LISTED, shape, strict=True)), **values) for shape, values in shapes]
 
 
 FusedOperator = Literal["rope", "rope-in-place", "linear-cross-entropy"]

@@ -149,7 +149,8 @@ class BenchAttention(Common):
     grid: GridName | None = None
     """A named grid, as defaults for the axes: naive (eager against compiled) or flash (what runs everywhere)."""
     case: ListName | None = None
-    """A named list of shapes instead: leaderboard (CS336's case) or peers; --impl and --dtype still apply."""
+    """A named list of shapes instead: leaderboard (CS336's case) or peers; --dtype, --deterministic and --impl still
+    apply."""
     axes: AttentionGrid = field(default_factory=dict)
     """The cases; every combination of the values is one."""
     warmup: int = 5
@@ -167,11 +168,12 @@ class BenchAttention(Common):
     def run(self) -> int:
         from trainstep.bench.attention import run_cases
 
-        axes = axes_of({**(GRIDS[self.grid] if self.grid else {}), **self.axes}, AttentionCase())
         if self.case:
-            cases = listed_cases(self.case, axes["impl"], axes["dtype"])
+            cases = listed_cases(self.case, self.axes)
+        elif self.grid:
+            cases = named_grid(self.grid, self.axes)
         else:
-            cases = named_grid(self.grid, self.axes) if self.grid else grid_cases(axes)
+            cases = grid_cases(axes_of(self.axes, AttentionCase()))
         times = {"warmup": self.warmup, "passes": self.passes, "rounds": self.rounds}
         records = run_cases(cases, device=self.device, **times)
         return run_and_report(records, self.out, "bench attention", total=len(cases))
