@@ -105,6 +105,25 @@ def windows() -> Table:
     return text_table("windows", "; ".join([setting, *packages, where(rows)]), wanted, lines)
 
 
+def deterministic() -> Table:
+    """Our pair of kernels beside the others under `torch.use_deterministic_algorithms`."""
+    shape = ("batch", "heads", "seq", "head_dim", "causal")
+    groups = by_case(results("h200-attention-deterministic", AttentionRow), "impl")
+    others = [row.impl for row in groups[0] if row.impl != OURS]
+    lines = []
+    for group in groups:
+        by_impl = {row.impl: row for row in group}
+        ours = by_impl[OURS]
+        beside = (beside_ours(by_impl[impl], ours) for impl in others)
+        lines.append((*(number(ours.case[name]) for name in shape), passes(ours), number(ours.both_tflops), *beside))
+    rows = [row for group in groups for row in group]
+    packages = sorted({row.package for row in rows if row.package})
+    wanted = (*shape, "ours: forward / backward / both (ms)", "TFLOP/s")
+    wanted += tuple(f"{impl} (ms, times ours [95 %])" for impl in others)
+    caption = f"bf16, the same bits every time; intervals {WITHIN_RUN}"
+    return text_table("deterministic", "; ".join([caption, *packages, where(rows)]), wanted, lines)
+
+
 def naive() -> Table:
     """The eager formula beside its compiled form: time, and what both hold."""
     rows = results("h200-attention-naive", AttentionRow)
@@ -181,6 +200,7 @@ def headline() -> Table:
 TABLES: Mapping[str, Callable[[], Table]] = {
     "attention-peers": peers,
     "attention-windows": windows,
+    "attention-deterministic": deterministic,
     "attention-naive": naive,
     **{
         f"attention-flash-{dtype}-{head_dim}": partial(by_length, dtype, head_dim)
