@@ -96,7 +96,10 @@ def test_the_headlines_say_what_is_not_ours():
     assert {texts[-1] for texts in attention.texts()} == {"flash-triton"}
 
 
-@pytest.mark.parametrize("name", ["attention-peers", "attention-deterministic", "attention-naive", "parallel-ratios", "fused", "fused-dropped"])
+@pytest.mark.parametrize(
+    "name",
+    ["attention-peers", "attention-deterministic", "attention-naive", "parallel-ratios", "fused", "fused-dropped"],
+)
 def test_every_ratio_to_a_peer_has_its_interval(name):
     table = TABLES[name]()
     ratios = [text for texts in table.texts() for text in texts if "×" in text]

@@ -10,8 +10,8 @@ product of the gains of what was kept.
 
 Two steps that do not fit into memory together are timed one after the other instead, both anew, and the row says so. A
 rung that was not kept is tried once more on the top, where it may bring what it did not bring below, or have the memory
-that it had not: those that were too large before the first one that fits, right after that one. Last, the first rung
-and the top are measured again, as controls, in turns too: a speed-up that this does not find is not claimed.
+that it had not. Last, the first rung and the top are measured again, as controls, in turns too: a speed-up that this
+does not find is not claimed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -65,6 +65,10 @@ class Rung:
     """`StepConfig` fields and their new values."""
 
 
+MAKES_ROOM: Mapping[str, Any] = {"attention": "sdpa"}
+"""Tried first where the baseline is too large: the memory of attention as it is written grows with length squared."""
+
+
 def rungs_for(source: WorkloadSource, device: torch.device, base: StepConfig) -> list[Rung]:
     """The changes worth trying on this device, cheapest to adopt first, from this step.
 
@@ -75,7 +79,7 @@ def rungs_for(source: WorkloadSource, device: torch.device, base: StepConfig) ->
     precision = [Rung("TF32 matmuls", {"precision": "tf32"})] if on_gpu else []
     precision += [Rung("bf16 autocast", {"precision": "bf16"})]
     precision = [] if PRECISIONS[base.precision].is_stored_half else precision
-    fused_attention = [Rung("fused attention", {"attention": "sdpa"})] if source.is_builtin else []
+    fused_attention = [Rung("fused attention", MAKES_ROOM)] if source.is_builtin else []
     fused_attention += [Rung("our FlashAttention", {"attention": "flash-triton"})] if on_gpu else []
     fused_optimizer = [Rung("fused optimizer", {"optimizer": "adamw-fused"})] if base.optimizer != "sgd" else []
     compiled = [Rung("compiled blocks", {"compile": "blocks"}), Rung("compiled model", {"compile": "model"})]
@@ -166,21 +170,17 @@ def climb(
     yield baseline
     if baseline.status not in ("ok", "out of memory"):
         return  # there is nothing to compare with; what is too large may fit in another form
+    if baseline.status == "out of memory":
+        rungs = sorted(rungs, key=lambda rung: rung.change != MAKES_ROOM)  # what makes room for the others
     for rung in rungs:
         on_part(_part(rung.name, rung))
-        row = ladder.try_rung(rung)
-        yield row
-        if row.verdict == FIRST_THAT_FITS:
-            yield from _on_top(ladder, filter(ladder.was_left, rungs), on_part)
-    yield from _on_top(ladder, filter(ladder.is_worth_another_try, rungs), on_part)
+        yield ladder.try_rung(rung)
+    for rung in rungs:
+        if ladder.is_worth_another_try(rung):
+            on_part(_part(rung.name + ON_TOP, rung))
+            yield ladder.try_rung(rung, is_on_top=True)
     on_part("ladder: the first rung and the top again")
     yield from ladder.controls()
-
-
-def _on_top(ladder: _Ladder, rungs: Iterable[Rung], on_part: Callable[[str], object]) -> Iterator[RungRow]:
-    for rung in rungs:
-        on_part(_part(rung.name + ON_TOP, rung))
-        yield ladder.try_rung(rung, is_on_top=True)
 
 
 def _part(name: str, rung: Rung) -> str:
@@ -230,13 +230,9 @@ class _Ladder:
             samples=_samples(result),
         )
 
-    def was_left(self, rung: Rung) -> bool:
-        """Whether it ran and was not kept, or was too large, and was not tried again."""
-        return rung.name in self._left
-
     def is_worth_another_try(self, rung: Rung) -> bool:
         """Whether it was left, and something else was kept since that it would not undo."""
-        if self.kept is None or not self.was_left(rung):
+        if self.kept is None or rung.name not in self._left:
             return False
         before, now = self._left[rung.name], self.kept.config
         return before != now and all(getattr(before, name) == getattr(now, name) for name in rung.change)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainstep.casting import matmul_precision
 from trainstep.precision import PRECISIONS, PrecisionName
 
 _POOL = 2**22
@@ -90,7 +91,8 @@ class RandomRounding(TorchDispatchMode):
                 continue
             if product in _PRODUCTS:
                 left, right = args[_PRODUCTS[product] :][:2]
-                terms, typical = left.shape[-1], (left.square() @ right.square()).sqrt_()
+                with matmul_precision("tf32"):  # three digits of a size are enough, and cost a GPU an eighth
+                    terms, typical = left.shape[-1], (left.square() @ right.square()).sqrt_()
             else:  # multiplications per result, whether of outputs, inputs or weights
                 weight, outputs = (args[1], result) if product is _aten.convolution else (args[2], args[0])
                 terms = outputs.numel() * weight[0].numel() / each.numel()
