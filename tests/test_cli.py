@@ -303,7 +303,7 @@ BAD = [
     (["memory", "--from", "README.md"], "as no pickle of torch does; expected what torch.cuda.memory._dump_snapshot"),
     (["memory", "--fit", "130"], "--fit is '130'; expected 130GiB, 500MiB"),
     (["memory", "--fit", "--device", "cpu"], "on a CPU say how much, such as --fit 4GiB"),
-    (["memory", "--compare"], "--compare and --host-gib are for --fit"),
+    (["memory", "--compare"], "--compare, --host-gib and --update-after-backward are for --fit"),
     (["memory", "--host-gib", "-1", "--fit", "1GiB"], "host_gib is -1.0; expected 0 or more"),
     (["memory", "--fit", "1GiB", "--policies", "none"], "--fit makes a policy of its own"),
     (["train", "--checkpointing", "@absent.json"], "cannot read the checkpointing policy absent.json"),

@@ -15,7 +15,7 @@ GROUND = {"errors", "stats", "precision", "policies", "config", "hardware", "sch
 """Lists, rows and statistics: no torch."""
 STEP = {
     *("casting", "randomness", "batches", "workload", "training_step", "blocks"),
-    *("checkpointing", "offloading", "repeating", "model", "attention", "fused", "weights"),
+    *("checkpointing", "offloading", "repeating", "updating", "model", "attention", "fused", "weights"),
 }
 """What is run."""
 
@@ -46,7 +46,11 @@ MAY_IMPORT = {
     "weights": set(),
     "rebuilding": {"randomness", "weights"},
     "workload": {"attention", "config", "errors", "fused", "model", "precision", "randomness", "rebuilding"},
-    "training_step": {"batches", "blocks", "casting", "checkpointing", "config", "errors", "precision", "workload"},
+    "updating": {"blocks", "errors"},
+    "training_step": {
+        *("batches", "blocks", "casting", "checkpointing", "config", "errors", "policies", "precision", "updating"),
+        "workload",
+    },
     "parallel": {"blocks", "errors"},
     "parallel/zero": {"errors", "parallel"},
     "parallel/fsdp": {"blocks", "errors", "parallel"},

@@ -60,13 +60,17 @@ class Policy:
     """A `BlockPolicy` for each block by its name, such as `blocks.3`; blocks without one keep everything."""
 
     blocks: Mapping[str, BlockPolicy] = field(default_factory=dict)
+    update_in_backward: bool = False
+    """Whether the optimizer updates each block in backward, so that its gradients are freed (`trainstep.updating`). A
+    training step does that; `Checkpointing` alone, which knows no optimizer, leaves it."""
 
     def save(self, path: Path) -> None:
         """Write the policy as JSON, a line for each block; ranks may write and read one file at the same time."""
         lines = [
             f"    {json.dumps(name)}: {json.dumps(dataclasses.asdict(block))}" for name, block in self.blocks.items()
         ]
-        text = f'{{\n  "format": {json.dumps(FORMAT)},\n  "blocks": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
+        update = '  "update_in_backward": true,\n' if self.update_in_backward else ""
+        text = f'{{\n  "format": {json.dumps(FORMAT)},\n{update}  "blocks": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         draft.write_text(text, encoding="utf-8")
@@ -89,7 +93,10 @@ class Policy:
         blocks = content.get("blocks")
         if not isinstance(blocks, dict):
             raise UsageError(f"{path}: blocks is {blocks!r}; expected a table by block, such as blocks.0")
-        return Policy({name: _block_of(block, f"{path}: {name}") for name, block in blocks.items()})
+        update = content.get("update_in_backward", False)
+        if not isinstance(update, bool):
+            raise UsageError(f"{path}: update_in_backward is {update!r}; expected true or false")
+        return Policy({name: _block_of(block, f"{path}: {name}") for name, block in blocks.items()}, update)
 
 
 def _block_of(content: Any, where: str) -> BlockPolicy:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,7 +31,9 @@ from trainstep.casting import (
 from trainstep.checkpointing import Checkpointing
 from trainstep.config import PhaseContext, StepConfig, StepMode, no_phases
 from trainstep.errors import UnsupportedError, UsageError
+from trainstep.policies import policy_of
 from trainstep.precision import PRECISIONS
+from trainstep.updating import UpdatesInBackward
 from trainstep.workload import Workload, WorkloadSource, has_bf16_weights, resolve_device
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -98,7 +101,20 @@ class TrainingStep:
         self.replica = parallelize(self.module, make_optimizer)
         self.optimizer = self.replica.optimizer
         self.scaler = torch.amp.GradScaler(self.device.type) if PRECISIONS[config.precision].needs_scaler else None
+        policy = policy_of(config.checkpointing)
+        self.updates_in_backward = self._in_backward() if policy is not None and policy.update_in_backward else None
         self._batches = batches_of(workload)
+
+    def _in_backward(self) -> UpdatesInBackward:
+        """Raise UnsupportedError where gradients are not what the optimizer updates from when they are there."""
+        replica = self.replica
+        if self.scaler is not None or replica.module is not self.module or replica.finish_gradient_synchronization:
+            whose = "a gradient scaler looks at all of them" if self.scaler is not None else "ranks average them"
+            raise UnsupportedError(
+                f"the checkpointing policy {self.config.checkpointing} updates in backward, and {whose} before the "
+                "update; make one without (memory --fit … --update-after-backward)"
+            )
+        return UpdatesInBackward(self.module, self.optimizer)
 
     def _widen(self, workload: Workload) -> None:
         """Train a float32 copy of weights that come in bf16, on float32 copies of what batches have in bf16."""
@@ -127,13 +143,16 @@ class TrainingStep:
                 with torch.no_grad(), autocast(self.config.precision, self.device), phase("forward"):
                     self._forward(self.replica.module, batch)
                 return None
-            loss = self._differentiate(batch, phase)
+            in_backward = self.updates_in_backward if mode == "step" else None
+            with nullcontext() if in_backward is None else in_backward.on():
+                loss = self._differentiate(batch, phase)
             if self.replica.finish_gradient_synchronization is not None:
                 with phase("communication"):
                     self.replica.finish_gradient_synchronization()
             if mode == "step":
                 with phase("optimizer"):
-                    self._update()
+                    if in_backward is None:
+                        self._update()
             self.optimizer.zero_grad(set_to_none=True)
             return loss
 
@@ -149,6 +168,8 @@ class TrainingStep:
             was scaled.
         """
         assert max_norm is None or self.scaler is None, "scaled gradients would have to be unscaled first"
+        if self.updates_in_backward is not None:
+            return self._accumulate_in_backward(self.updates_in_backward, parts, max_norm)
         losses, norm = [], None
         with matmul_precision(self.config.precision):
             for number, part in enumerate(parts, start=1):
@@ -164,6 +185,28 @@ class TrainingStep:
                 norm = (self.replica.clip_gradients or whole)(max_norm)
             self._update()
         return mean, norm
+
+    def _accumulate_in_backward(
+        self, updates: UpdatesInBackward, parts: Sequence[Any], max_norm: float | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if len(parts) > 1 or (max_norm is not None and max_norm < math.inf):
+            what = (
+                f"a step in {len(parts)} parts adds them up" if len(parts) > 1 else f"clipping to {max_norm} needs all"
+            )
+            raise UsageError(
+                f"the checkpointing policy {self.config.checkpointing} updates in backward, which frees gradients as "
+                f"they come, and {what}; make one without (memory --fit … --update-after-backward), or take a step in "
+                "one part and clip nothing (clip_norm inf)"
+            )
+        norms: list[Tensor] = []
+
+        def update(parameters: Sequence[nn.Parameter]) -> None:
+            norms.append(nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]))
+            updates.update(parameters)
+
+        with matmul_precision(self.config.precision), updates.on(None if max_norm is None else update):
+            loss = self._differentiate(parts[0], no_phases)
+        return loss, None if max_norm is None else nn.utils.get_total_norm(norms)
 
     def gradients(self, batch: Any) -> Tensor:
         """Forward and backward only, leaving unscaled gradients in `.grad`; returns the detached loss.

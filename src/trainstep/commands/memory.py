@@ -45,6 +45,9 @@ class Memory(OneModel):
     """With --fit: measure the policies that treat all blocks alike, too."""
     host_gib: float | None = None
     """With --fit: GiB of page-locked host memory for activations, 0 for none; by default a quarter of what is free."""
+    update_after_backward: FlagCreatePairsOff[bool] = False
+    """With --fit: no updates in backward, which free each block's gradients; for a training that clips or accumulates
+    gradients."""
     snapshot: Annotated[Path | None, arg(name="from")] = None
     """Nothing is measured: draw the memory snapshot in this file, anyone's from _dump_snapshot of torch.cuda.memory."""
     policies: commas(str) = ()  # type: ignore[valid-type]
@@ -64,8 +67,8 @@ class Memory(OneModel):
             raise UsageError(f"steps is {self.steps}; expected at least 1")
         if self.memory_gib is not None and not self.memory_gib > 0:
             raise UsageError(f"memory_gib is {self.memory_gib}; expected a positive number")
-        if self.fit is None and (self.compare or self.host_gib is not None):
-            raise UsageError("--compare and --host-gib are for --fit; add it")
+        if self.fit is None and (self.compare or self.update_after_backward or self.host_gib is not None):
+            raise UsageError("--compare, --host-gib and --update-after-backward are for --fit; add it")
         if self.host_gib is not None and not self.host_gib >= 0:
             raise UsageError(f"host_gib is {self.host_gib}; expected 0 or more")
         if self.fit is not None and self.policies:
@@ -113,9 +116,8 @@ class Memory(OneModel):
             for config in plain:
                 names = ["fit.json" if len(plain) * len(budgets) == 1 else f"fit-{next(files)}.json" for _ in budgets]
                 wanted = {budget: self.out / name for budget, name in zip(budgets, names, strict=True)}
-                yield from fit_records(
-                    source, config, wanted, host_gib=self.host_gib, compare=self.compare, steps=self.steps
-                )
+                how: dict[str, Any] = {"host_gib": self.host_gib, "update_after_backward": self.update_after_backward}
+                yield from fit_records(source, config, wanted, **how, compare=self.compare, steps=self.steps)
 
     def _configs(self, source: WorkloadSource, policies: Sequence[str] = ()) -> list[StepConfig]:
         """Every combination of the step's flags, under every policy."""

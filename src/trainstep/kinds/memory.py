@@ -114,6 +114,7 @@ class FitRow(StepSettings, Checked, kind="fit"):
     predicted_ms: float | None = None
     time_error: float | None = None  # predicted / measured − 1, of the median
     gap: float | None = None  # the added time is at most this share above the least possible, by prediction
+    update_in_backward: bool | None = None  # whether the optimizer updates each block in backward
     choices: tuple[str, ...] | None = None  # neighbours with the same choice in one text
     blocks_kept: int | None = None  # that keep everything, in host memory or not
     blocks_again: int | None = None  # that are computed again, apart from what is kept

@@ -31,12 +31,14 @@ def rows(tmp_path_factory):
 
 def test_the_step_fits_as_predicted(rows):
     every, _ = rows
-    again, plain, fit = every[:3]
-    assert [each.form for each in every[:3]] == ["all again", "plain", "fit"]
-    assert fit.status == plain.status == again.status == "ok"
+    again, in_backward, plain, fit = every[:4]
+    assert [each.form for each in every[:4]] == ["all again", "all again", "plain", "fit"]
+    assert [each.update_in_backward for each in every[:4]][:3] == [None, True, None]
+    assert fit.status == plain.status == again.status == in_backward.status == "ok"
+    assert in_backward.peak_gib <= again.peak_gib, "here the loss peaks, before there are gradients"
     assert fit.budget_gib == pytest.approx(0.6 * plain.peak_gib)
     assert again.peak_gib < fit.peak_gib <= fit.budget_gib
-    assert all(abs(each.prediction_error) <= 0.03 for each in (again, plain, fit))
+    assert all(abs(each.prediction_error) <= 0.03 for each in (again, in_backward, plain, fit))
     assert fit.blocks_kept + fit.blocks_again == 4
     assert fit.predicted_ms < again.predicted_ms
     assert fit.gap <= 0.02
@@ -45,7 +47,7 @@ def test_the_step_fits_as_predicted(rows):
 
 def test_several_budgets_share_what_comes_before_the_choice(rows):
     fit, beyond, roomy = (each for each in rows[0] if each.form == "fit")
-    assert [each.form for each in rows[0][:3]] == ["all again", "plain", "fit"]
+    assert [each.form for each in rows[0][:4]] == ["all again", "all again", "plain", "fit"]
     assert roomy.status == "ok"
     assert roomy.budget_gib == pytest.approx(1.5 * fit.budget_gib)
     assert roomy.blocks_kept > fit.blocks_kept
@@ -56,7 +58,7 @@ def test_several_budgets_share_what_comes_before_the_choice(rows):
 
 
 def test_policies_of_all_blocks_stand_beside_it(rows):
-    alike = rows[0][5:]
+    alike = rows[0][6:]
     assert [each.form for each in alike] == ["every-1", "every-2", "every-4", "selective", "recursive"]
     assert all(each.peak_gib and each.predicted_gib is None for each in alike)
 
@@ -74,7 +76,29 @@ def test_the_file_repeats_it(rows):
 
     plain, fitted = gradients("none"), gradients(f"@{file}")
     assert all(torch.equal(a, b) for a, b in zip(plain, fitted, strict=True))
-    assert every[2].checkpointing == f"@{file}"
+    assert every[3].checkpointing == f"@{file}"
+
+
+WEIGHTS = StepConfig(batch=1, context=8, attention="sdpa", device="cpu")  # and what belongs to them is most of it
+
+
+def test_updates_in_backward_make_room_where_nothing_else_does(tmp_path):
+    budget, file = {Budget.parse("82%"): tmp_path / "fit.json"}, tmp_path / "fit.json"
+    *_, fit = fit_records(SOURCE, WEIGHTS, budget, steps=2)
+    assert fit.status == "ok", fit.reason
+    assert fit.update_in_backward
+    assert fit.peak_gib <= fit.budget_gib
+    assert abs(fit.prediction_error) <= 0.03
+    assert fit.gradient_error <= fit.error_budget
+    assert Policy.load(file).update_in_backward
+    with pytest.raises(UsageError, match="the step does not fit"):
+        list(fit_records(SOURCE, WEIGHTS, budget, update_after_backward=True, steps=2))
+
+
+def test_they_are_not_chosen_where_they_bring_nothing(tmp_path):
+    *_, roomy = fit_records(SOURCE, CONFIG, {Budget.parse("200%"): tmp_path / "fit.json"}, steps=2)
+    assert roomy.status == "ok"
+    assert roomy.blocks_kept == 4
 
 
 def test_a_budget_below_what_weights_need(tmp_path):

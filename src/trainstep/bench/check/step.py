@@ -9,6 +9,9 @@ A step is judged three times, and no speed is shown of one that fails any:
 3. Twelve updates of its optimizer from the reference's weights and gradients, at float32's tolerance, or at that of the
    16 bits that weights are stored in (`updates`).
 
+A step that updates in backward is judged in a backward pass that spoils what it would update, and by updates that it
+makes in one.
+
 Gradients are compared with the initial weights before the step is timed, and again with trained weights afterwards, in
 the very step that was timed.
 
@@ -21,11 +24,15 @@ or a fused kernel, drops other elements on a GPU: both sides are then compared w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
+
+import torch
+from torch import nn
 
 from trainstep.bench.check.dropout import eager_random, without_dropout
 from trainstep.bench.check.gradients import Deviation
@@ -263,7 +270,12 @@ class StepCheck:
     def _hold(self, step: TrainingStep, reference: Reference, place: int) -> Deviation:
         is_own = place == START and not reference.batches_differ  # its own data first
         batch = step.next_batch() if is_own else step.place(reference.places[place].batch)
-        return reference.compare(gradients_at(step, batch), place, step.config.precision)
+        in_backward = step.updates_in_backward
+        with nullcontext() if in_backward is None else in_backward.on(_spoil):
+            found = gradients_at(step, batch)
+        if in_backward is not None:
+            load(step.module, reference.places[place].state)
+        return reference.compare(found, place, step.config.precision)
 
     def _hold_anew(
         self, config: StepConfig, reference: Reference, place: int, inside: Callable[[], AbstractContextManager[Any]]
@@ -277,8 +289,19 @@ class StepCheck:
 
     def _update(self, step: TrainingStep) -> UpdateError:
         reference, entry = self.reference, PRECISIONS[step.config.precision]
-        take = partial(take_updates, step.optimizer, step.module.named_parameters(), reference.update_gradients)
+        take = partial(
+            take_updates, step.optimizer, step.module.named_parameters(), reference.update_gradients,
+            in_backward=step.updates_in_backward,
+        )  # fmt: skip
         if entry.is_stored_half:
             expected = reference.updates_from_zero(step.config.precision)
             return compare_updates(take(from_zero=True), expected, dict.fromkeys(expected, 0.0), entry.unit_roundoff)
         return compare_updates(take(), reference.updates, reference.sizes)
+
+
+def _spoil(parameters: Iterable[nn.Parameter]) -> None:
+    """In the place of an update in backward: whoever reads these weights afterwards, which another step would not have
+    changed yet, computes no number."""
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.fill_(math.nan)

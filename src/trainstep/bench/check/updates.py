@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainstep.updating import UpdatesInBackward
+
 ROUNDING = 2.0**-24
 """Unit roundoff of float32, in which every optimizer computes."""
 LOST_BITS = 2.0**10
@@ -57,6 +59,7 @@ def take_updates(
     updates: int = UPDATES,
     *,
     from_zero: bool = False,
+    in_backward: UpdatesInBackward | None = None,
 ) -> dict[str, Tensor]:
     """How far each parameter moves, in float32, in updates of these gradients; weights and state are put back.
 
@@ -64,6 +67,7 @@ def take_updates(
         optimizer: as it is made, without state yet.
         gradients: of each update by parameter's name, the last for all further ones; one that is missing is None.
         from_zero: the weights are zero before: 16 bits then round an update, not a weight.
+        in_backward: makes the updates in a backward pass in which these gradients come.
     """
     named = dict(parameters)
     kept = {name: value.detach().clone() for name, value in named.items()}
@@ -83,7 +87,10 @@ def take_updates(
             if name in given:
                 parameter.grad = given[name].to(parameter.device, parameter.dtype, copy=True)
                 versions[name] = parameter.grad._version
-        optimizer.step()
+        if in_backward is None:
+            optimizer.step()
+        else:
+            _update_in_backward(in_backward, named.values())
     moved = {name: (value.detach().double() - before[name].double()).float() for name, value in named.items()}
     with torch.no_grad():
         for name, parameter in named.items():
@@ -91,6 +98,15 @@ def take_updates(
             parameter.grad = None
     optimizer.load_state_dict(state)
     return moved
+
+
+def _update_in_backward(updates: UpdatesInBackward, parameters: Iterable[Tensor]) -> None:
+    """Updates from the gradients that are there: they come anew in backward of the weights' product with them."""
+    given = [(each, each.grad) for each in parameters if each.grad is not None]
+    for parameter, _ in given:
+        parameter.grad = None
+    with updates.on():
+        torch.stack([(parameter * gradient).sum().float() for parameter, gradient in given]).sum().backward()
 
 
 def compare_updates(

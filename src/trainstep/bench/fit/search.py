@@ -34,6 +34,8 @@ from trainstep.workload import WorkloadSource, resolve_device
 
 BASE = "every-1"
 """The policy under which everything is computed again, from which choices are counted."""
+AGAIN = "all again"
+"""What its row is called."""
 ROUNDS = 3
 """A choice that took more than its budget is made anew, its prediction corrected by what was measured, so often."""
 RESERVE = 0.06
@@ -92,17 +94,19 @@ def fit_records(
     wanted: Mapping[Budget, Path],
     *,
     host_gib: float | None = None,
+    update_after_backward: bool = False,
     compare: bool = False,
     warmup: int = 2,
     steps: int = 10,
 ) -> Iterator[FitRow]:
-    """A row for the step with everything computed again, one for the plain step, one for each choice that was tried
-    for a budget, and with `compare` one for each policy that all blocks share.
+    """A row for the step with everything computed again, one for the same with updates in backward, one for the plain
+    step, one for each choice that was tried for a budget, and with `compare` one for each policy that all blocks share.
 
     Args:
         wanted: budgets, and where the policy that was chosen for each is written. What they share is measured once.
         host_gib: page-locked memory that activations may take; None: a quarter of what is free, as torch rounds
             buffers up to powers of two. On a CPU none is taken.
+        update_after_backward: choose no updates in backward, as for a training that clips or accumulates gradients.
 
     Raises:
         UsageError: no budget on a CPU, or the only one is below what the step needs; the message says how much that
@@ -114,14 +118,24 @@ def fit_records(
     run = _Run(source, dataclasses.replace(config, checkpointing="none"), warmup, steps)
     base = attempt(partial(_measure_base, source, run.under(BASE), warmup, steps))
     if isinstance(base, Failure):
-        yield run.failed("all again", run.under(BASE), base)
+        yield run.failed(AGAIN, run.under(BASE), base)
         return
     costs = attempt(partial(_step_cost, source, run.config, base, host_gib))
     if isinstance(costs, Failure):
-        yield run.failed("all again", run.under(BASE), costs)
+        yield run.failed(AGAIN, run.under(BASE), costs)
         return
     again, plain = [Choice()] * len(costs.blocks), [Choice(is_plain=True)] * len(costs.blocks)
-    yield run.row("all again", run.under(BASE), base.measurement, costs, again)
+    yield run.row(AGAIN, run.under(BASE), base.measurement, costs, again)
+    forms = {False: costs}
+    if not update_after_backward:
+        under = run.under(f"@{_beside(next(iter(wanted.values())))}")
+        policy_of(costs, again, update_in_backward=True).save(Path(under.checkpointing[1:]))
+        base = attempt(partial(_measure_base, source, under, warmup, steps))
+        if isinstance(base, Failure):
+            yield run.failed(AGAIN, under, base, update_in_backward=True)
+        else:
+            forms[True] = _with_base(costs, base)
+            yield run.row(AGAIN, under, base.measurement, forms[True], again, update_in_backward=True)
     found = attempt(partial(measure_step, source, run.config, "step", warmup, steps))
     yield run.row("plain", run.config, found, costs, plain)
     measured = found.memory.peak if isinstance(found, StepMeasurement) and found.memory else peak_of(costs, plain)
@@ -129,7 +143,7 @@ def fit_records(
     for budget, file in wanted.items():
         limit = budget.of(measured, device)
         try:
-            yield from _fitted(run, costs, limit, file, check)
+            yield from _fitted(run, forms, limit, file, check)
         except UsageError as error:
             if len(wanted) == 1:
                 raise
@@ -140,25 +154,50 @@ def fit_records(
         yield run.row(name, run.under(name), found, costs, None)
 
 
-def _fitted(run: _Run, costs: StepCost, limit: int, file: Path, check: StepCheck) -> Iterator[FitRow]:
+def _beside(file: Path) -> Path:
+    """Where the policy of the second base goes."""
+    return file.with_name("again-in-backward.json")
+
+
+def _choose(forms: Mapping[bool, StepCost], limit: int) -> tuple[bool, Chosen]:
+    """Whether to update in backward, and what to choose then, at the least predicted time.
+
+    Raises:
+        UsageError: nothing fits; the message says how much it takes at least.
+    """
+    fitting, errors = [], []
+    for in_backward, costs in forms.items():
+        try:
+            fitting.append((in_backward, choose(costs, limit)))
+        except UsageError as error:
+            errors.append(error)
+    if not fitting:
+        raise errors[-1]  # updates in backward need the least
+    return min(fitting, key=lambda each: each[1].seconds)
+
+
+def _fitted(run: _Run, forms: Mapping[bool, StepCost], limit: int, file: Path, check: StepCheck) -> Iterator[FitRow]:
     """What is chosen for one budget, until it fits.
 
     Raises:
         UsageError: nothing fits; the message says how much it takes at least.
     """
+    forms = dict(forms)
     for number in range(1, ROUNDS + 1):
-        chosen = choose(costs, limit)
-        policy_of(costs, chosen.choices).save(file)
+        in_backward, chosen = _choose(forms, limit)
+        costs = forms[in_backward]
+        policy_of(costs, chosen.choices, update_in_backward=in_backward).save(file)
         fitted = run.under(f"@{file}")
         found = attempt(partial(measure_step, run.source, fitted, "step", run.warmup, run.steps))
         peak = found.memory.peak if isinstance(found, StepMeasurement) and found.memory else None
         fits = peak is not None and peak <= limit
         verdict = attempt(partial(check.judge, fitted)) if fits else None
         more: dict[str, Any] = {"round": number, "budget_gib": limit / GIB, "gap": chosen.gap, "policy": str(file)}
+        more["update_in_backward"] = in_backward
         yield run.row("fit", fitted, found, costs, chosen.choices, verdict, **more, **_told(costs, chosen))
         if peak is None or fits:
             break
-        costs = with_budget_error(costs, peak, chosen.peak_bytes)
+        forms[in_backward] = with_budget_error(costs, peak, chosen.peak_bytes)
 
 
 @dataclass(frozen=True)
@@ -177,20 +216,24 @@ def _measure_base(source: WorkloadSource, config: StepConfig, warmup: int, steps
 
 def _step_cost(source: WorkloadSource, config: StepConfig, base: _Base, host_gib: float | None) -> StepCost:
     blocks = block_costs(source, config)
-    moments = base.moments
     device = resolve_device(config.device)
     copies = None
     if device.type == "cuda" and host_gib != 0:
         out, back = copy_rates(device)
         copies = Copies(out, back, int(GIB * (_free_host_gib() / 4 if host_gib is None else host_gib)))
-    return StepCost(
-        blocks,
+    return _with_base(StepCost(blocks, 0, 0, (), 0, 0.0, copies), base)
+
+
+def _with_base(costs: StepCost, base: _Base) -> StepCost:
+    """The same blocks in another step in which each is computed again."""
+    moments = base.moments
+    return dataclasses.replace(
+        costs,
         loss_bytes=moments[LOSS],
         head_bytes=moments[HEAD],
-        backward_bytes=tuple(moments[index] for index in range(len(blocks))),
+        backward_bytes=tuple(moments[index] for index in range(len(costs.blocks))),
         other_bytes=moments[OTHER],
         seconds=summarize(_milliseconds(base.measurement)).median / 1e3,
-        copies=copies,
     )
 
 
@@ -200,14 +243,13 @@ def _free_host_gib() -> float:
     return int(said["MemAvailable"].split()[0]) * 1024 / GIB
 
 
-def policy_of(costs: StepCost, choices: Sequence[Choice]) -> Policy:
+def policy_of(costs: StepCost, choices: Sequence[Choice], *, update_in_backward: bool = False) -> Policy:
     """What `--checkpointing @FILE` takes."""
-    return Policy(
-        {
-            block.name: BlockPolicy(not choice.is_plain, choice.kept, choice.host)
-            for block, choice in zip(costs.blocks, choices, strict=True)
-        }
-    )
+    blocks = {
+        block.name: BlockPolicy(not choice.is_plain, choice.kept, choice.host)
+        for block, choice in zip(costs.blocks, choices, strict=True)
+    }
+    return Policy(blocks, update_in_backward)
 
 
 def _told(costs: StepCost, chosen: Chosen) -> dict[str, Any]:

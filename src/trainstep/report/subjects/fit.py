@@ -27,7 +27,8 @@ _FORM = ("form", "round", "checkpointing")
 def form_of(row: Row) -> str:
     """`plain`, `every-2`, `fit`; of choices after the first `fit, corrected`."""
     assert isinstance(row, FitRow)
-    return row.form if row.round in (None, 1) else f"{row.form}, corrected {number((row.round or 1) - 1)}×"
+    form = row.form if row.round in (None, 1) else f"{row.form}, corrected {number((row.round or 1) - 1)}×"
+    return f"{form}, updated in backward" if row.update_in_backward else form
 
 
 FITS = define(
@@ -131,6 +132,7 @@ def _found(study: Sequence[FitRow], row: FitRow) -> Iterator[Finding]:
         "host_gib": row.host_gib,
     }
     sent = ", {host_gib:gib} in host memory" if row.host_gib else ""
+    updated = ", the optimizer updating in backward, so no gradients clipped or added up" * bool(row.update_in_backward)
     predicted = "predicted {predicted_gib:gib} and {predicted_ms:ms}"
     if row.peak_gib > row.budget_gib:
         said = f"The chosen step takes {{peak_gib:gib}} of {{budget_gib:gib}}: it does not fit ({predicted})."
@@ -138,7 +140,7 @@ def _found(study: Sequence[FitRow], row: FitRow) -> Iterator[Finding]:
         return
     said = (
         f"The step fits {{budget_gib:gib}}: it peaks at {{peak_gib:gib}} and takes {{step_ms:ms}} ({predicted}), "
-        f"{{blocks_kept}} blocks kept and {{blocks_again}} computed again{sent}. "
+        f"{{blocks_kept}} blocks kept and {{blocks_again}} computed again{sent}{updated}. "
     )
     yield found("fit.fits", said + literal(f"--checkpointing @{row.policy} repeats it."), **figures)
     if (row.gap or 0) > PROVEN:

@@ -1,0 +1,216 @@
+"""Updates in backward: the same weights as after it, no more gradients at once than a block's, and what forbids it."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from trainstep.bench.check.step import StepCheck, plain_form
+from trainstep.config import ModelConfig, StepConfig
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.measure.memory import step_memory
+from trainstep.policies import Policy
+from trainstep.training_step import Replica, TrainingStep, build_step
+from trainstep.updating import UpdatesInBackward
+from trainstep.workload import Workload, WorkloadSource, builtin_source
+
+SOURCE = builtin_source("toy", ModelConfig(vocab_size=256, d_model=32, d_ff=80, num_layers=4, num_heads=2))
+AFTER = StepConfig(batch=2, context=16, device="cpu", optimizer="adamw-fused")
+
+
+@pytest.fixture
+def in_backward(tmp_path):
+    """The same step, updated in backward."""
+    Policy(update_in_backward=True).save(tmp_path / "policy.json")
+    return replace(AFTER, checkpointing=f"@{tmp_path / 'policy.json'}")
+
+
+def weights_after(step, steps=4):
+    losses = [float(step(step.next_batch())) for _ in range(steps)]
+    return losses, [parameter.detach() for parameter in step.module.parameters()]
+
+
+def test_weights_and_losses_are_those_of_updates_after_backward(in_backward):
+    after, during = (weights_after(build_step(SOURCE, config)) for config in (AFTER, in_backward))
+    assert after[0] == during[0]
+    assert all(torch.equal(a, b) for a, b in zip(after[1], during[1], strict=True))
+
+
+def test_the_optimizer_stays_one_with_all_of_its_state(in_backward):
+    after, during = build_step(SOURCE, AFTER), build_step(SOURCE, in_backward)
+    for step in (after, during):
+        weights_after(step, 2)
+    expected, found = after.optimizer.state_dict(), during.optimizer.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    assert all(torch.equal(found["state"][key]["exp_avg"], each["exp_avg"]) for key, each in expected["state"].items())
+
+
+def test_gradients_are_freed_block_by_block(in_backward):
+    """All gradients but those of the head, which come first, are never there at once with those of two blocks."""
+    peaks = []
+    for config in (AFTER, in_backward):
+        step = build_step(SOURCE, replace(config, batch=1, context=2))  # activations are little beside gradients
+        weights_after(step, 2)
+        batch = step.next_batch()
+        kept = [
+            *step.module.parameters(),
+            *(each for state in step.optimizer.state.values() for each in state.values()),
+        ]
+        peaks.append(
+            step_memory(lambda phase, step=step, batch=batch: step(batch, phase=phase), step.device, kept).peak
+        )
+    of_a_block = sum(each.nbytes for each in step.module.blocks[0].parameters())
+    assert peaks[0] - peaks[1] >= 2 * of_a_block
+
+
+class Uneven(nn.Module):
+    """Blocks of which one is not called, one has a frozen weight, and a weight that the first and the last share."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.blocks[3].weight = self.blocks[0].weight
+        self.blocks[1].bias.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        for index in (0, 1, 3):
+            x = torch.tanh(self.blocks[index](x)) * self.scale
+        return x
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, partial(torch.optim.RMSprop, momentum=0.9)])
+def test_weights_that_are_shared_frozen_or_not_used(optimizer):
+    found = []
+    for is_in_backward in (False, True):
+        torch.manual_seed(0)
+        model = Uneven()
+        groups = [{"params": [model.scale], "lr": 0.1}, {"params": list(model.blocks.parameters()), "lr": 0.01}]
+        own = optimizer(groups)
+        updates = UpdatesInBackward(model, own)
+        for seed in range(3):
+            loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))).square().mean()
+            if is_in_backward:
+                with updates.on():
+                    loss.backward()
+            else:
+                loss.backward()
+                own.step()
+            assert all(each.grad is None for each in model.parameters()) or not is_in_backward
+            own.zero_grad()
+        found.append([each.detach() for each in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
+
+
+class Counting(torch.optim.SGD):
+    """Keeps how many updates there were in its groups, as schedule-free optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_counts_updates_in_its_groups_is_refused():
+    model = Uneven()
+    updates = UpdatesInBackward(model, Counting(model.parameters(), lr=0.1))
+    with pytest.raises(UnsupportedError, match="Counting counts 'k' in its parameter groups"), updates.on():
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def test_what_is_read_after_its_update_is_no_silent_mistake(in_backward):
+    """A function that keeps a weight beside autograd's saved tensors would read the updated one."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.weight = weight  # not saved: torch does not see that it changes
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient @ ctx.weight.t(), None
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)])
+            self.first = nn.Parameter(torch.eye(8))
+
+        def forward(self, x):
+            late = self.blocks[1].weight
+            return self.blocks[1](Twice.apply(self.blocks[0](x @ self.first), late.detach()))
+
+    def workload(step):
+        torch.manual_seed(0)
+        batches = [(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)),) for seed in range(3)]
+        loss = lambda outputs, batch: outputs.square().mean()  # noqa: E731
+        return Workload(Model(), batches, loss, optimizer=partial(torch.optim.SGD, lr=0.1))
+
+    source = WorkloadSource("late", workload)
+    judge = StepCheck(source, plain_form(StepConfig(device="cpu")))
+    assert judge.judge(StepConfig(device="cpu")).is_right
+    verdict = judge.judge(StepConfig(device="cpu", checkpointing=in_backward.checkpointing))
+    assert not verdict.is_right
+    assert "blocks.0.weight off by nan" in str(verdict)
+
+
+def test_a_right_step_is_called_right_in_both_of_its_checks(in_backward):
+    verdict = StepCheck(SOURCE, plain_form(AFTER)).judge(in_backward)
+    assert verdict.is_right, str(verdict)
+    assert 0 < verdict.update.error < verdict.update.allowed
+
+
+def test_a_wrong_update_in_backward_is_seen(in_backward, monkeypatch):
+    right = UpdatesInBackward.update
+
+    def lost(self, parameters):
+        if len(parameters) > 1:  # of blocks
+            parameters[-1].grad = None
+        right(self, parameters)
+
+    monkeypatch.setattr(UpdatesInBackward, "update", lost)
+    verdict = StepCheck(SOURCE, plain_form(AFTER)).judge(in_backward)
+    assert not verdict.is_right
+    assert verdict.update.name.startswith("blocks.")
+
+
+def test_the_norm_of_gradients_is_that_of_all_together(in_backward):
+    def norms(config):
+        step = build_step(SOURCE, config)
+        return [step.accumulate([step.next_batch()], float("inf")) for _ in range(3)]
+
+    for (loss, norm), (other_loss, other_norm) in zip(norms(AFTER), norms(in_backward), strict=True):
+        assert torch.equal(loss, other_loss)
+        torch.testing.assert_close(norm, other_norm)
+
+
+def test_what_needs_all_gradients_at_once_is_refused(in_backward):
+    step = build_step(SOURCE, in_backward)
+    parts = [step.next_batch(), step.next_batch()]
+    with pytest.raises(UsageError, match=r"updates in backward, .* a step in 2 parts adds them up"):
+        step.accumulate(parts)
+    with pytest.raises(UsageError, match=r"clipping to 1\.0 needs all"):
+        step.accumulate(parts[:1], 1.0)
+
+    def averaged(module, make_optimizer):
+        return Replica(module, make_optimizer(module.parameters()), finish_gradient_synchronization=lambda: None)
+
+    with pytest.raises(UnsupportedError, match="ranks average them before the update"):
+        TrainingStep(SOURCE.build(in_backward), in_backward, averaged)
+
+
+def test_the_file_says_it(tmp_path):
+    path = tmp_path / "policy.json"
+    Policy(update_in_backward=True).save(path)
+    assert Policy.load(path) == Policy(update_in_backward=True)
+    Policy().save(path)
+    assert "update" not in path.read_text()
+    path.write_text(json.dumps({"format": "trainstep checkpointing 1", "blocks": {}, "update_in_backward": "yes"}))
+    with pytest.raises(UsageError, match="update_in_backward is 'yes'; expected true or false"):
+        Policy.load(path)
