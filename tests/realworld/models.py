@@ -4,7 +4,7 @@
 
 Weights are random, data is generated, nothing is downloaded; configurations are the libraries' defaults but for sizes
 (so `use_cache` stays on where it is by default). `MODELS` has each factory's name with the package it needs. For a GPU,
-which such steps do not keep busy, $WIDTH, $LAYERS, $BATCH, $SEQ and $IMAGE make them larger.
+which such steps do not keep busy, $WIDTH, $LAYERS, $VOCAB, $BATCH, $SEQ and $IMAGE make them larger.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ MODELS = {
 LEAVES_OUT_LAYERS = {"wav2vec2"}
 """At random, in training: two steps of one model need not take the same memory."""
 
-VOCAB, BATCH, SEQ = 256, int(os.environ.get("BATCH", "4")), int(os.environ.get("SEQ", "32"))
+BATCH, SEQ = int(os.environ.get("BATCH", "4")), int(os.environ.get("SEQ", "32"))
+VOCAB = int(os.environ.get("VOCAB", "256"))
 WIDTH, LAYERS = int(os.environ.get("WIDTH", "64")), int(os.environ.get("LAYERS", "2"))
 IMAGE = int(os.environ.get("IMAGE", "32"))  # pixels of a picture's side
 HEADS = max(4, WIDTH // 64)
