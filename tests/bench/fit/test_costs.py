@@ -66,6 +66,28 @@ def test_the_plain_peak_follows_from_the_step_that_computes_everything_again(att
         assert peak_of(costs, [choice] * 3) == pytest.approx(measured, rel=0.03)
 
 
+def loss_in_forward(step):
+    """The built-in model with its loss inside of forward, as transformers' models have it."""
+    made = SOURCE.build(step)
+    inside = made.forward, made.loss
+    return Workload(
+        module=made.module,
+        batches=made.batches,
+        forward=lambda module, batch: inside[1](inside[0](module, batch), batch),
+        loss=lambda outputs, batch: outputs,
+        optimizer=made.optimizer,
+    )
+
+
+def test_a_loss_in_forward_is_the_loss_all_the_same():
+    """Its moment was one that no choice changes, so that kept activations were not added to it."""
+    source = WorkloadSource("inside", loss_in_forward)
+    inside, apart = step_cost(source, CONFIG), step_cost(SOURCE, CONFIG)
+    assert inside.loss_bytes == pytest.approx(apart.loss_bytes, rel=0.01)
+    measured = measure_peaks(source, CONFIG, "step").peak
+    assert peak_of(inside, [Choice(is_plain=True)] * 3) == pytest.approx(measured, rel=0.03)
+
+
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()

@@ -1,8 +1,9 @@
 """The peaks of a step in which every block is computed again, moment by moment.
 
-Moments are told apart by what the choices of a block change: the loss; backward before it comes to the last block; the
-backward of each block, from when its output's gradient is there to when its input's is; and all else (forward, the
-optimizer), whose peaks no choice raises above those.
+Moments are told apart by what the choices of a block change: what follows the last block's forward, which is the loss,
+wherever a model computes it; backward before it comes to the last block; the backward of each block, from when its
+output's gradient is there to when its input's is; and all else (forward, the optimizer), whose peaks no choice raises
+above those.
 """
 
 from __future__ import annotations
@@ -68,12 +69,14 @@ class _Meter:
 
 @contextmanager
 def _watched(blocks: list[nn.Module], meter: _Meter) -> Iterator[None]:
-    """Inside, backward tells when it comes to each of the blocks; outside of what is compiled."""
+    """Inside, the end of the last block's forward is told, and when backward comes to each of them; outside of what is
+    compiled."""
     undo = []
     for index, block in enumerate(blocks):
         place = "forward" if block._compiled_call_impl is None else "_compiled_call_impl"
         undo.append((block, place, block.__dict__.get(place)))
-        block.__dict__[place] = partial(_call, index, meter, getattr(block, place))
+        is_last = index == len(blocks) - 1
+        block.__dict__[place] = partial(_call, index, is_last, meter, getattr(block, place))
     try:
         yield
     finally:
@@ -84,8 +87,10 @@ def _watched(blocks: list[nn.Module], meter: _Meter) -> Iterator[None]:
                 block.__dict__[place] = before
 
 
-def _call(index: int, meter: _Meter, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(index: int, is_last: bool, meter: _Meter, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = function(*args, **kwargs)
+    if is_last:
+        meter.begin(LOSS)
     for tensor in tree_leaves(result):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda gradient: meter.begin(index))
