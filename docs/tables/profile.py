@@ -37,6 +37,25 @@ def top_kernel(part: str, words: str) -> list[Column]:
     ]
 
 
+def _fits(name: str, caption: str) -> Table:
+    """Choices of activations, predicted and measured."""
+    return of_rows(
+        name,
+        kinds.FitRow,
+        Column("activations", fit.form_of),
+        columns.value("budget (GiB)", "budget_gib", 4),
+        *columns.values({"predicted (GiB)": "predicted_gib", "measured (GiB)": "peak_gib"}, digits=4),
+        columns.value("off by (%)", "prediction_error", digits=2),
+        columns.value("predicted (ms)", "predicted_ms"),
+        columns.median("step (ms) [95 %]", "step"),
+        columns.value("off by (%)", "time_error", digits=2),
+        *columns.values(
+            {"blocks kept": "blocks_kept", "computed again": "blocks_again", "in host memory (GiB)": "host_gib"}
+        ),
+        caption=caption,
+    )
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
     "profile-kernels": partial(
         of_rows,
@@ -127,21 +146,11 @@ TABLES: Mapping[str, Callable[[], Table]] = {
         only=lambda row: row.checkpointing in POLICIES,
         key=lambda row: POLICIES.index(row.checkpointing),
     ),
-    "memory-fit": partial(
-        of_rows,
-        "h200-fit",
-        kinds.FitRow,
-        Column("activations", fit.form_of),
-        columns.value("budget (GiB)", "budget_gib", 4),
-        *columns.values({"predicted (GiB)": "predicted_gib", "measured (GiB)": "peak_gib"}, digits=4),
-        columns.value("off by (%)", "prediction_error", digits=2),
-        columns.value("predicted (ms)", "predicted_ms"),
-        columns.median("step (ms) [95 %]", "step"),
-        columns.value("off by (%)", "time_error", digits=2),
-        *columns.values(
-            {"blocks kept": "blocks_kept", "computed again": "blocks_again", "in host memory (GiB)": "host_gib"}
-        ),
-        caption="2.7B, batch 4, context 2,048, bf16, SDPA, fused AdamW",
+    "memory-fit": partial(_fits, "h200-fit", "2.7B, batch 4, context 2,048, bf16, SDPA, fused AdamW"),
+    "memory-fit-gpt2": partial(
+        _fits,
+        "h200-fit-gpt2",
+        "GPT-2 of transformers, 16 × 1,024 tokens, bf16, SDPA, fused AdamW; budgets of 50, 65, 80 %",
     ),
     "memory-owners": partial(plain, "h200-allocations", kinds.OwnerRow, brief=False),
     "memory-largest": partial(plain, "h200-allocations", kinds.AllocationRow, brief=False),
