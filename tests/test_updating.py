@@ -1,8 +1,10 @@
 """Updates in backward: the same weights as after it, no more gradients at once than a block's, and what forbids it."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from trainstep.bench.check.step import StepCheck, plain_form
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.measure.memory import step_memory
-from trainstep.policies import Policy
+from trainstep.policies import BlockPolicy, Policy
 from trainstep.training_step import Replica, TrainingStep, build_step
 from trainstep.updating import UpdatesInBackward
 from trainstep.workload import Workload, WorkloadSource, builtin_source
@@ -37,6 +39,32 @@ def test_weights_and_losses_are_those_of_updates_after_backward(in_backward):
     after, during = (weights_after(build_step(SOURCE, config)) for config in (AFTER, in_backward))
     assert after[0] == during[0]
     assert all(torch.equal(a, b) for a, b in zip(after[1], during[1], strict=True))
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
+def test_compiled_blocks_are_updated_the_same(in_backward):
+    after, during = (
+        weights_after(build_step(SOURCE, replace(config, compile="blocks", precision="bf16")))
+        for config in (AFTER, in_backward)
+    )
+    assert after[0] == during[0]
+    assert all(torch.equal(a, b) for a, b in zip(after[1], during[1], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", [{}, {"precision": "bf16"}, {"precision": "bf16", "compile": "blocks"}], ids=str)
+def test_on_a_gpu(in_backward, change):
+    """Also with what waits in host memory and what is computed again, whose copies and runs are beside the updates."""
+    blocks = {f"blocks.{index}": BlockPolicy(recompute=index % 2 == 0, host=(0,)) for index in range(4)}
+    path = Path(in_backward.checkpointing[1:])
+    found = []
+    for is_in_backward in (False, True):
+        Policy(blocks, is_in_backward).save(path)
+        step = build_step(SOURCE, replace(in_backward, device="cuda", attention="sdpa-math", **change))
+        found.append(weights_after(step))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
 def test_the_optimizer_stays_one_with_all_of_its_state(in_backward):

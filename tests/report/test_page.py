@@ -61,6 +61,14 @@ def test_sections_without_records_are_left_out() -> None:
     assert sections(set()) == []
 
 
+def test_what_rungs_were_held_against_is_said_once_where_it_is_not_the_plain_step() -> None:
+    rows = sample.cpu_analysis()
+    said = "held against the plain step with PyTorch's fused attention"
+    assert said not in render(rows)
+    told = [dataclasses.replace(row, reference=said.partition(" against ")[2]) for row in of_kind(rows, RungRow)]
+    assert render(told).replace("&#39;", "'").count(said) == 1
+
+
 def test_a_grid_shows_its_failed_cases_with_their_reason() -> None:
     row = of_kind(sample.cpu_analysis(), StepRow)[-1]
     failed = dataclasses.replace(

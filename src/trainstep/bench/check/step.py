@@ -177,11 +177,11 @@ class StepCheck:
             found = attempt(partial(self._refer_to, form))
             del self._untried[form]
             if not isinstance(found, Failure):
-                self._held_against = called and f"{called}; as it is, {self._not_plain}"
+                self._held_against = called and f"{called}, which as it is was {self._not_plain.partition(':')[0]}"
                 return found
             self._not_plain = self._not_plain or f"{found.status}: {found.reason}"
         found = self._refer_to(config)
-        self._held_against = f"{FITTING}; the plain step is {self._not_plain}"
+        self._held_against = f"{FITTING}, as the plain step was {self._not_plain.partition(':')[0]}"
         return found
 
     def start(self, config: StepConfig) -> tuple[TrainingStep, Verdict]:

@@ -141,7 +141,6 @@ ERRORS = define(
     _limit("Updates", "update_error"),
     Column("Used at most", _most_used),
     columns.value("Compared", "compared"),
-    columns.value("With", "reference"),
     key=lambda row: str(row.case["rung"]),
     name="errors",
 )
@@ -247,7 +246,9 @@ def correctness(rows: Sequence[Row]) -> Section | None:
         kept = [row for row in kept_rungs(climb) if row.samples.get("training_loss")]
         checked = [row for row in climb if row.gradient_error is not None]
         if kept or len(checked) > 1:
-            table = replace(ERRORS, caption=f"{ERRORS.caption}: {name}") if name else ERRORS
+            beside = dict.fromkeys(row.reference for row in checked if row.reference)
+            of = [name] * bool(name) + [f"held against {each}" for each in beside]
+            table = replace(ERRORS, caption=": ".join([f"{ERRORS.caption}", *of]))
             blocks += [Charts(_loss_charts(kept, suffix))] if kept else []
             blocks += [make_table(table, checked, "page", name=f"errors{suffix}")] if checked else []
     if not blocks:
