@@ -1,5 +1,6 @@
 """The check of attention: its oracle is autograd's, what is wrong anywhere is caught, right ones of any form pass."""
 
+import functools
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from tests.planted.attention import PRECISIONS, RIGHT, SHAPE, WRONG, cases, caus
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.scoring import Scoring
 from trainstep.bench.check import one_rounding
-from trainstep.bench.check.attention import NAMES, STATISTICS, Errors, check, oracle
+from trainstep.bench.check.attention import NAMES, STATISTICS, Errors, _has_same_bits, check, deterministic, oracle
 
 CPU = torch.device("cpu")
 LARGE = (2, 16, 128, 16)
@@ -22,6 +23,64 @@ def grouped_inputs(heads, group, seq, head_dim=8):
     generator = torch.Generator().manual_seed(0)
     shapes = [(heads, 1 if name in "kv" else group, seq, head_dim) for name in ("q", "k", "v", "do")]
     return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+
+
+def test_the_same_bits_are_asked_of_every_result_and_only_where_they_are_asked_for():
+    calls = []
+
+    def drifting(name):
+        def implementation(q, k, v):
+            calls.append(torch.are_deterministic_algorithms_enabled())
+            o = attention_eager(q, k, v, Scoring(True, 1 / math.sqrt(q.shape[-1])))
+            if name == "o":
+                return o + (o * 1e-7 * (len(calls) % 2)).detach()
+            if name is not None:
+                {"dq": q, "dk": k, "dv": v}[name].register_hook(
+                    lambda gradient: gradient * (1 + 1e-7 * (len(calls) % 2))
+                )
+            return o
+
+        return implementation
+
+    for name in (*NAMES, None):
+        errors = check(drifting(name), SHAPE, torch.float32, CPU, is_causal=True, is_deterministic=True)
+        assert errors.moved == (() if name is None else (name,))
+        assert errors.within_budget is (name is None)
+    assert all(calls)
+    calls.clear()
+    assert check(drifting("dq"), SHAPE, torch.float32, CPU, is_causal=True).within_budget
+    assert calls == [False], "once, and nothing asked"
+
+
+def test_nan_has_bits_too():
+    x = torch.tensor([[1.0, math.nan], [0.0, 2.0]])
+    assert _has_same_bits(x, x.clone())
+    assert _has_same_bits(x.t(), x.t().clone())
+    assert not _has_same_bits(x, x.abs().neg())
+    assert not _has_same_bits(torch.zeros(2), -torch.zeros(2))
+
+
+@pytest.mark.parametrize("before", [(False, False, True), (True, False, True), (True, True, False)], ids=str)
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_what_was_asked_of_pytorch_before_is_asked_again_afterwards(is_asked, before, request):
+    memory = torch.utils.deterministic
+
+    def put(is_on, only_warns, fills):
+        torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
+        memory.fill_uninitialized_memory = fills
+
+    def found():
+        only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        return torch.are_deterministic_algorithms_enabled(), only_warns, memory.fill_uninitialized_memory
+
+    request.addfinalizer(functools.partial(put, *found()))
+    put(*before)
+    with deterministic(is_asked):
+        assert found() == (is_asked, False, False)
+    assert found() == before
+    with pytest.raises(ZeroDivisionError), deterministic(is_asked):
+        raise ZeroDivisionError
+    assert found() == before
 
 
 @pytest.mark.parametrize(("is_causal", "window"), [(True, None), (False, None), (True, 3)])

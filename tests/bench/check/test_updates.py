@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from trainstep.bench.check.updates import UPDATES, UpdateError, compare_updates, take_updates
+from trainstep.updating import UpdatesInBackward
 
 GENERATOR = torch.Generator().manual_seed(0)
 WEIGHTS = {"matrix": torch.randn(30, 20, generator=GENERATOR), "gain": torch.ones(20)}
@@ -38,6 +39,33 @@ def test_the_forms_of_one_optimizer_agree(options):
 )  # fmt: skip
 def test_another_setting_is_another_optimizer(change):
     assert not held(moved(torch.optim.AdamW, **(OPTIONS | change))).is_right
+
+
+def test_updates_in_backward_are_made_in_a_backward_pass_of_these_gradients():
+    """To the bit those of updates after backward, of each parameter that has a gradient, and of no other."""
+    backward = []
+
+    class Watched(UpdatesInBackward):
+        def update(self, parameters):
+            backward.append([each.grad.clone() for each in parameters])
+            super().update(parameters)
+
+    some = [{"matrix": each["matrix"]} for each in GRADIENTS]
+    for gradients, of_each in ((GRADIENTS, 2), (some, 1)):
+        backward.clear()
+        named = {name: torch.nn.Parameter(value.clone()) for name, value in WEIGHTS.items()}
+        module = torch.nn.ParameterDict(named)
+        optimizer = torch.optim.AdamW(named.values(), **OPTIONS)
+        updates = Watched(module, optimizer)
+        found = take_updates(optimizer, named.items(), gradients, in_backward=updates)
+        expected = moved(torch.optim.AdamW, gradients, **OPTIONS)
+        assert all(torch.equal(found[name], each) for name, each in expected.items())
+        assert len(backward) == UPDATES * of_each
+        assert {tuple(each.shape) for (each,) in backward[:of_each]} == {
+            tuple(each.shape) for each in gradients[0].values()
+        }
+        assert all(any(torch.equal(own, each) for each in gradients[0].values()) for (own,) in backward[:of_each])
+        assert all(torch.equal(named[name], each) for name, each in WEIGHTS.items()), "put back"
 
 
 def test_the_second_update_is_among_them():
