@@ -204,13 +204,12 @@ class _Ladder:
     def try_rung(self, rung: Rung, *, is_on_top: bool = False) -> RungRow:
         before = self.kept.config if self.kept else self.base
         config = dataclasses.replace(before, **rung.change)
-        self._left.pop(rung.name, None)
         case = {"rung": rung.name + ON_TOP * is_on_top} | case_columns(self.source, config)
         environment = describe(self.device)
         result = attempt(partial(self._checked, config))
         row = partial(RungRow, **case, environment=environment)
         if isinstance(result, Failure):
-            if result.status == "out of memory" and not is_on_top:
+            if result.status == "out of memory":
                 self._left[rung.name] = before
             return dataclasses.replace(failed_row(RungRow, case, result, environment), verdict=result.status)
         if why := result.check.not_told:
@@ -219,7 +218,7 @@ class _Ladder:
         if not result.check.is_right:
             return row(**result.check.columns(), verdict="wrong", kept=False, status="wrong", reason=str(result.check))
         judged = self._compare(result, "baseline" if config == self.base else FIRST_THAT_FITS)
-        if not judged["kept"] and not is_on_top:
+        if not judged["kept"]:
             self._left[rung.name] = before
         return row(
             **result.check.columns(),
