@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "weights": set(),
     "rebuilding": {"randomness", "weights"},
     "workload": {"attention", "config", "errors", "fused", "model", "precision", "randomness", "rebuilding"},
-    "updating": {"blocks", "errors"},
+    "updating": {"blocks", "errors", "policies"},
     "training_step": {
         *("batches", "blocks", "casting", "checkpointing", "config", "errors", "policies", "precision", "updating"),
         "workload",

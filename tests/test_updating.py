@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -149,6 +151,95 @@ def test_an_optimizer_that_counts_updates_in_its_groups_is_refused():
     updates = UpdatesInBackward(model, Counting(model.parameters(), lr=0.1))
     with pytest.raises(UnsupportedError, match="Counting counts 'k' in its parameter groups"), updates.on():
         model(torch.ones(2, 8)).sum().backward()
+
+
+def test_a_setting_that_is_written_anew_with_its_value_is_no_count():
+    class Careful(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["lr"] = float(str(group["lr"]))
+            return super().step(closure)
+
+    model = Uneven()
+    with UpdatesInBackward(model, Careful(model.parameters(), lr=0.1)).on():
+        model(torch.ones(2, 8)).sum().backward()
+    assert not torch.equal(model.scale, torch.ones(8))
+
+
+def test_a_count_in_a_tensor_is_seen():
+    class InPlace(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["k"] += 1
+            return super().step(closure)
+
+    model = Uneven()
+    optimizer = InPlace(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["k"] = torch.zeros(())
+    with pytest.raises(UnsupportedError, match="InPlace counts 'k'"), UpdatesInBackward(model, optimizer).on():
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def test_hooks_around_the_step_would_run_for_each_block():
+    model = Uneven()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match="SGD has hooks around its step"):
+        UpdatesInBackward(model, optimizer)
+    hook.remove()
+    UpdatesInBackward(model, optimizer)
+
+
+def test_a_second_backward_is_refused_and_leaves_no_hook():
+    model = Uneven()
+    updates = UpdatesInBackward(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    first, second = (model(torch.full((2, 8), value)).sum() for value in (1.0, 2.0))
+    with updates.on(lambda parameters: None):
+        first.backward()
+        with pytest.raises(UnsupportedError, match="gradients came twice"):
+            second.backward()
+    assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
+
+
+def test_what_is_frozen_or_trained_later_is_looked_up_for_each_backward():
+    model = Uneven()
+    optimizer = torch.optim.SGD(list(model.blocks.parameters()), lr=0.1)
+    updates = UpdatesInBackward(model, optimizer)
+    model.blocks[0].bias.requires_grad_(False)
+    model.blocks[1].bias.requires_grad_(True)
+    optimizer.add_param_group({"params": [model.scale]})
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    with updates.on():
+        model(torch.ones(2, 8)).sum().backward()
+    moved = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    assert moved == {"blocks.0.weight", "blocks.1.weight", "blocks.1.bias", "blocks.3.bias", "scale"}
+
+
+def test_two_threads_as_of_two_devices_leave_the_groups_whole():
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(8, 8) for _ in range(2))})
+    optimizer, together = torch.optim.SGD(model.parameters(), lr=0.1), threading.Barrier(2)
+    updates = UpdatesInBackward(model, optimizer)
+    whole, inside = optimizer.param_groups, []
+
+    def step(closure=None):
+        inside.append(len(optimizer.param_groups[0]["params"]))
+        time.sleep(0.05)
+
+    optimizer.step = step
+
+    def backward(block):
+        together.wait(timeout=30)
+        block(torch.ones(2, 8)).sum().backward()
+
+    with updates.on():
+        threads = [threading.Thread(target=backward, args=(block,)) for block in model["blocks"]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert inside == [2, 2]
+    assert optimizer.param_groups is whole
+    assert len(whole[0]["params"]) == 4
 
 
 def test_what_is_read_after_its_update_is_no_silent_mistake(in_backward):

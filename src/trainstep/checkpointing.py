@@ -57,6 +57,8 @@ class Checkpointing:
             size, of_each = blocks_per_checkpoint(policy), policy_of(policy)
         else:
             size, of_each = None, policy
+        self.policy: Policy | None = of_each
+        """What each block does by itself; None where all do alike."""
         if policy == "none":
             return
         stacks = find_stacks(module)

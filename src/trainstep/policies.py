@@ -19,6 +19,8 @@ from trainstep.errors import UsageError
 
 FORMAT = "trainstep checkpointing 1"
 """What the file's `format` says."""
+INSTEAD = "update after backward (memory --fit … --update-after-backward makes such a policy)"
+"""What to do where updates in backward are refused."""
 
 
 @dataclass(frozen=True)

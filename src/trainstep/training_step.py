@@ -31,7 +31,7 @@ from trainstep.casting import (
 from trainstep.checkpointing import Checkpointing
 from trainstep.config import PhaseContext, StepConfig, StepMode, no_phases
 from trainstep.errors import UnsupportedError, UsageError
-from trainstep.policies import policy_of
+from trainstep.policies import INSTEAD
 from trainstep.precision import PRECISIONS
 from trainstep.updating import UpdatesInBackward
 from trainstep.workload import Workload, WorkloadSource, has_bf16_weights, resolve_device
@@ -101,7 +101,7 @@ class TrainingStep:
         self.replica = parallelize(self.module, make_optimizer)
         self.optimizer = self.replica.optimizer
         self.scaler = torch.amp.GradScaler(self.device.type) if PRECISIONS[config.precision].needs_scaler else None
-        policy = policy_of(config.checkpointing)
+        policy = self._checkpointing.policy
         self.updates_in_backward = self._in_backward() if policy is not None and policy.update_in_backward else None
         self._batches = batches_of(workload)
 
@@ -112,7 +112,7 @@ class TrainingStep:
             whose = "a gradient scaler looks at all of them" if self.scaler is not None else "ranks average them"
             raise UnsupportedError(
                 f"the checkpointing policy {self.config.checkpointing} updates in backward, and {whose} before the "
-                "update; make one without (memory --fit … --update-after-backward)"
+                f"update; {INSTEAD}"
             )
         return UpdatesInBackward(self.module, self.optimizer)
 
@@ -195,8 +195,7 @@ class TrainingStep:
             )
             raise UsageError(
                 f"the checkpointing policy {self.config.checkpointing} updates in backward, which frees gradients as "
-                f"they come, and {what}; make one without (memory --fit … --update-after-backward), or take a step in "
-                "one part and clip nothing (clip_norm inf)"
+                f"they come, and {what}; {INSTEAD}, or take a step in one part and clip nothing (clip_norm inf)"
             )
         norms: list[Tensor] = []
 

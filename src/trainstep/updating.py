@@ -7,13 +7,17 @@ state and checkpoints are as they were.
 
 It computes the same where every parameter's update depends on its own gradient alone. What needs all of them at once
 does not go with it: clipping by their norm, gradients that are added up over several passes or averaged over ranks, a
-gradient scaler. torch refuses a backward that reads, by way of what it saved, a weight that was updated already.
+gradient scaler, hooks around the optimizer's step, counts that it keeps for all parameters. What can be seen of that is
+refused; an optimizer that clips or counts inside its step is not seen, and updates otherwise. torch refuses a backward
+that reads, by way of what it saved, a weight that was updated already.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,53 +25,57 @@ from torch import Tensor, nn
 
 from trainstep.blocks import find_blocks
 from trainstep.errors import UnsupportedError
+from trainstep.policies import INSTEAD
 
 Parameters = Sequence[nn.Parameter]
 
 
 class UpdatesInBackward:
-    """Which parameters of `module` are updated together by `optimizer`: those of a block, and each of the others."""
+    """Updates by `optimizer` in backward, of each of `module`'s blocks as one, and of every other parameter by itself.
+
+    Raises:
+        UnsupportedError: the optimizer has hooks around its step, which would run for each block.
+    """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        trained = (each for group in optimizer.param_groups for each in group["params"])
-        left = {id(each): each for each in trained if each.requires_grad}
-        self._parts: list[Parameters] = []
-        for block in find_blocks(module):
-            own = [left.pop(id(each)) for each in block.parameters() if id(each) in left]
-            self._parts += [own] if own else []
-        self._parts += [[each] for each in left.values()]
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} has hooks around its step, which would run once for each block; {INSTEAD}"
+            )
+        self._module, self._optimizer = module, optimizer
+        self._lock = threading.RLock()  # backward has a thread for each device
 
     @contextmanager
     def on(self, update: Callable[[Parameters], None] | None = None) -> Iterator[None]:
-        """Around backward: `update` is called with each part whose gradients are there; at the end, with what is left.
+        """Around one backward: `update` is called with each part whose gradients are there; at the end, with the rest.
 
         Args:
             update: by default `update` of this object.
 
         Raises:
-            UnsupportedError: see there.
+            UnsupportedError: a second backward, or see `update`.
         """
-        act = update or self.update
-        waiting = {index: len(part) for index, part in enumerate(self._parts)}
+        act, parts = update or self.update, self._parts()
+        waiting = [len(part) for part in parts]
 
         def came(index: int, parameter: Tensor) -> None:
-            waiting[index] -= 1
-            if not waiting[index]:
-                act(self._parts[index])
+            with self._lock:
+                waiting[index] -= 1
+                if waiting[index] < 0:
+                    raise UnsupportedError(
+                        "gradients came twice between two updates in backward, where the first were used and freed: "
+                        f"several backward passes add them up; {INSTEAD}"
+                    )
+                if not waiting[index]:
+                    act(parts[index])
 
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(_bound(came, index))
-            for index, part in enumerate(self._parts)
-            for parameter in part
-        ]
-        try:
+        with ExitStack() as hooks:
+            for index, part in enumerate(parts):
+                for each in part:
+                    hooks.callback(each.register_post_accumulate_grad_hook(partial(came, index)).remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        for index, count in waiting.items():
-            if count and (rest := [each for each in self._parts[index] if each.grad is not None]):
+        for index, count in enumerate(waiting):
+            if count and (rest := [each for each in parts[index] if each.grad is not None]):
                 act(rest)
 
     def update(self, parameters: Parameters) -> None:
@@ -79,25 +87,41 @@ class UpdatesInBackward:
         optimizer, own = self._optimizer, set(map(id, parameters))
         whole = optimizer.param_groups
         narrowed = [group | {"params": [each for each in group["params"] if id(each) in own]} for group in whole]
-        settings = [_settings(group) for group in narrowed]
+        before = [_settings(group) for group in narrowed]
         optimizer.param_groups = [group for group in narrowed if group["params"]]
         try:
             optimizer.step()
         finally:
             optimizer.param_groups = whole
-        for group, before in zip(narrowed, settings, strict=True):
-            if changed := [name for name, value in _settings(group).items() if before.get(name, self) is not value]:
+        for group, settings in zip(narrowed, before, strict=True):
+            now = _settings(group)
+            if changed := [name for name in now if name not in settings or not _is_same(settings[name], now[name])]:
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} counts {changed[0]!r} in its parameter groups, for all parameters at "
-                    "once, so it cannot update them one after another in backward; update after backward"
+                    f"once, so it cannot update them one after another in backward; {INSTEAD}"
                 )
         for each in parameters:
             each.grad = None
 
-
-def _bound(came: Callable[[int, Tensor], None], index: int) -> Callable[[Tensor], None]:
-    return lambda parameter: came(index, parameter)
+    def _parts(self) -> list[Parameters]:
+        """What the optimizer trains now, by what is updated together."""
+        trained = (each for group in self._optimizer.param_groups for each in group["params"])
+        left = {id(each): each for each in trained if each.requires_grad}
+        parts: list[Parameters] = []
+        for block in find_blocks(self._module):
+            own = [left.pop(id(each)) for each in block.parameters() if id(each) in left]
+            parts += [own] if own else []
+        return parts + [[each] for each in left.values()]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
+    """A group's settings as they are now; tensors among them may change in place."""
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)

@@ -439,6 +439,30 @@ def test_the_first_rung_that_fits_becomes_the_reference(monkeypatch):
     assert records[1].gradient_error < records[1].error_budget < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("plain", "is_stood_in_for", "is_taken"),
+    [(BASE, False, True), (BASE, True, False), (dataclasses.replace(BASE, checkpointing="every-1"), False, False)],
+    ids=["of this step", "that has none of its own", "of another step"],
+)
+def test_a_judge_is_taken_where_its_reference_is_this_plain_step(monkeypatch, plain, is_stood_in_for, is_taken):
+    made = []
+
+    class Given(Trusting):
+        def __init__(self, source, plain):
+            super().__init__(source, plain)
+            self.plain, self.is_stood_in_for, self.asked = plain, is_stood_in_for, 0
+
+        def start(self, config):
+            self.asked += 1
+            return super().start(config)
+
+    monkeypatch.setattr(ladder, "StepCheck", lambda *args: made.append(Given(*args)) or made[-1])
+    judge = Given(SOURCE, plain_form(plain))
+    climb_with(monkeypatch, TWO[:1], judge=judge)
+    assert (judge.asked > 0) is is_taken
+    assert len(made) == (not is_taken)
+
+
 def test_where_the_baseline_is_too_large_what_makes_room_comes_first(monkeypatch):
     """Long contexts had no bf16: its rung came before that of the attention that made room for it."""
     monkeypatch.setattr(ladder, "StepCheck", Trusting)

@@ -7,6 +7,7 @@ import pytest
 from tests.train.runs import config
 from trainstep.commands.train import Train
 from trainstep.errors import UnsupportedError, UsageError
+from trainstep.policies import Policy
 from trainstep.train.config import MAY_CHANGE, TrainConfig, differences
 
 
@@ -41,6 +42,19 @@ def test_values_out_of_range(changes, message):
 def test_what_does_not_fit_together(run, ranks, message):
     with pytest.raises(UsageError, match=message):
         run.check(ranks)
+
+
+def test_a_policy_that_updates_in_backward_is_refused_before_anything_is_built(tmp_path):
+    Policy(update_in_backward=True).save(tmp_path / "policy.json")
+    step = {"checkpointing": f"@{tmp_path / 'policy.json'}"}
+    config(step=step, clip_norm=math.inf, global_batch=2).check(1)
+    for ranks, changes, why in (
+        (1, {"clip_norm": 1.0, "global_batch": 2}, "clip_norm 1 needs all of them"),
+        (1, {"clip_norm": math.inf, "global_batch": 4}, "an update of 2 passes adds them up"),
+        (2, {"clip_norm": math.inf, "global_batch": 4}, "2 ranks average them"),
+    ):
+        with pytest.raises(UsageError, match=f"updates in backward, .* {why}; update after backward"):
+            config(step=step, **changes).check(ranks)
 
 
 def test_what_is_not_supported():

@@ -153,7 +153,7 @@ def climb(
 
     Args:
         warmup, steps: of each measurement, at least 0 and 1.
-        judge: checks every rung; one that has judged steps of this workload has its reference already.
+        judge: one that has judged steps of this workload; it is taken where its reference is this plain step.
         on_part: called with the name of each rung before it is built, compiled, checked and timed.
 
     Raises:
@@ -162,7 +162,10 @@ def climb(
     if steps < 1 or warmup < 0:
         raise UsageError(f"steps is {steps} and warmup {warmup}; expected at least one step and a warm-up of 0 or more")
     device = resolve_device(base.device)
-    ladder = _Ladder(source, base, judge or StepCheck(source, plain_form(base)), device, warmup, steps)
+    plain = plain_form(base)
+    if judge is None or judge.plain != plain or judge.is_stood_in_for:
+        judge = StepCheck(source, plain)
+    ladder = _Ladder(source, base, judge, device, warmup, steps)
     rungs = rungs_for(source, device, base)
     first = Rung("baseline", {})
     on_part(_part(first.name, first))

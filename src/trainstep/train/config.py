@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
+from trainstep.policies import INSTEAD, policy_of
 from trainstep.precision import PRECISIONS
 from trainstep.records import Scalar
 from trainstep.schemes import SCHEMES, Scheme, TrainScheme
@@ -182,7 +183,21 @@ class RunConfig:
                 f"train does not take {self.step.precision}: its loss scaler skips steps, so that runs could not be "
                 "resumed and compared step by step; use --precision bf16, which needs no scaler"
             )
+        policy = policy_of(self.step.checkpointing)
+        if policy is not None and policy.update_in_backward:
+            self._check_updates_in_backward(world_size)
         self.scheme(world_size, hosts).check(world_size)
+
+    def _check_updates_in_backward(self, world_size: int) -> None:
+        passes, clip_norm = self.passes(world_size), self.train.clip_norm
+        why = f"{world_size} ranks average them" if world_size > 1 else ""
+        why = why or (f"an update of {passes} passes adds them up" if passes > 1 else "")
+        why = why or (f"clip_norm {clip_norm:g} needs all of them" if clip_norm < math.inf else "")
+        if why:
+            raise UsageError(
+                f"the checkpointing policy {self.step.checkpointing} updates in backward, which frees gradients as "
+                f"they come, and {why}; {INSTEAD}, or train in one process and pass, with --clip-norm inf"
+            )
 
     def _check_sizes(self, model: ModelConfig, world_size: int) -> None:
         sizes = {"parameters": model.num_parameters, "tokens of an update": self.tokens_per_update}

@@ -234,7 +234,8 @@ def test_a_plain_step_that_does_not_fit_leaves_the_first_that_does_as_the_refere
     assert judge.reference.config.attention == "sdpa"
     half = judge.judge(dataclasses.replace(BASE, attention="sdpa", precision="bf16"))
     assert (half.is_right, half.not_in_float32, half.float32.is_right) == (True, "", True)
-    assert half.columns()["reference"] == "the first step that fits, as the plain step was out of memory"
+    assert half.columns()["reference"] == "the first step that fits, as the plain one ended with out of memory"
+    assert judge.is_stood_in_for
     assert StepCheck(PLAIN, BASE).judge(BASE).columns()["reference"] is None
 
 
@@ -258,10 +259,34 @@ def test_where_the_plain_step_does_not_fit_fused_attention_in_float32_is_the_ref
             verdict = judge.judge(dataclasses.replace(BASE, attention="sdpa", precision="bf16"))
             assert verdict.is_right is is_right
             assert verdict.columns()["reference"] == (
-                "the plain step with PyTorch's fused attention, which as it is was out of memory"
+                "the plain step with PyTorch's fused attention, as the plain one ended with out of memory"
             )
         assert built.count(("eager", "fp32")) == 1, "it would not fit the second time either"
         assert built[1] == ("sdpa", "fp32")
+
+
+def test_where_the_plain_step_fits_with_the_step_s_checkpointing_alone_that_is_the_reference():
+    """A step in bf16 was its own reference here, too."""
+
+    def build(step):
+        if step.checkpointing == "none":
+            raise torch.OutOfMemoryError("no room")
+        return PLAIN.build(step)
+
+    judge = StepCheck(WorkloadSource("deep", build, PLAIN.model), BASE)
+    verdict = judge.judge(dataclasses.replace(BASE, checkpointing="every-1", precision="bf16"))
+    assert verdict.is_right
+    assert (judge.reference.config.precision, judge.reference.config.checkpointing) == ("fp32", "every-1")
+    said = "the plain step with its checkpointing, as the plain one ended with out of memory"
+    assert verdict.columns()["reference"] == said
+    assert not judge.is_stood_in_for
+
+
+def test_a_plain_step_that_has_fused_attention_is_no_other_one():
+    fused = dataclasses.replace(BASE, attention="sdpa")
+    judge = StepCheck(PLAIN, fused)
+    assert judge.judge(fused).columns()["reference"] is None
+    assert not judge.is_stood_in_for
 
 
 def test_a_form_in_float32_that_does_not_fit_is_said():

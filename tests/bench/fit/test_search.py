@@ -1,5 +1,6 @@
 """A step is made to fit its budget, as predicted, with the gradients of the plain one; and what cannot fit is said."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
 from trainstep.policies import Policy
 from trainstep.training_step import build_step
-from trainstep.workload import builtin_source
+from trainstep.workload import WorkloadSource, builtin_source
 
 SOURCE = builtin_source("toy", ModelConfig(vocab_size=256, d_model=32, d_ff=80, num_layers=4, num_heads=2))
 CONFIG = StepConfig(batch=8, context=64, attention="sdpa", device="cpu")
@@ -99,6 +100,60 @@ def test_they_are_not_chosen_where_they_bring_nothing(tmp_path):
     *_, roomy = fit_records(SOURCE, CONFIG, {Budget.parse("200%"): tmp_path / "fit.json"}, steps=2)
     assert roomy.status == "ok"
     assert roomy.blocks_kept == 4
+    assert roomy.update_in_backward is False
+
+
+def test_where_only_updates_in_backward_fit_they_are_chosen_from(tmp_path):
+    def build(step):
+        if step.checkpointing == "every-1":
+            raise torch.OutOfMemoryError("no room for gradients")
+        return SOURCE.build(step)
+
+    source = WorkloadSource("large", build, SOURCE.model)
+    rows = list(fit_records(source, WEIGHTS, {Budget.parse("1GiB"): tmp_path / "fit.json"}, steps=2))
+    assert [(row.form, row.status, row.update_in_backward) for row in rows] == [
+        ("all again", "out of memory", None),
+        ("all again", "ok", True),
+        ("plain", "ok", None),
+        ("fit", "ok", True),
+    ]
+
+
+class Counting(torch.optim.AdamW):
+    """Updates otherwise the more often it is called: what its groups do not show."""
+
+    count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"], before = group["lr"] / self.count, group["lr"]
+            super().step(closure)
+            group["lr"] = before
+
+
+def test_where_updates_in_backward_are_wrong_those_after_it_are_tried(tmp_path):
+    def build(step):
+        return dataclasses.replace(SOURCE.build(step), optimizer=Counting)
+
+    source = WorkloadSource("counting", build, SOURCE.model)
+    rows = []
+    with pytest.raises(UsageError, match="the step does not fit"):  # after backward
+        rows.extend(fit_records(source, WEIGHTS, {Budget.parse("82%"): tmp_path / "fit.json"}, steps=2))
+    assert (rows[-1].form, rows[-1].status, rows[-1].update_in_backward) == ("fit", "wrong", True)
+    assert not rows[-1].times
+
+
+def test_a_frozen_block_has_no_moment_of_its_own(tmp_path):
+    def build(step):
+        made = SOURCE.build(step)
+        made.module.embedding.requires_grad_(False)
+        made.module.blocks[0].requires_grad_(False)
+        return made
+
+    source = WorkloadSource("frozen", build, SOURCE.model)
+    *_, fit = fit_records(source, CONFIG, {Budget.parse("90%"): tmp_path / "fit.json"}, steps=2)
+    assert fit.status == "ok", fit.reason
 
 
 def test_a_budget_below_what_weights_need(tmp_path):

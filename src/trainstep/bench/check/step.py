@@ -50,6 +50,7 @@ Compared = Literal["as it is", "with eager code's random numbers", "without drop
 """How gradients were held against the reference."""
 RIGHT_UNCOMPILED = "the same step is right without torch.compile"
 """What is said of a compiled step that is wrong, where that is so."""
+WITH_CHECKPOINTING = "the plain step with its checkpointing"
 WITH_FUSED_ATTENTION = "the plain step with PyTorch's fused attention"
 FITTING = "the first step that fits"
 """What steps are held against where the plain step does not fit."""
@@ -139,14 +140,14 @@ def first_form(source: WorkloadSource, config: StepConfig) -> StepConfig:
 class StepCheck:
     """Checks steps of one workload against its plain step.
 
-    Where that does not fit, the reference is the same with PyTorch's fused attention, whose memory is linear in the
-    context; where that does not fit either, or the workload's attention is its own, the first step that does.
+    Where that does not fit, the reference is the same with the step's checkpointing, or with PyTorch's fused attention,
+    whose memory is linear in the context; where none of these fits, or the workload's attention is its own, the first
+    step that does.
     """
 
     def __init__(self, source: WorkloadSource, plain: StepConfig) -> None:
         self.source, self.plain = source, plain
-        fused = dataclasses.replace(plain, attention="sdpa")
-        self._untried = {plain: "", fused: WITH_FUSED_ATTENTION} if source.is_builtin else {plain: ""}
+        self._too_large: set[StepConfig] = set()
         self._references: tuple[Reference, Reference] | None = None
         self._unlike: NotReproducibleError | None = None
         self._held_against = ""
@@ -171,18 +172,40 @@ class StepCheck:
             self._unlike = error
             raise
 
+    @property
+    def is_stood_in_for(self) -> bool:
+        """Whether the reference is some step, as no plain one fits."""
+        return self._held_against.startswith(FITTING)
+
     def _choose_reference(self, config: StepConfig) -> tuple[Reference, Reference]:
         """The plainest form that fits, each tried once, or else this step."""
-        for form, called in list(self._untried.items()):
+        for form, called in self._forms(config).items():
+            if form in self._too_large:
+                continue
             found = attempt(partial(self._refer_to, form))
-            del self._untried[form]
             if not isinstance(found, Failure):
-                self._held_against = called and f"{called}, which as it is was {self._not_plain.partition(':')[0]}"
+                self._held_against = called and f"{called}, {self._why_not}"
                 return found
+            self._too_large.add(form)
             self._not_plain = self._not_plain or f"{found.status}: {found.reason}"
         found = self._refer_to(config)
-        self._held_against = f"{FITTING}, as the plain step was {self._not_plain.partition(':')[0]}"
+        self._held_against = f"{FITTING}, {self._why_not}"
         return found
+
+    def _forms(self, config: StepConfig) -> dict[StepConfig, str]:
+        """The plain step and what is nearest to it and smaller, with what each is called."""
+        plain, checkpointing = self.plain, config.checkpointing
+        forms = {plain: ""}
+        if checkpointing != plain.checkpointing:
+            forms[dataclasses.replace(plain, checkpointing=checkpointing)] = WITH_CHECKPOINTING
+        if self.source.is_builtin:
+            for form in list(forms):
+                forms.setdefault(dataclasses.replace(form, attention="sdpa"), WITH_FUSED_ATTENTION)
+        return forms
+
+    @property
+    def _why_not(self) -> str:
+        return f"as the plain one ended with {self._not_plain.partition(':')[0]}"
 
     def start(self, config: StepConfig) -> tuple[TrainingStep, Verdict]:
         """Build a step and judge it in float32, with its initial weights, and by its updates.

@@ -116,28 +116,31 @@ def fit_records(
     for budget in wanted:
         budget.of(0, device)  # so that a wrong one costs no run
     run = _Run(source, dataclasses.replace(config, checkpointing="none"), warmup, steps)
-    base = attempt(partial(_measure_base, source, run.under(BASE), warmup, steps))
-    if isinstance(base, Failure):
-        yield run.failed(AGAIN, run.under(BASE), base)
-        return
-    costs = attempt(partial(_step_cost, source, run.config, base, host_gib))
+    costs = attempt(partial(_block_costs, source, run.config, host_gib))
     if isinstance(costs, Failure):
         yield run.failed(AGAIN, run.under(BASE), costs)
         return
     again, plain = [Choice()] * len(costs.blocks), [Choice(is_plain=True)] * len(costs.blocks)
-    yield run.row(AGAIN, run.under(BASE), base.measurement, costs, again)
-    forms = {False: costs}
-    if not update_after_backward:
-        under = run.under(f"@{_beside(next(iter(wanted.values())))}")
-        policy_of(costs, again, update_in_backward=True).save(Path(under.checkpointing[1:]))
+    forms: dict[bool, StepCost] = {}
+    for in_backward in (False,) if update_after_backward else (False, True):
+        under = run.under(BASE)
+        more: dict[str, Any] = {}
+        if in_backward:
+            file = next(iter(wanted.values())).with_name("again-in-backward.json")
+            policy_of(costs, again, update_in_backward=True).save(file)
+            under, more = run.under(f"@{file}"), {"update_in_backward": True}
         base = attempt(partial(_measure_base, source, under, warmup, steps))
         if isinstance(base, Failure):
-            yield run.failed(AGAIN, under, base, update_in_backward=True)
-        else:
-            forms[True] = _with_base(costs, base)
-            slower = max(costs.seconds, forms[True].seconds)  # the same kernels run: a faster one is chance
-            forms[True] = dataclasses.replace(forms[True], seconds=slower)
-            yield run.row(AGAIN, under, base.measurement, forms[True], again, update_in_backward=True)
+            yield run.failed(AGAIN, under, base, **more)
+            continue
+        costs = _with_base(costs, base)
+        yield run.row(AGAIN, under, base.measurement, costs, again, **more)
+        # The same kernels run, so that another time of this form is chance, and would choose.
+        first = next(iter(forms.values()), costs)
+        forms[in_backward] = dataclasses.replace(costs, seconds=first.seconds)
+    if not forms:
+        return
+    costs = next(iter(forms.values()))
     found = attempt(partial(measure_step, source, run.config, "step", warmup, steps))
     yield run.row("plain", run.config, found, costs, plain)
     measured = found.memory.peak if isinstance(found, StepMeasurement) and found.memory else peak_of(costs, plain)
@@ -156,11 +159,6 @@ def fit_records(
         yield run.row(name, run.under(name), found, costs, None)
 
 
-def _beside(file: Path) -> Path:
-    """Where the policy of the second base goes."""
-    return file.with_name("again-in-backward.json")
-
-
 def _choose(forms: Mapping[bool, StepCost], limit: int) -> tuple[bool, Chosen]:
     """Whether to update in backward, and what to choose then, at the least predicted time; after it if both are alike.
 
@@ -173,8 +171,8 @@ def _choose(forms: Mapping[bool, StepCost], limit: int) -> tuple[bool, Chosen]:
             fitting.append((in_backward, choose(costs, limit)))
         except UsageError as error:
             errors.append(error)
-    if not fitting:
-        raise errors[-1]  # updates in backward need the least
+    if not fitting:  # that the solver had no time says less than what a form needs at least
+        raise min(errors, key=lambda error: isinstance(error, UnsupportedError))
     return min(fitting, key=lambda each: each[1].seconds)
 
 
@@ -197,6 +195,9 @@ def _fitted(run: _Run, forms: Mapping[bool, StepCost], limit: int, file: Path, c
         more: dict[str, Any] = {"round": number, "budget_gib": limit / GIB, "gap": chosen.gap, "policy": str(file)}
         more["update_in_backward"] = in_backward
         yield run.row("fit", fitted, found, costs, chosen.choices, verdict, **more, **_told(costs, chosen))
+        if in_backward and False in forms and isinstance(verdict, Verdict) and not verdict.is_right:
+            del forms[True]  # this optimizer's updates are others there
+            continue
         if peak is None or fits:
             break
         off = partial(with_budget_error, measured=peak, predicted=chosen.peak_bytes)
@@ -217,14 +218,15 @@ def _measure_base(source: WorkloadSource, config: StepConfig, warmup: int, steps
     return _Base(moments, measure_training_step(step, source, "step", warmup, steps))
 
 
-def _step_cost(source: WorkloadSource, config: StepConfig, base: _Base, host_gib: float | None) -> StepCost:
+def _block_costs(source: WorkloadSource, config: StepConfig, host_gib: float | None) -> StepCost:
+    """What blocks and copies cost, of a step that is not known yet."""
     blocks = block_costs(source, config)
     device = resolve_device(config.device)
     copies = None
     if device.type == "cuda" and host_gib != 0:
         out, back = copy_rates(device)
         copies = Copies(out, back, int(GIB * (_free_host_gib() / 4 if host_gib is None else host_gib)))
-    return _with_base(StepCost(blocks, 0, 0, (), 0, 0.0, copies), base)
+    return StepCost(blocks, 0, 0, (), 0, 0.0, copies)
 
 
 def _with_base(costs: StepCost, base: _Base) -> StepCost:
@@ -234,7 +236,7 @@ def _with_base(costs: StepCost, base: _Base) -> StepCost:
         costs,
         loss_bytes=moments[LOSS],
         head_bytes=moments[HEAD],
-        backward_bytes=tuple(moments[index] for index in range(len(costs.blocks))),
+        backward_bytes=tuple(moments.get(index, 0) for index in range(len(costs.blocks))),  # a frozen one has none
         other_bytes=moments[OTHER],
         seconds=summarize(_milliseconds(base.measurement)).median / 1e3,
     )
