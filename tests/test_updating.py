@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from trainstep.bench.check.step import StepCheck, plain_form
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.measure.memory import step_memory
 from trainstep.policies import BlockPolicy, Policy
 from trainstep.training_step import Replica, TrainingStep, build_step
 from trainstep.updating import UpdatesInBackward
-from trainstep.workload import Workload, WorkloadSource, builtin_source
+from trainstep.workload import builtin_source
 
 SOURCE = builtin_source("toy", ModelConfig(vocab_size=256, d_model=32, d_ff=80, num_layers=4, num_heads=2))
 AFTER = StepConfig(batch=2, context=16, device="cpu", optimizer="adamw-fused")
@@ -240,63 +239,6 @@ def test_two_threads_as_of_two_devices_leave_the_groups_whole():
     assert inside == [2, 2]
     assert optimizer.param_groups is whole
     assert len(whole[0]["params"]) == 4
-
-
-def test_what_is_read_after_its_update_is_no_silent_mistake(in_backward):
-    """A function that keeps a weight beside autograd's saved tensors would read the updated one."""
-
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.weight = weight  # not saved: torch does not see that it changes
-            return x @ weight
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient @ ctx.weight.t(), None
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)])
-            self.first = nn.Parameter(torch.eye(8))
-
-        def forward(self, x):
-            late = self.blocks[1].weight
-            return self.blocks[1](Twice.apply(self.blocks[0](x @ self.first), late.detach()))
-
-    def workload(step):
-        torch.manual_seed(0)
-        batches = [(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)),) for seed in range(3)]
-        loss = lambda outputs, batch: outputs.square().mean()  # noqa: E731
-        return Workload(Model(), batches, loss, optimizer=partial(torch.optim.SGD, lr=0.1))
-
-    source = WorkloadSource("late", workload)
-    judge = StepCheck(source, plain_form(StepConfig(device="cpu")))
-    assert judge.judge(StepConfig(device="cpu")).is_right
-    verdict = judge.judge(StepConfig(device="cpu", checkpointing=in_backward.checkpointing))
-    assert not verdict.is_right
-    assert "blocks.0.weight off by nan" in str(verdict)
-
-
-def test_a_right_step_is_called_right_in_both_of_its_checks(in_backward):
-    verdict = StepCheck(SOURCE, plain_form(AFTER)).judge(in_backward)
-    assert verdict.is_right, str(verdict)
-    assert 0 < verdict.update.error < verdict.update.allowed
-
-
-def test_a_wrong_update_in_backward_is_seen(in_backward, monkeypatch):
-    right = UpdatesInBackward.update
-
-    def lost(self, parameters):
-        if len(parameters) > 1:  # of blocks
-            parameters[-1].grad = None
-        right(self, parameters)
-
-    monkeypatch.setattr(UpdatesInBackward, "update", lost)
-    verdict = StepCheck(SOURCE, plain_form(AFTER)).judge(in_backward)
-    assert not verdict.is_right
-    assert verdict.update.name.startswith("blocks.")
 
 
 def test_the_norm_of_gradients_is_that_of_all_together(in_backward):

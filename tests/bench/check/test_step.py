@@ -18,7 +18,9 @@ from trainstep.bench.check.gradients import Deviation
 from trainstep.bench.check.step import RIGHT_UNCOMPILED, StepCheck, Verdict, plain_form
 from trainstep.bench.check.updates import UpdateError
 from trainstep.config import StepConfig
-from trainstep.workload import WorkloadSource
+from trainstep.policies import Policy
+from trainstep.updating import UpdatesInBackward
+from trainstep.workload import Workload, WorkloadSource
 
 pytestmark = pytest.mark.usefixtures("small_pool")
 
@@ -285,8 +287,90 @@ def test_where_the_plain_step_fits_with_the_step_s_checkpointing_alone_that_is_t
 def test_a_plain_step_that_has_fused_attention_is_no_other_one():
     fused = dataclasses.replace(BASE, attention="sdpa")
     judge = StepCheck(PLAIN, fused)
+    assert not judge.is_stood_in_for
     assert judge.judge(fused).columns()["reference"] is None
     assert not judge.is_stood_in_for
+
+
+def test_a_form_that_did_not_fit_is_not_tried_for_the_next_step():
+    built = []
+
+    def build(step):
+        built.append((step.attention, step.precision))
+        if step.precision == "fp32" or step.optimizer == BASE.optimizer:
+            raise torch.OutOfMemoryError("no room")
+        return PLAIN.build(step)
+
+    judge = StepCheck(WorkloadSource("larger", build, PLAIN.model), BASE)
+    half = dataclasses.replace(BASE, attention="sdpa", precision="bf16")
+    with pytest.raises(torch.OutOfMemoryError):
+        judge.judge(half)
+    assert judge.judge(dataclasses.replace(half, optimizer="adamw-fused")).is_right
+    assert built.count(("eager", "fp32")) == 1
+
+
+@pytest.fixture
+def in_backward(tmp_path):
+    """The plain step, updated in backward."""
+    Policy(update_in_backward=True).save(tmp_path / "policy.json")
+    return dataclasses.replace(BASE, optimizer="adamw-fused", checkpointing=f"@{tmp_path / 'policy.json'}")
+
+
+def test_what_is_read_after_its_update_is_no_silent_mistake(in_backward):
+    """A function that keeps a weight beside autograd's saved tensors would read the updated one."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.weight = weight  # not saved: torch does not see that it changes
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient @ ctx.weight.t(), None
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)])
+            self.first = nn.Parameter(torch.eye(8))
+
+        def forward(self, x):
+            late = self.blocks[1].weight
+            return self.blocks[1](Twice.apply(self.blocks[0](x @ self.first), late.detach()))
+
+    def workload(step):
+        torch.manual_seed(0)
+        batches = [(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)),) for seed in range(3)]
+        loss = lambda outputs, batch: outputs.square().mean()  # noqa: E731
+        return Workload(Model(), batches, loss, optimizer=partial(torch.optim.SGD, lr=0.1))
+
+    source = WorkloadSource("late", workload)
+    judge = StepCheck(source, plain_form(StepConfig(device="cpu")))
+    assert judge.judge(StepConfig(device="cpu")).is_right
+    verdict = judge.judge(StepConfig(device="cpu", checkpointing=in_backward.checkpointing))
+    assert not verdict.is_right
+    assert "blocks.0.weight off by nan" in str(verdict)
+
+
+def test_a_right_step_is_called_right_in_both_of_its_checks(in_backward):
+    verdict = StepCheck(PLAIN, BASE).judge(in_backward)
+    assert verdict.is_right, str(verdict)
+    assert 0 < verdict.update.error < verdict.update.allowed
+
+
+def test_a_wrong_update_in_backward_is_seen(in_backward, monkeypatch):
+    right = UpdatesInBackward.update
+
+    def lost(self, parameters):
+        if len(parameters) > 1:  # of blocks
+            parameters[-1].grad = None
+        right(self, parameters)
+
+    monkeypatch.setattr(UpdatesInBackward, "update", lost)
+    verdict = StepCheck(PLAIN, BASE).judge(in_backward)
+    assert not verdict.is_right
+    assert verdict.update.name.startswith("blocks.")
 
 
 def test_a_form_in_float32_that_does_not_fit_is_said():
