@@ -8,7 +8,7 @@ import torch
 
 from trainstep.bench.fit.search import Budget, fit_records
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UsageError
+from trainstep.errors import UnsupportedError, UsageError
 from trainstep.policies import Policy
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, builtin_source
@@ -130,6 +130,22 @@ class Counting(torch.optim.AdamW):
             group["lr"], before = group["lr"] / self.count, group["lr"]
             super().step(closure)
             group["lr"] = before
+
+
+@pytest.mark.parametrize("timed_out", [False, True], ids=["after backward", "in backward"])
+def test_a_form_that_the_solver_had_no_time_for_may_fit(tmp_path, monkeypatch, timed_out):
+    forms = []
+
+    def choose(costs, limit):
+        forms.append(costs)
+        if (len(forms) == 2) is timed_out:
+            raise UnsupportedError("no choice of activations was found within 30 s")
+        raise UsageError("the step does not fit")
+
+    monkeypatch.setattr("trainstep.bench.fit.search.choose", choose)
+    with pytest.raises(UnsupportedError, match="within 30 s"):
+        list(fit_records(SOURCE, WEIGHTS, {Budget.parse("1GiB"): tmp_path / "fit.json"}, steps=1))
+    assert len(forms) == 2
 
 
 def test_where_updates_in_backward_are_wrong_those_after_it_are_tried(tmp_path):

@@ -164,15 +164,18 @@ def _choose(forms: Mapping[bool, StepCost], limit: int) -> tuple[bool, Chosen]:
 
     Raises:
         UsageError: nothing fits; the message says how much it takes at least.
+        UnsupportedError: nothing was found to fit, and of some form the solver does not know.
     """
-    fitting, errors = [], []
+    fitting: list[tuple[bool, Chosen]] = []
+    errors: list[UsageError] = []
     for in_backward, costs in forms.items():
         try:
             fitting.append((in_backward, choose(costs, limit)))
         except UsageError as error:
             errors.append(error)
-    if not fitting:  # that the solver had no time says less than what a form needs at least
-        raise min(errors, key=lambda error: isinstance(error, UnsupportedError))
+    if not fitting:
+        unknown = [error for error in errors if isinstance(error, UnsupportedError)]
+        raise (unknown or errors)[-1]  # of those that need too much, the one in backward needs the least
     return min(fitting, key=lambda each: each[1].seconds)
 
 
