@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import trainstep.bench.check.reference as reference_module
 from tests.bench.check import source_of, verdict_of
+from tests.planted.step import BASE, PLAIN
 from trainstep.batches import fingerprint
 from trainstep.bench.check import one_rounding
 from trainstep.bench.check.gradients import Gradients, compare
@@ -118,6 +119,29 @@ def test_sizes_are_those_of_the_initial_weights():
     source, config = source_of(lambda: nn.Linear(32, 32)), StepConfig(device="cpu")
     parameters = source.build(config).module.named_parameters()
     assert Reference(source, config).sizes == {name: float(value.norm()) for name, value in parameters}
+
+
+def test_float64_computes_blocks_again_where_it_does_not_fit_otherwise():
+    """Its activations are twice as large."""
+
+    def source(fits):
+        def build(step):
+            workload = PLAIN.build(step)
+            workload.module.norm.register_forward_pre_hook(
+                lambda _, inputs: None if inputs[0].dtype != torch.float64 or fits(step) else no_room()
+            )
+            return workload
+
+        return WorkloadSource("long", build, PLAIN.model)
+
+    def no_room():
+        raise torch.OutOfMemoryError("no room")
+
+    expected = Reference(PLAIN, BASE).places[1].gradients.by_name
+    found = Reference(source(lambda step: step.checkpointing == "every-1"), BASE)
+    assert found.is_exact
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in found.places[1].gradients.by_name.items())
+    assert not Reference(source(lambda step: False), BASE).is_exact
 
 
 def test_a_model_that_computes_something_else_in_float64_is_not_believed():

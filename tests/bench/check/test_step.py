@@ -15,6 +15,7 @@ from tests.planted.right import RIGHT
 from tests.planted.step import BASE, BF16, PLAIN, WRONG, in_bf16_alone
 from trainstep.bench.check import dropout
 from trainstep.bench.check.gradients import Deviation
+from trainstep.bench.check.reference import Reference
 from trainstep.bench.check.step import RIGHT_UNCOMPILED, StepCheck, Verdict, plain_form
 from trainstep.bench.check.updates import UpdateError
 from trainstep.config import StepConfig
@@ -246,7 +247,7 @@ def test_where_the_plain_step_does_not_fit_fused_attention_in_float32_is_the_ref
     built = []
 
     def build(step, scale=1.0):
-        built.append((step.attention, step.precision))
+        built.append((step.attention, step.precision, step.checkpointing))
         if step.attention == "eager":
             raise torch.OutOfMemoryError("no room\nfor it")
         workload = PLAIN.build(step)
@@ -263,22 +264,42 @@ def test_where_the_plain_step_does_not_fit_fused_attention_in_float32_is_the_ref
             assert verdict.columns()["reference"] == (
                 "the plain step with PyTorch's fused attention, as the plain one ended with out of memory"
             )
-        assert built.count(("eager", "fp32")) == 1, "it would not fit the second time either"
-        assert built[1] == ("sdpa", "fp32")
+        assert built[:3] == [("eager", "fp32", "none"), ("eager", "fp32", "every-1"), ("sdpa", "fp32", "none")]
+        assert not any(form[0] == "eager" for form in built[3:]), "they would not fit the second time either"
+
+
+def test_where_the_plain_step_does_not_fit_the_same_with_blocks_computed_again_is_the_reference():
+    """Fused attention was: its own roundings are inside one operator, where no random ones reach, and ours was called
+    wrong for them."""
+
+    def build(step):
+        if step.attention == "eager" and step.checkpointing == "none":
+            raise torch.OutOfMemoryError("no room")
+        return PLAIN.build(step)
+
+    judge = StepCheck(WorkloadSource("long", build, PLAIN.model), BASE)
+    verdict = judge.judge(dataclasses.replace(BASE, attention="sdpa", precision="bf16"))
+    assert verdict.is_right
+    reference = judge.reference
+    assert (reference.config.attention, reference.config.checkpointing) == ("eager", "every-1")
+    said = "the plain step with every block computed again, as the plain one ended with out of memory"
+    assert verdict.columns()["reference"] == said
+    plain = Reference(PLAIN, BASE).places[0].gradients.by_name
+    assert all(torch.equal(gradient, plain[name]) for name, gradient in reference.places[0].gradients.by_name.items())
 
 
 def test_where_the_plain_step_fits_with_the_step_s_checkpointing_alone_that_is_the_reference():
     """A step in bf16 was its own reference here, too."""
 
     def build(step):
-        if step.checkpointing == "none":
+        if step.checkpointing != "every-2":
             raise torch.OutOfMemoryError("no room")
         return PLAIN.build(step)
 
     judge = StepCheck(WorkloadSource("deep", build, PLAIN.model), BASE)
-    verdict = judge.judge(dataclasses.replace(BASE, checkpointing="every-1", precision="bf16"))
+    verdict = judge.judge(dataclasses.replace(BASE, checkpointing="every-2", precision="bf16"))
     assert verdict.is_right
-    assert (judge.reference.config.precision, judge.reference.config.checkpointing) == ("fp32", "every-1")
+    assert (judge.reference.config.precision, judge.reference.config.checkpointing) == ("fp32", "every-2")
     said = "the plain step with its checkpointing, as the plain one ended with out of memory"
     assert verdict.columns()["reference"] == said
     assert not judge.is_stood_in_for
@@ -306,7 +327,7 @@ def test_a_form_that_did_not_fit_is_not_tried_for_the_next_step():
     with pytest.raises(torch.OutOfMemoryError):
         judge.judge(half)
     assert judge.judge(dataclasses.replace(half, optimizer="adamw-fused")).is_right
-    assert built.count(("eager", "fp32")) == 1
+    assert built.count(("eager", "fp32")) == 2, "as it is, and with blocks computed again"
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from trainstep.bench.check.gradients import Deviation, Gradients, Rounding, comp
 from trainstep.bench.check.reproducible import check_same_gradients, check_same_weights
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.bench.check.updates import take_updates
-from trainstep.bench.outcome import attempt
+from trainstep.bench.outcome import Failure, attempt
 from trainstep.casting import autocast_dtype, cast_parameters
 from trainstep.config import StepConfig
 from trainstep.precision import PrecisionName
@@ -36,6 +36,8 @@ from trainstep.training_step import TrainingStep, build_step, uncompiled
 from trainstep.weights import copied_to_host, load, tensors_of
 from trainstep.workload import WorkloadSource
 
+EVERY_BLOCK = "every-1"
+"""The checkpointing that computes every block again in backward: the same numbers from less memory."""
 TRAINED_STEPS = 10
 """Updates before the second place."""
 DRAWS = 3
@@ -124,10 +126,10 @@ class Reference:
         del step, batch, found
         self.batches_differ = self._build_again(places, states[0], batches[0], plain[0])
         """Whether a second build gets other batches."""
-        exact = attempt(lambda: self._in_float64(states, batches, plain))
-        self.is_exact = isinstance(exact, list)
+        exact = self._exact(states, batches, plain)
+        self.is_exact = exact is not None
         """Whether the gradients are float64's."""
-        chosen = exact if isinstance(exact, list) else plain
+        chosen = plain if exact is None else exact
         self.places = [Place(*each) for each in zip(states, batches, chosen, strict=True)]
         self._measured: dict[tuple[PrecisionName, bool], list[_Measured]] = {}
         self._from_zero: dict[PrecisionName, Mapping[str, Tensor]] = {}
@@ -144,11 +146,29 @@ class Reference:
         check_same_gradients(known, self._differentiate(step, step.place(batch)), self.config.precision)
         return fingerprint(own) != fingerprint(batch)
 
-    def _in_float64(
+    def _exact(
         self, states: Sequence[Mapping[str, Tensor]], batches: Sequence[Any], plain: Sequence[Gradients]
     ) -> list[Gradients] | None:
-        """The same in float64; None where the model then computes something else."""
-        step = build_step(self.source, self.config)
+        """The same in float64, with every block computed again where memory asks for that; None where it has no such
+        form here."""
+        for checkpointing in dict.fromkeys((self.config.checkpointing, EVERY_BLOCK)):
+            config = dataclasses.replace(self.config, checkpointing=checkpointing)
+            found = attempt(partial(self._in_float64, config, states, batches, plain))
+            if not isinstance(found, Failure):
+                return found
+            if found.status != "out of memory":
+                return None
+        return None
+
+    def _in_float64(
+        self,
+        config: StepConfig,
+        states: Sequence[Mapping[str, Tensor]],
+        batches: Sequence[Any],
+        plain: Sequence[Gradients],
+    ) -> list[Gradients] | None:
+        """The gradients of each place; None where the model computes something else in float64."""
+        step = build_step(self.source, config)
         step.module.double()
         found = []
         for state, batch, known in zip(states, batches, plain, strict=True):

@@ -36,7 +36,7 @@ from torch import nn
 
 from trainstep.bench.check.dropout import eager_random, without_dropout
 from trainstep.bench.check.gradients import Deviation
-from trainstep.bench.check.reference import TRAINED_STEPS, Reference, gradients_at
+from trainstep.bench.check.reference import EVERY_BLOCK, TRAINED_STEPS, Reference, gradients_at
 from trainstep.bench.check.reproducible import NotReproducibleError
 from trainstep.bench.check.updates import UPDATES, UpdateError, compare_updates, take_updates
 from trainstep.bench.outcome import Failure, attempt
@@ -51,6 +51,7 @@ Compared = Literal["as it is", "with eager code's random numbers", "without drop
 RIGHT_UNCOMPILED = "the same step is right without torch.compile"
 """What is said of a compiled step that is wrong, where that is so."""
 WITH_CHECKPOINTING = "the plain step with its checkpointing"
+COMPUTED_AGAIN = "the plain step with every block computed again"
 WITH_FUSED_ATTENTION = "the plain step with PyTorch's fused attention"
 FITTING = "the first step that fits"
 """What steps are held against where the plain step does not fit."""
@@ -140,9 +141,10 @@ def first_form(source: WorkloadSource, config: StepConfig) -> StepConfig:
 class StepCheck:
     """Checks steps of one workload against its plain step.
 
-    Where that does not fit, the reference is the same with the step's checkpointing, or with PyTorch's fused attention,
-    whose memory is linear in the context; where none of these fits, or the workload's attention is its own, the first
-    step that does.
+    Where that does not fit, the reference is the same computation with every block computed again, or with the step's
+    own checkpointing; then with PyTorch's fused attention, whose memory is linear in the context, but whose inner
+    roundings no random ones show; and where none of these fits, or the workload's attention is its own, the first step
+    that does.
     """
 
     def __init__(self, source: WorkloadSource, plain: StepConfig) -> None:
@@ -194,10 +196,9 @@ class StepCheck:
 
     def _forms(self, config: StepConfig) -> dict[StepConfig, str]:
         """The plain step and what is nearest to it and smaller, with what each is called."""
-        plain, checkpointing = self.plain, config.checkpointing
-        forms = {plain: ""}
-        if checkpointing != plain.checkpointing:
-            forms[dataclasses.replace(plain, checkpointing=checkpointing)] = WITH_CHECKPOINTING
+        forms = {self.plain: ""}
+        for checkpointing, called in {EVERY_BLOCK: COMPUTED_AGAIN, config.checkpointing: WITH_CHECKPOINTING}.items():
+            forms.setdefault(dataclasses.replace(self.plain, checkpointing=checkpointing), called)
         if self.source.is_builtin:
             for form in list(forms):
                 forms.setdefault(dataclasses.replace(form, attention="sdpa"), WITH_FUSED_ATTENTION)
