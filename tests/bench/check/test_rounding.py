@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import trainstep.bench.check.rounding as module
 from trainstep.bench.check.rounding import RandomRounding
@@ -146,6 +147,48 @@ def test_the_sum_in_backward_of_softmax_is_off_by_one_error_for_the_row():
     assert float((drawn != by_row).float().mean()) == pytest.approx(1 / 12, rel=0.05), "and each by its own rounding"
     for precision in ("tf32", "bf16"):
         assert torch.equal(backward(RandomRounding(precision, 0)), exact)
+
+
+QUERIES, KEYS, HEAD_DIM = 96, 2048, 16
+
+
+def gradient_of_queries(form, values, context):
+    """Of attention whose scores are all alike and whose values are alike for all keys: zero but for rounding."""
+    q, k, v = torch.zeros(2, 3, QUERIES, HEAD_DIM), torch.ones(2, 3, KEYS, HEAD_DIM), values.expand(2, 3, KEYS, -1)
+    q.requires_grad_()
+    with context:
+        if form == "fused":
+            output = F.scaled_dot_product_attention(q, k, v)
+        else:
+            output = ((q @ k.mT) / math.sqrt(HEAD_DIM)).softmax(-1) @ v
+        return torch.autograd.grad(output.sum(), q)[0].double()
+
+
+@pytest.mark.parametrize("form", ["the formula", "fused"])
+def test_sums_of_rows_are_cut_off_for_all_rows_alike(form):
+    values = torch.full((HEAD_DIM,), 3.0)
+    by_rounding = rms(gradient_of_queries(form, values, contextlib.nullcontext()))
+    drawn = gradient_of_queries(form, values, RandomRounding("fp32", 0))
+    expected = KEYS * module.CUT_OFF * 3.0 * HEAD_DIM / math.sqrt(HEAD_DIM)
+    assert by_rounding < expected / 10
+    assert float(drawn.mean()) == pytest.approx(expected, rel=0.1)
+    for precision in ("tf32", "bf16"):
+        others = gradient_of_queries(form, values, RandomRounding(precision, 0))
+        assert rms(others) < expected / 10, "they sum in float32, which is not theirs"
+    drawn_of_512 = 2 * module.CUT_OFF * 512
+    assert drawn_of_512 == pytest.approx(9e-7, rel=0.1), "as measured"
+
+
+def test_fused_attention_has_one_error_for_each_row():
+    """As in softmax's backward, from the terms that it takes the sum of: here they cancel."""
+    values = torch.full((HEAD_DIM,), 3.0)
+    values[1::2] *= -1
+    drawn = gradient_of_queries("fused", values, RandomRounding("fp32", 0))
+    expected = 2**-24 * one_rounding() * math.sqrt(KEYS / 2) * 3.0 * math.sqrt(HEAD_DIM) / math.sqrt(HEAD_DIM)
+    by_row = drawn.mean(-1)
+    assert rms(by_row) == pytest.approx(expected, rel=0.1)
+    assert rms(drawn - by_row[..., None]) < expected / 10
+    assert not gradient_of_queries("fused", values, RandomRounding("tf32", 0)).any()
 
 
 @pytest.mark.parametrize("terms", [64, 4096])

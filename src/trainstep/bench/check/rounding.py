@@ -12,8 +12,11 @@ rounding errs by in the root mean square: u/√3/m for m · 2ᵉ, and the mean o
 spread as they usually are. TF32 has no format of its own: products take their float32 inputs rounded to 11 bits. Both
 inputs of every term err independently, so a sum errs by √2·r of √Σ(ab)². Narrower formats sum in float32.
 
-Softmax's backward has a sum inside, of a row: fused attention takes it from other numbers than the formula, and its
-error is one for the whole row.
+Softmax's backward has a sum inside, of a row, and its error is one for the whole row. Fused attention takes it from
+other numbers than the formula, as the product of the output and its gradient; and an output is a sum over all keys,
+which matrix units cut off where others round (`CUT_OFF`): for all rows alike. Gradients of queries and keys that nearly
+cancel, as over thousands of tokens in a late block, show that as nothing else does. Inside of fused operators no other
+roundings are drawn.
 """
 
 from __future__ import annotations
@@ -34,10 +37,19 @@ _POOL = 2**22
 _MEAN = (3 / (8 * math.log(2)) / 3) ** 0.5
 """Of rounding to nearest, in the root mean square: this part of the unit roundoff."""
 _TF32_NOISE = 2**-11 * _MEAN * 2**0.5
+CUT_OFF = 2**-30
+"""By which part a long sum of float32 products on matrix units is too small, for each of its terms; half of it, as
+float32's budget is more than twice the usual one (`reference.FLOAT32_LOSES`). PyTorch's fused attention was off in one
+direction by up to 9e-7 with 512 keys on an H200 (docs/lab-log.md, 2026-11-23): 2⁻²⁹ for each."""
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
 """Products, and which argument is the left factor."""
 _CONVOLUTIONS = (_aten.convolution, _aten.convolution_backward)
+_FUSED_BACKWARD = (
+    _aten._scaled_dot_product_efficient_attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+"""Of fused attention that takes float32."""
 _EXACT = (_aten.clone, _aten.cat, _aten.stack, _aten.index_select, _aten.embedding, _aten.gather, _aten.neg, _aten.relu)
 """Operations that move numbers without rounding them."""
 _WHOLE = (_aten.histc, _aten.floor, _aten.ceil, _aten.round, _aten.trunc, _aten.arange, _aten.full, _aten.ones)
@@ -62,6 +74,8 @@ class RandomRounding(TorchDispatchMode):
         self._pools: dict[torch.device, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _FUSED_BACKWARD and self._dtype == torch.float32 and not self._tf32:
+            args = self._round_rows(func, args)
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket is _aten.copy_:  # a wider tensor's values stored in a narrow one
             if args[0].dtype != args[1].dtype and args[1].is_floating_point():
@@ -101,11 +115,29 @@ class RandomRounding(TorchDispatchMode):
             each.add_(self._normal(each.shape, each.device).mul_(size))
 
     def _round_softmax(self, args: Any, result: Tensor) -> None:
-        """Of its backward, in float32: p · (dp − Σ p·dp), where the sum is a little off."""
+        """Of its backward, in float32: p · (dp − Σ p·dp), where the sum is off by chance, and by what is cut off."""
         grad, output, dim = args[:3]
         if result.dtype == self._dtype == torch.float32:
-            terms = (grad * output).square().sum(dim, keepdim=True).sqrt_() * _sum_error(output.shape[dim])
-            result.sub_(output * terms.mul_(self._normal(terms.shape, terms.device)))
+            result.sub_(output * self._row_errors(grad * output, dim, output.shape[dim]))
+
+    def _round_rows(self, backward: Any, args: Any) -> Any:
+        """The arguments of fused attention's backward, in float32. It takes the sums of rows from the output alone,
+        (…, queries, head_dim), which is moved so that they are off as `_round_softmax` has them."""
+        places = {argument.name.rstrip("_"): place for place, argument in enumerate(backward._schema.arguments)}
+        grad, key, output = (args[places[name]] for name in ("grad_out", "key", "out"))
+        if output.dtype != torch.float32:
+            return args
+        row = self._row_errors(grad * output, -1, key.shape[-2])
+        row /= grad.square().sum(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+        moved = list(args)
+        moved[places["out"]] = output + grad * row
+        return moved
+
+    def _row_errors(self, terms: Tensor, dim: int, keys: int) -> Tensor:
+        """Of the sums of these terms: by chance, and by what is cut off."""
+        errors = terms.square().sum(dim, keepdim=True).sqrt_() * _sum_error(keys)
+        errors.mul_(self._normal(errors.shape, errors.device))
+        return errors.sub_(terms.sum(dim, keepdim=True), alpha=keys * CUT_OFF)
 
     def _normal(self, shape: Any, device: torch.device) -> Tensor:
         return torch.randn(shape, device=device, generator=self._generator(device))
