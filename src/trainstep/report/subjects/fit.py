@@ -178,8 +178,10 @@ def _beside_others(study: Sequence[FitRow], row: FitRow) -> Iterator[Finding]:
     if 1 in ratio.interval:
         yield found("fit.beside", f"{same}; these samples show no difference to the chosen step {interval}.", **figures)
         return
-    said = "times as fast as that" if ratio.value > 1 else "times as fast as that, so slower"
-    yield found("fit.beside", f"{same}; the chosen step is {{speedup:.2f}} {said} {interval}.", **figures)
+    said = f"{same}; the chosen step is {{speedup:.2f}} times as fast as that {interval}."
+    if ratio.value < 1:
+        said += literal(f" Take that one here: --checkpointing {best.form}.")
+    yield found("fit.beside", said, **figures)
 
 
 TABLES = (FITS,)
