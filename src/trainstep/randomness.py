@@ -5,9 +5,24 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+
+class Source(Protocol):
+    """Draws random numbers of its own, beside the model's."""
+
+    def random_state(self) -> Any:
+        """Where it is."""
+
+    def restore_random_state(self, state: Any) -> None:
+        """Go on from there."""
+
+
+DRAWING: list[Source] = []
+"""Those that draw at this moment: a call that runs again draws from them what it drew before."""
 
 
 def seed_everything(seed: int) -> None:

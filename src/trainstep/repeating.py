@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainstep.errors import UnsupportedError
+from trainstep.randomness import DRAWING
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _OWN = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
@@ -141,13 +142,16 @@ class _Reentrant(AbstractContextManager[None]):
 
 
 class _Generators:
-    """The states of Python's and numpy's random numbers."""
+    """The states of Python's and numpy's random numbers, and of sources of our own."""
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._own = [(source, source.random_state()) for source in DRAWING]
 
     def have_moved(self) -> bool:
-        """Whether numbers were drawn since."""
+        """Whether numbers were drawn since; where sources of our own are, always."""
+        if self._own:
+            return True
         now = _Generators()
         same_numpy = all(np.array_equal(a, b) for a, b in zip(self._numpy, now._numpy, strict=True))
         return self._python != now._python or not same_numpy
@@ -155,6 +159,8 @@ class _Generators:
     def restore(self) -> None:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
+        for source, state in self._own:
+            source.restore_random_state(state)
 
 
 class _State:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -31,7 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainstep.casting import matmul_precision
 from trainstep.precision import PRECISIONS, PrecisionName
+from trainstep.randomness import DRAWING
 
+_ONE_IN = 12
+"""results moves, by one unit in the last place up or down."""
 _POOL = 2**22
 """Moves that are drawn beyond those of the largest tensor: each tensor takes its own from another place."""
 _MEAN = (3 / (8 * math.log(2)) / 3) ** 0.5
@@ -41,6 +44,8 @@ CUT_OFF = 2**-30
 """By which part a long sum of float32 products on matrix units is too small, for each of its terms; half of it, as
 float32's budget is more than twice the usual one (`reference.FLOAT32_LOSES`). PyTorch's fused attention was off in one
 direction by up to 9e-7 with 512 keys on an H200 (docs/lab-log.md, 2026-11-23): 2⁻²⁹ for each."""
+CUTTING = ("cuda",)
+"""Types of devices with matrix units for float32."""
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
 """Products, and which argument is the left factor."""
@@ -72,6 +77,32 @@ class RandomRounding(TorchDispatchMode):
         self._seed, self._offsets = seed, random.Random(seed)
         self._generators: dict[torch.device, torch.Generator] = {}
         self._pools: dict[torch.device, Tensor] = {}
+        self._scalars = 0  # drawn for so far
+
+    def __enter__(self) -> Self:
+        DRAWING.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        DRAWING.remove(self)
+
+    def random_state(self) -> Any:
+        """What a block that is computed again draws from anew, so that it rounds as it did."""
+        states = {device: generator.get_state() for device, generator in self._generators.items()}
+        return self._offsets.getstate(), states, dict(self._pools), self._scalars
+
+    def restore_random_state(self, state: Any) -> None:
+        """Go on from there."""
+        offsets, states, pools, self._scalars = state
+        self._offsets.setstate(offsets)
+        self._pools = dict(pools)
+        for device in [*self._generators]:
+            if device in states:
+                self._generators[device].set_state(states[device])
+            else:
+                del self._generators[device]  # it draws from its seed again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in _FUSED_BACKWARD and self._dtype == torch.float32 and not self._tf32:
@@ -118,7 +149,11 @@ class RandomRounding(TorchDispatchMode):
         """Of its backward, in float32: p · (dp − Σ p·dp), where the sum is off by chance, and by what is cut off."""
         grad, output, dim = args[:3]
         if result.dtype == self._dtype == torch.float32:
-            result.sub_(output * self._row_errors(grad * output, dim, output.shape[dim]))
+            keys: Any = output.shape[dim]
+            errors = self._by_chance(grad * output, dim, keys)
+            if output.dim() >= 4:  # scores of heads; a sum over a vocabulary, or over experts, is another kernel's
+                errors -= self._cut_off(grad * output, dim, (output != 0).sum(dim, keepdim=True))
+            result.sub_(output * errors)
 
     def _round_rows(self, backward: Any, args: Any) -> Any:
         """The arguments of fused attention's backward, in float32. It takes the sums of rows from the output alone,
@@ -127,17 +162,22 @@ class RandomRounding(TorchDispatchMode):
         grad, key, output = (args[places[name]] for name in ("grad_out", "key", "out"))
         if output.dtype != torch.float32:
             return args
-        row = self._row_errors(grad * output, -1, key.shape[-2])
+        terms, keys = grad * output, key.shape[-2]
+        row = self._by_chance(terms, -1, keys) - self._cut_off(terms, -1, keys)
         row /= grad.square().sum(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
         moved = list(args)
         moved[places["out"]] = output + grad * row
         return moved
 
-    def _row_errors(self, terms: Tensor, dim: int, keys: int) -> Tensor:
-        """Of the sums of these terms: by chance, and by what is cut off."""
+    def _by_chance(self, terms: Tensor, dim: int, keys: int) -> Tensor:
+        """The errors of the sums of these terms, whichever the order."""
         errors = terms.square().sum(dim, keepdim=True).sqrt_() * _sum_error(keys)
-        errors.mul_(self._normal(errors.shape, errors.device))
-        return errors.sub_(terms.sum(dim, keepdim=True), alpha=keys * CUT_OFF)
+        return errors.mul_(self._normal(errors.shape, errors.device))
+
+    def _cut_off(self, terms: Tensor, dim: int, keys: Tensor | int) -> Tensor:
+        """By how much the sums of these terms are too small where they are made of sums over keys on matrix units."""
+        sums = terms.sum(dim, keepdim=True)
+        return sums * keys * CUT_OFF if terms.device.type in CUTTING else torch.zeros_like(sums)
 
     def _normal(self, shape: Any, device: torch.device) -> Tensor:
         return torch.randn(shape, device=device, generator=self._generator(device))
@@ -156,11 +196,19 @@ class RandomRounding(TorchDispatchMode):
         bits.add_(self._moves(tensor).where((tensor != 0) & tensor.isfinite(), 0))
 
     def _moves(self, tensor: Tensor) -> Tensor:
-        """−1, 0 or 1 for each element, from a pool that is drawn once, and again for a tensor too large for it."""
+        """−1, 0 or 1 for each element, from a pool that is drawn once, and again for a tensor too large for it.
+
+        A single number moves in every twelfth drawing, so that a few drawings show what moving it does.
+        """
         device, count = tensor.device, tensor.numel()
+        if count == 1:
+            self._scalars += 1
+            turn, place = divmod(self._seed + self._scalars, _ONE_IN)
+            moves = 0 if place else (-1) ** turn
+            return torch.full_like(tensor, moves, dtype=torch.int8)
         if device not in self._pools or len(self._pools[device]) < count + _POOL // 2:
             drawn = torch.empty(count + _POOL, dtype=torch.int8, device=device)
-            drawn.random_(0, 24, generator=self._generator(device))
+            drawn.random_(0, 2 * _ONE_IN, generator=self._generator(device))
             self._pools[device] = (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8)
         pool = self._pools[device]
         start = self._offsets.randrange(len(pool) - count + 1)

@@ -123,7 +123,7 @@ class Trial:
         def enter(_: Any) -> None:
             if not entered:
                 entered.append(True)
-                rounding.__enter__()  # type: ignore[no-untyped-call]
+                rounding.__enter__()
 
         self.on_first_call.append(enter)
 
