@@ -114,6 +114,39 @@ def test_a_script_without_torch_that_reads_its_input(tmp_path):
     assert "imported no torch (it ran to its end)" in sentences(ended)
 
 
+def test_a_script_knows_its_place_as_python_tells_it(tmp_path):
+    """Absolute, so that it still does once the script has gone to another directory."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "where.py").write_text(
+        "import os, sys\nos.chdir('/')\nprint(__file__, sys.argv, os.path.exists(__file__), __name__, __package__)\n"
+        "print(sys._getframe().f_code.co_filename, sorted(vars()), __spec__, sys.modules['__main__'].__file__)\n"
+        "print(type(__loader__), __cached__, __doc__, sys.path[0])"
+    )
+    words = ["folder/where.py", "more"]
+    plain = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+    ended, _ = run_command(tmp_path / "out", *words, cwd=tmp_path)
+    assert str(tmp_path / "folder" / "where.py") in plain.stdout
+    assert (ended.returncode, ended.stdout) == (0, plain.stdout)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("train.py", "a file that is there and no diff"),
+        ("missing/out.diff", "where no file can be written"),
+        (".", "where no file can be written"),
+    ],
+)
+def test_a_patch_is_written_over_nothing_of_the_user_s(place, said, tmp_path):
+    """Before the first run, which may take long."""
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError('it was started')")
+    ended, rows = run_command(tmp_path / "out", "--ladder", "--patch", place, script, cwd=tmp_path)
+    assert (ended.returncode, rows) == (2, [])
+    assert said in sentences(ended)
+    assert script.read_text() == "raise AssertionError('it was started')"
+
+
 def test_a_module_that_trains_in_a_subprocess(tmp_path):
     (tmp_path / "starts.py").write_text("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(1)'])")
     ended, rows = run_command(tmp_path / "out", "-m", "starts", cwd=tmp_path)

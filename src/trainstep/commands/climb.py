@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ def climb_script(leader: Leader, out: Path, *, steps: int, names: str | None, pa
         copies: whether each run has a copy of the working directory.
 
     Raises:
-        UsageError: no such rung, or a folder that cannot be written.
+        UsageError: no such rung, a folder that cannot be written, or a file that is no diff in the patch's place.
     """
     from trainstep.kinds import ScriptRungRow
     from trainstep.records import RecordWriter
@@ -50,6 +51,8 @@ def climb_script(leader: Leader, out: Path, *, steps: int, names: str | None, pa
     from trainstep.run.rows import script_records
 
     rungs, command = _named(names), leader.command
+    if patch is not None:
+        _check_place(patch)
     console = console_for_output(to_stderr=True)
     console.print(f"trainstep run --ladder {command.name} → {out}")
     folder = out / "runs"
@@ -104,6 +107,20 @@ def _named(names: str | None) -> Sequence[Rung]:
     return [rung for rung in RUNGS if rung.name in wanted]
 
 
+def _check_place(path: Path) -> None:
+    """Before anything runs: whether a diff can be written there, over none but an earlier one.
+
+    Raises:
+        UsageError: another file is there, such as the script itself, or nothing can be.
+    """
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise UsageError(f"--patch is {path}, where no file can be written; expected one in a folder that is there")
+    if path.exists() and path.stat().st_size:
+        with path.open("rb") as file:
+            if file.read(4) != b"--- ":
+                raise UsageError(f"--patch is {path}, a file that is there and no diff; give the diff another name")
+
+
 def _patched(ladder: Ladder, command: Command, path: Path) -> tuple[Row | None, list[str]]:
     """Write what was kept into the script's text, run that, and offer it if it holds: a row, and what to say."""
     from trainstep.run.ladder.patch import patch_of
@@ -120,9 +137,14 @@ def _patched(ladder: Ladder, command: Command, path: Path) -> tuple[Row | None, 
     row = ladder.judge_sources(found.texts, found.written)
     if not row.kept:
         return row, [f"No patch: with it, the script is {row.verdict}{f' ({row.reason})' if row.reason else ''}."]
+    diff = found.diff(Path.cwd())
     try:
-        path.write_text(found.diff(Path.cwd()), encoding="utf-8")
+        path.write_text(diff, encoding="utf-8")
     except OSError as error:
-        return row, [f"cannot write {path}: {error.strerror}"]
+        return row, [f"Cannot write {path}: {error.strerror}. The diff of {', '.join(found.written)}:", diff]
     left = [f"Not in it: {rung.name} ({rung.lines})." for rung in ladder.kept if rung.name in found.left]
+    if "bf16 autocast" in found.written and any(model["floats"] is None for model in ladder.settings["models"]):
+        left.append(
+            "Tensors inside of what the model returns stay bf16: .float() where NumPy or a loss of yours takes one."
+        )
     return replace(row, lines=str(path)), [f"Written to {path}: {', '.join(found.written)}.", *left]

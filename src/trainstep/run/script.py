@@ -7,13 +7,17 @@ traceback are those that it would have without this.
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
 import os
 import runpy
 import sys
+import zipfile
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 
@@ -45,12 +49,27 @@ def main() -> None:
         if is_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(target, run_name="__main__")
+            _run_path(target)
     except BaseException as error:
         run.ended(error)
         sys.excepthook = _shortened(sys.excepthook)
         raise
     run.ended(None)
+
+
+def _run_path(target: str) -> None:
+    """As `python target`: `__file__` and lines of a traceback are absolute, `sys.argv[0]` is as it was given."""
+    if not os.path.isfile(target) or zipfile.is_zipfile(target) or target.endswith(".pyc"):
+        runpy.run_path(target, run_name="__main__")
+        return
+    path = os.path.abspath(target)
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    loader = SourceFileLoader("__main__", path)
+    vars(module).update(__builtins__=builtins, __file__=path, __cached__=None, __loader__=loader, __annotations__={})
+    sys.argv[0] = target
+    exec(code, vars(module))
 
 
 class Run:

@@ -26,7 +26,7 @@ def main():
 '''
 LOADER = {"line": 13, "num_workers": 0, "pin_memory": False, "is_iterable": False}
 OPTIMIZER = {"class": "AdamW", "line": 9, "fused": False, "foreach": False, "names": ["model"]}
-MODEL = {"line": 15, "device": "cuda"}
+MODEL = {"line": 15, "device": "cuda", "floats": [True]}
 
 
 @pytest.fixture
@@ -103,6 +103,30 @@ def test_changes_together_find_their_places(patched):
 def test_what_is_not_certain_is_left_out(patched, kept, more):
     found, lines = patched(kept, **more)
     assert (found.written, found.left, lines) == ([], [kept], [])
+
+
+@pytest.mark.parametrize(
+    ("statement", "floats", "widened"),
+    [
+        ("loss = model(x)", [True], ["loss"]),
+        ("loss = model(x)", [False], []),  # token ids, say
+        ("loss = model(x)", None, []),  # an object, which has no .float()
+        ("loss, ids, more = model(x)", [True, False, True], ["loss", "more"]),
+        ("loss = model(x)", [True, True], []),  # a tuple
+        ("loss = model(x).sum()", [True], []),  # the sum is autocast's
+        ("loss = other = model(x)", [True], []),
+        ("model(x)", [True], []),
+    ],
+)
+def test_what_autocast_narrows_is_float32_again(patched, statement, floats, widened):
+    """As it is in the rung that was judged: bf16 logits would give a loss of three digits, and NumPy has no bf16."""
+    text = TEXT.replace("loss = model(\n            x\n        ).sum()", statement)
+    found, lines = patched("bf16 autocast", text=text, model={"line": 15, "floats": floats})
+    assert found.written == ["bf16 autocast"]
+    header = '+        with torch.autocast("cuda", torch.bfloat16):'
+    assert [line for line in lines if line.startswith("+")] == [
+        header, f"+            {statement}", *(f"+        {name} = {name}.float()" for name in widened),
+    ]  # fmt: skip
 
 
 def test_what_can_be_written_is(patched):

@@ -223,7 +223,7 @@ def _inserted(text: str, after: int, new: Sequence[str]) -> str:
 
 
 def _autocast(files: _Files, place: Mapping[str, Any]) -> bool:
-    """Around the statement that calls the model, if it is a simple one."""
+    """Around the statement that calls the model, if it is a simple one; tensors that it then has are float32 again."""
 
     def change(text: str, tree: ast.Module) -> str | None:
         statement = _statement_at(tree, place["line"])
@@ -233,15 +233,35 @@ def _autocast(files: _Files, place: Mapping[str, Any]) -> bool:
         lines = text.splitlines(keepends=True)
         first, last, column = statement.lineno, statement.end_lineno or 0, statement.col_offset
         own = "".join(lines[first - 1 : last])
-        if lines[first - 1][:column].strip() or _spans_lines(statement) or sum(map(len, lines[:last])) > len(text):
+        indent = lines[first - 1][:column]
+        if indent.strip() or _spans_lines(statement) or sum(map(len, lines[:last])) > len(text):
             return None
         if any(each is not statement and _shares_line(each, first, last) for each in ast.walk(tree)):
             return None
         indented = "".join(f"    {line}" if line.strip() else line for line in own.splitlines(keepends=True))
-        header = f'{lines[first - 1][:column]}with torch.autocast("{place["device"]}", torch.bfloat16):\n'
-        return "".join([*lines[: first - 1], header, indented, *lines[last:]])
+        if not indented.endswith("\n"):
+            indented += "\n"
+        header = f'{indent}with torch.autocast("{place["device"]}", torch.bfloat16):\n'
+        widened = [f"{indent}{name} = {name}.float()\n" for name in _narrow_names(statement, place["floats"])]
+        return "".join([*lines[: first - 1], header, indented, *widened, *lines[last:]])
 
     return files.edit(place["file"], change)
+
+
+def _narrow_names(statement: ast.stmt, floats: Sequence[bool] | None) -> list[str]:
+    """The names that a statement gives to floating-point results of the one call in it, which autocast narrows.
+
+    Args:
+        floats: of each result whether it is such a tensor; None where it is something else than a tensor or several.
+    """
+    calls = sum(isinstance(each, ast.Call) for each in ast.walk(statement))
+    if floats is None or calls != 1 or not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return []
+    (target,) = statement.targets
+    names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+    if not isinstance(statement.value, ast.Call) or len(names) != len(floats):
+        return []
+    return [name.id for name, is_float in zip(names, floats, strict=True) if is_float and isinstance(name, ast.Name)]
 
 
 def _spans_lines(statement: ast.stmt) -> bool:

@@ -80,6 +80,7 @@ class Settings:
                 "is_compiled": any(map(is_compiled, parts)),
                 "is_whole_compiled": any(map(is_compiled, (module, getattr(module, "module", None)))),
                 "drops": any(map(_drops, parts)),
+                "floats": None,
                 "blocks": len(find_blocks(module)),
                 "convolutions": len(convolutions),
                 "is_channels_last": bool(convolutions)
@@ -87,6 +88,14 @@ class Settings:
                 and not all(weight.is_contiguous() for weight in convolutions),
             }
         )
+        model = self._models[-1]
+        handles: list[Any] = []
+
+        def see_results(module: nn.Module, args: Any, results: Any) -> None:
+            handles.pop().remove()
+            model["floats"] = _floats(results)
+
+        handles.append(module.register_forward_hook(see_results))
 
     def see_loss(self, tensors: Any) -> None:
         """What a backward pass begins at, whose graph has the operators of the forward pass."""
@@ -211,6 +220,14 @@ def _drops(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     return any(isinstance(value, float) and value > 0 for name, value in vars(module).items() if "dropout" in name)
+
+
+def _floats(results: Any) -> list[bool] | None:
+    """Of a model's result, or of each in a tuple or list, whether it is a floating-point tensor; None for others."""
+    several = results if type(results) in (tuple, list) else (results,)
+    if not any(isinstance(each, torch.Tensor) for each in several):
+        return None
+    return [isinstance(each, torch.Tensor) and each.is_floating_point() for each in several]
 
 
 def _last(weight: torch.Tensor) -> torch.memory_format:

@@ -133,7 +133,7 @@ def read_instead(texts: Mapping[str, str]) -> None:
     opened = io.open_code
     compiled = importlib.machinery.SourceFileLoader.get_code
 
-    def open_code(path: str) -> Any:  # runpy reads a script with it
+    def open_code(path: str) -> Any:  # a script is read with it
         text = texts.get(os.path.realpath(path))
         return opened(path) if text is None else io.BytesIO(text.encode())
 
