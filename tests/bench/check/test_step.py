@@ -14,12 +14,14 @@ from tests.bench.check import source_of, verdict_of
 from tests.planted.right import RIGHT
 from tests.planted.step import BASE, BF16, PLAIN, WRONG, in_bf16_alone
 from trainstep.bench.check import dropout
+from trainstep.bench.check.dropout import drops_otherwise
 from trainstep.bench.check.gradients import Deviation
 from trainstep.bench.check.reference import Reference
 from trainstep.bench.check.step import RIGHT_UNCOMPILED, StepCheck, Verdict, plain_form
 from trainstep.bench.check.updates import UpdateError
 from trainstep.config import StepConfig
 from trainstep.policies import Policy
+from trainstep.training_step import build_step
 from trainstep.updating import UpdatesInBackward
 from trainstep.workload import Workload, WorkloadSource
 
@@ -155,6 +157,48 @@ def test_dropout_is_compared_as_closely_as_its_random_numbers_allow(without_comp
     assert found.own.gradient_allowed < 0.05
     wrong = source_of(lambda: dropped(CompiledDropout), scale=lambda step: 1.0 if is_plain(step) else 1.3)
     assert not verdict_of(wrong, **change).is_right
+
+
+@pytest.mark.parametrize(
+    "change", [{"optimizer": "sgd"}, {"precision": "bf16"}, {"compile": "blocks", "precision": "bf16"}], ids=str
+)
+@pytest.mark.parametrize("p", [0.5, 0.0])
+def test_a_step_that_drops_otherwise_is_wrong(without_compiler, change, p):
+    """Without dropout on both sides it is right, and so it was called."""
+
+    def build(step):
+        workload = source_of(dropped).build(step)
+        for module in workload.module.modules() if not is_plain(step) else ():
+            if isinstance(module, nn.Dropout):
+                module.p = p
+        return workload
+
+    found = verdict_of(WorkloadSource("toy", build), **change)
+    assert not found.is_right
+    own = f"256 elements with p = {p:g}" if p else "nothing"
+    assert str(found).endswith(f"drops from {own} in a pass, and the plain step from 256 elements with p = 0.3")
+
+
+def test_of_compiled_code_probabilities_alone_are_known():
+    assert drops_otherwise({0.3: 0}, {0.3: 512}, are_counted=False) == ""
+    assert "drops from 0 elements" in drops_otherwise({0.3: 0}, {0.3: 512}, are_counted=True)
+    assert "p = 0.1" in drops_otherwise({0.1: 0}, {0.3: 512}, are_counted=False)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "every-1"])
+def test_elements_that_are_dropped_again_in_backward_count_once(checkpointing):
+    with dropout.without_dropout() as seen:
+        step = build_step(source_of(dropped), StepConfig(device="cpu", checkpointing=checkpointing))
+        step.gradients(step.next_batch())
+    assert seen.elements == {0.3: 256}
+
+
+def test_compiled_code_tells_what_it_would_drop():
+    module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.25))
+    module.compile(fullgraph=True)
+    with dropout.without_dropout() as seen:
+        module(torch.randn(2, 8))
+    assert seen.elements == {0.25: 0}
 
 
 class OwnRandom(nn.Linear):

@@ -9,11 +9,12 @@ was compiled under.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -44,9 +45,35 @@ def eager_random() -> Iterator[None]:
 
 @dataclass
 class Seen:
-    """Calls of functions that would have dropped something; of those in compiled code one or all are counted."""
+    """What would have been dropped."""
 
     calls: int = 0
+    """Of functions that drop; of those in compiled code one or all are counted."""
+    elements: dict[float, int] = field(default_factory=dict)
+    """By probability, from how many elements in forward passes; 0 in compiled code, where calls are not counted."""
+
+    def note(self, p: float, elements: int) -> None:
+        """A function would drop each of so many elements with this probability."""
+        self.calls += 1
+        if torch.compiler.is_compiling():
+            self.elements[p] = self.elements.get(p, 0)
+        elif torch._C._current_graph_task_id() < 0:  # what backward computes again was counted
+            self.elements[p] = self.elements.get(p, 0) + elements
+
+
+def drops_otherwise(own: Mapping[float, int], plain: Mapping[float, int], *, are_counted: bool) -> str:
+    """How a step would have dropped something else than the plain one, in words; empty where it would not.
+
+    Args:
+        own, plain: what each has `Seen.elements` of.
+        are_counted: whether both are of one pass of eager code; else their probabilities alone are compared.
+    """
+    if own == plain or (not are_counted and own.keys() == plain.keys()):
+        return ""
+    said = [
+        " and ".join(f"{each[p]:,} elements with p = {p:g}" for p in sorted(each)) or "nothing" for each in (own, plain)
+    ]
+    return f"drops from {said[0]} in a pass, and the plain step from {said[1]}"
 
 
 @contextmanager
@@ -75,7 +102,7 @@ def _identity(dropout: Callable[..., Tensor], seen: Seen) -> Callable[..., Tenso
 
     def identity(input: Tensor, p: float = 0.5, training: bool = default, inplace: bool = False) -> Tensor:
         if training and p > 0:
-            seen.calls += 1
+            seen.note(p, input.numel())
         return input
 
     return identity
@@ -92,7 +119,7 @@ def _attention(sdpa: Callable[..., Tensor], seen: Seen) -> Callable[..., Tensor]
         **more: Any,
     ) -> Tensor:
         if dropout_p > 0:
-            seen.calls += 1
+            seen.note(dropout_p, query.shape[:-1].numel() * key.shape[-2])
         return sdpa(query, key, value, attn_mask, 0.0, *args, **more)
 
     return attention

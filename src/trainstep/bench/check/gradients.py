@@ -159,12 +159,15 @@ class Deviation:
     worst_name: str
     note: str = ""
     """Which other step is off alike, or is not: where the mistake may lie. Empty where nothing is known of that."""
+    fault: str = ""
+    """What is wrong with the step though its gradients are right as they were compared."""
 
     @property
     def is_right(self) -> bool:
         """Whether everything is allowed; NaN never is."""
         return (
-            self.loss <= self.loss_allowed
+            not self.fault
+            and self.loss <= self.loss_allowed
             and self.gradient <= self.gradient_allowed
             and self.scale <= self.scale_allowed
             and self.worst <= self.worst_allowed
@@ -181,6 +184,8 @@ class Deviation:
         return not self.is_right, self.is_vacuous, self.worst / (self.worst_allowed or 1)
 
     def __str__(self) -> str:
+        if self.fault:
+            return self.fault
         named = {"the loss": "loss", "the gradients": "gradient", "their scale": "scale", self.worst_name: "worst"}
         parts = [(name, getattr(self, key), getattr(self, f"{key}_allowed")) for name, key in named.items() if name]
         over = [part for part in parts if not part[1] <= part[2]]

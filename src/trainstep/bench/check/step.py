@@ -18,15 +18,17 @@ the very step that was timed.
 A model with dropout has other gradients under other masks. Every computation starts from one seed, which gives eager
 code of one precision the same masks. Compiled code draws other numbers, so it is compiled once more for the check, with
 eager code's; so it is where the model draws numbers of its own, such as which labels to leave out. Another precision,
-or a fused kernel, drops other elements on a GPU: both sides are then compared without dropout. A verdict says so.
+or a fused kernel, drops other elements on a GPU: where a step is off as it is, both sides are compared without dropout,
+and by how many elements they would drop from, with which probability. A verdict says so. Whether a block that is
+computed again drops what it dropped before is not seen then.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -34,8 +36,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainstep.bench.check.dropout import eager_random, without_dropout
-from trainstep.bench.check.gradients import Deviation
+from trainstep.bench.check.dropout import drops_otherwise, eager_random, without_dropout
+from trainstep.bench.check.gradients import Deviation, Gradients
 from trainstep.bench.check.reference import EVERY_BLOCK, TRAINED_STEPS, Reference, gradients_at
 from trainstep.bench.check.reproducible import NotReproducibleError
 from trainstep.bench.check.updates import UPDATES, UpdateError, compare_updates, take_updates
@@ -155,6 +157,8 @@ class StepCheck:
         self._held_against = ""
         self._not_plain = ""
         """Why the plain step is not the reference; empty where it is."""
+        self._plain_drops: dict[int, dict[float, int]] = {}
+        """What the plain step drops in each place, as `Seen.elements`."""
 
     @property
     def reference(self) -> Reference:
@@ -268,30 +272,31 @@ class StepCheck:
             found = self._hold(step, reference, place)
             if found.is_right or not (is_compiled and reference.draws_numbers):
                 return found, "as it is"
-            return self._hold_anew(step.config, reference, place, eager_random), "with eager code's random numbers"
+            return self._hold_as_eager(step.config, reference, place), "with eager code's random numbers"
         if step.config.precision == reference.config.precision:
             if not is_compiled:
                 found = self._hold(step, reference, place)
                 if found.is_right:
                     return found, "as it is"
             else:
-                found = self._hold_anew(step.config, reference, place, eager_random)
+                found = self._hold_as_eager(step.config, reference, place)
                 if found.is_right:
                     return found, "with eager code's random numbers"
-        return self._hold_anew(step.config, without, place, without_dropout), "without dropout"
+        return self._hold_without_dropout(step.config, without, place), "without dropout"
 
     def _judge_compiled(self, step: TrainingStep, place: int) -> tuple[Deviation, Compared]:
         """The same, and of compiled code that is wrong, whether it is right uncompiled."""
         found, compared = self._judge(step, place)
         if not found.is_right and step.config.compile != "off":
-            plain = build_step(self.source, dataclasses.replace(step.config, compile="off"))
-            if place != START:
-                load(plain.module, self.reference.places[place].state)
+            plain = self._build(dataclasses.replace(step.config, compile="off"), self.reference, place)
             if self._judge(plain, place)[0].is_right:
                 found = dataclasses.replace(found, note=RIGHT_UNCOMPILED)
         return found, compared
 
     def _hold(self, step: TrainingStep, reference: Reference, place: int) -> Deviation:
+        return reference.compare(self._gradients(step, reference, place), place, step.config.precision)
+
+    def _gradients(self, step: TrainingStep, reference: Reference, place: int) -> Gradients:
         is_own = place == START and not reference.batches_differ  # its own data first
         batch = step.next_batch() if is_own else step.place(reference.places[place].batch)
         in_backward = step.updates_in_backward
@@ -299,17 +304,33 @@ class StepCheck:
             found = gradients_at(step, batch)
         if in_backward is not None:
             load(step.module, reference.places[place].state)
-        return reference.compare(found, place, step.config.precision)
+        return found
 
-    def _hold_anew(
-        self, config: StepConfig, reference: Reference, place: int, inside: Callable[[], AbstractContextManager[Any]]
-    ) -> Deviation:
-        """The same of a step that is built, and compiled, in a context that changes its dropout."""
-        with inside():
-            step = build_step(self.source, config)
-            if place != START:
-                load(step.module, reference.places[place].state)
-            return self._hold(step, reference, place)
+    def _build(self, config: StepConfig, reference: Reference, place: int) -> TrainingStep:
+        """A step of its own, in one of the places."""
+        step = build_step(self.source, config)
+        if place != START:
+            load(step.module, reference.places[place].state)
+        return step
+
+    def _hold_as_eager(self, config: StepConfig, reference: Reference, place: int) -> Deviation:
+        """The same of a step that is built, and compiled, with eager code's random numbers."""
+        with eager_random():
+            return self._hold(self._build(config, reference, place), reference, place)
+
+    def _hold_without_dropout(self, config: StepConfig, reference: Reference, place: int) -> Deviation:
+        """The same with dropout off on both sides; what each would have dropped is compared instead."""
+        with without_dropout() as seen:
+            gradients = self._gradients(self._build(config, reference, place), reference, place)
+            own = dict(seen.elements)
+            found = reference.compare(gradients, place, config.precision)
+        if place not in self._plain_drops:
+            with without_dropout() as seen:
+                self._gradients(self._build(reference.config, reference, place), reference, place)
+            self._plain_drops[place] = seen.elements
+        is_eager = all(each.compile == "off" and each.precision != "fp16" for each in (config, reference.config))
+        fault = drops_otherwise(own, self._plain_drops[place], are_counted=is_eager)  # fp16 may take several passes
+        return dataclasses.replace(found, fault=fault) if found.is_right else found
 
     def _update(self, step: TrainingStep) -> UpdateError:
         reference, entry = self.reference, PRECISIONS[step.config.precision]
