@@ -50,7 +50,7 @@ def record_step(source: WorkloadSource, config: StepConfig) -> Recording:
     for _ in range(WARMUP):
         step(step.next_batch())
     batch = step.next_batch()
-    watch = StepWatch(step.module, step.optimizer, sees_modules=config.compile == "off")
+    watch = StepWatch(step.module, [step.optimizer], sees_modules=config.compile == "off")
     losses.append(watch.loss_of(workload.loss))
     take = partial(step, batch, phase=watch.phase)
     on_gpu = device.type == "cuda"

@@ -100,7 +100,7 @@ def test_a_watched_step_computes_the_same():
         batch = step.next_batch()
         if not is_watched:
             return step(batch), [each.detach().clone() for each in step.module.parameters()]
-        watch = StepWatch(step.module, step.optimizer)
+        watch = StepWatch(step.module, [step.optimizer])
         losses.append(watch.loss_of(workload.loss))
         result = []
         record_on_cpu(lambda: result.append(step(batch, phase=watch.phase)), watch, batch)

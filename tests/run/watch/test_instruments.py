@@ -76,6 +76,18 @@ def test_dtypes_of_modules(found):
     assert rows["ReLU"].outputs == ("fp32",)
 
 
+def test_a_step_with_two_optimizers_has_the_state_of_both_and_its_dtypes(tmp_path, monkeypatch):
+    """The second one's update follows the first one's, after which a recording begins: no module was called yet."""
+    monkeypatch.setattr("sys.argv", ["two.py", "24"])
+    _, rows = measure("two.py", tmp_path, Plan(profile_after=10, folder=str(tmp_path)))
+    owners = {row.owner: row.mib * 2**20 for row in of_kind(rows, OwnerRow) if row.is_total}
+    moments = 2 * 4 * (16 * 32 + 32)
+    assert moments <= owners["optimizer state"] <= moments + 64
+    assert "unknown" not in owners
+    dtypes = {row.class_name: row for row in of_kind(rows, DtypeRow)}
+    assert (dtypes["Linear"].outputs, dtypes["Linear"].gradients) == (("fp32",), ("fp32",))
+
+
 def test_too_few_steps_are_said(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["plain.py", "24"])
     with pytest.raises(SystemExit):

@@ -53,7 +53,7 @@ class StepWatch:
     """What was announced during one step; hand `phase` and `loss_of` to the step, then call `attribute`."""
 
     module: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
     sees_modules: bool = True  # False for compiled code
     hidden: str = ""  # a folder whose code is no user's: its frames are not shown
     position: Callable[[], int] = lambda: 0  # events in the allocator's log so far; set by the source that keeps it
@@ -74,6 +74,7 @@ class StepWatch:
         self._know(("batch", "", leaf) for leaf in tree_leaves(batch))
         resident = (*self.module.named_parameters(), *self.module.named_buffers())
         self._know(("parameters", name, each) for name, each in resident)
+        self._know_gradients()  # of the step before, where another optimizer has still to take them
         self._know_optimizer_state()
         self._mark()
         with ExitStack() as stack:
@@ -95,7 +96,7 @@ class StepWatch:
         if name in LEAVING_ACTIVATIONS:
             self.spans[-1] = self.position()
         if name == "backward":
-            self._know(("gradients", each, weight.grad) for each, weight in self.module.named_parameters())
+            self._know_gradients()
         self.phases.append(PhaseSpan(name, start, self.position()))
         self._phase, self._node = "", _Mark(self.position())
         self._mark()
@@ -153,9 +154,14 @@ class StepWatch:
         known = {storage.data_ptr(): (owner, name) for owner, name, value in tensors for storage in storages_of(value)}
         self.known.append((self.position(), known))
 
+    def _know_gradients(self) -> None:
+        self._know(("gradients", name, weight.grad) for name, weight in self.module.named_parameters())
+
     def _know_optimizer_state(self) -> None:
         names = {id(weight): name for name, weight in self.module.named_parameters()}
-        states = [(names.get(id(weight), ""), state) for weight, state in self.optimizer.state.items()]
+        states = [
+            (names.get(id(weight), ""), state) for each in self.optimizers for weight, state in each.state.items()
+        ]
         self._know(("optimizer state", f"{name} {key}".strip(), state[key]) for name, state in states for key in state)
 
     def attribute(self, blocks: Sequence[Block], events: int) -> Timeline:
@@ -233,7 +239,8 @@ def recording_on_cpu(watch: StepWatch, batch: Any = ()) -> Iterator[list[Recordi
         seen.append((life, storage.data_ptr(), python_frames(3) if life.start else ()))
 
     weights = [*watch.module.parameters(), *watch.module.buffers()]
-    live = LiveStorages(tree_leaves([weights, list(watch.optimizer.state.values()), batch]), note)
+    states = [list(each.state.values()) for each in watch.optimizers]
+    live = LiveStorages(tree_leaves([weights, states, batch]), note)
     watch.position = lambda: live.events
     found: list[Recording] = []
     with watch.watching(batch), live:

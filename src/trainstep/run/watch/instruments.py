@@ -8,7 +8,7 @@ so that later steps are not timed either.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -141,15 +141,15 @@ class Instruments:
 
     def _record(self) -> None:
         root = next(iter(self._hooks.roots.called()), None)
-        optimizer = next(iter(self._hooks.optimizers), None)
-        if root is None or optimizer is None:
+        optimizers = list(self._hooks.optimizers)
+        if root is None or not optimizers:
             self._write("no model was called that updates could be told of, so no allocations are recorded")
             return
         if _has_compiled(root) and self._device.type == "cpu":
             self._write("allocations of compiled code cannot be followed on a CPU")
             return
         self._recording = _Recording(
-            root, optimizer, self._device, self._finder, self._hooks, self._own, self._synced, self.guard
+            root, optimizers, self._device, self._finder, self._hooks, self._own, self._synced, self.guard
         )
         self._tag = RECORDED
 
@@ -261,7 +261,7 @@ class _Recording:
     def __init__(
         self,
         root: nn.Module,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         device: torch.device,
         finder: StepFinder,
         hooks: Hooks,
@@ -273,7 +273,7 @@ class _Recording:
         self.dtypes: list[Row] = []
         self._phase: AbstractContextManager[Any] | None = None
         sees_modules, on_gpu = not _has_compiled(root), device.type == "cuda"
-        self._watch = StepWatch(root, optimizer, sees_modules=sees_modules, hidden=_RUN)
+        self._watch = StepWatch(root, optimizers, sees_modules=sees_modules, hidden=_RUN)
         self._dtypes = DtypeWatch(root) if sees_modules else None
         with ExitStack() as stack:
             if self._dtypes is not None:
@@ -289,9 +289,12 @@ class _Recording:
         self._on_phase(finder.current)
 
     def see_gradients(self) -> None:
-        """Note the dtypes, while gradients are there."""
-        if self._dtypes is not None and not self.dtypes:
-            modules = [each for each in self._dtypes.found().modules if each.inputs or each.parameters]
+        """Note the dtypes, while gradients are there: not before modules were called, as where the step before has
+        another optimizer's update still to come."""
+        if self._dtypes is None or self.dtypes:
+            return
+        modules = [each for each in self._dtypes.found().modules if each.inputs or each.parameters]
+        if any(each.inputs for each in modules):
             self.dtypes = list(module_rows(modules, self._own))
 
     def leave(self) -> bool:
