@@ -200,16 +200,20 @@ def _is_orphan(name: str) -> bool:
 
 
 def _remove(spaces: Iterable[str]) -> None:
-    """End what runs there, and remove it."""
+    """End what runs there, and remove it; of orphans another process may do the same at this moment."""
     for space in spaces:
         if not (FOLDER / space).exists():
             continue
-        deadline = time.monotonic() + 10
-        while (there := ip("netns", "pids", space).split()) and time.monotonic() < deadline:
-            for each in there:
-                kill(int(each))
-            time.sleep(0.02)
-        ip("netns", "delete", space)
+        try:
+            deadline = time.monotonic() + 10
+            while (there := ip("netns", "pids", space).split()) and time.monotonic() < deadline:
+                for each in there:
+                    kill(int(each))
+                time.sleep(0.02)
+            ip("netns", "delete", space)
+        except OSError:
+            if (FOLDER / space).exists():
+                raise
 
 
 def _ends_with_parent() -> None:

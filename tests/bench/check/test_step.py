@@ -201,6 +201,23 @@ def test_compiled_code_tells_what_it_would_drop():
     assert seen.elements == {0.25: 0}
 
 
+@pytest.mark.parametrize(("factor", "is_right"), [(1.0, True), (1.5, False)])
+def test_what_is_wrong_with_later_batches_alone_is_wrong(factor, is_right):
+    """The first batch was looked at twice."""
+
+    def build(step):
+        torch.manual_seed(step.seed)
+        given = torch.Generator().manual_seed(1)
+        batches = [(torch.randn(length, 32, generator=given),) for length in (6, *[4] * 11)]
+
+        def loss(outputs, batch):
+            return outputs.square().mean() * (factor if len(batch[0]) != 6 and not is_plain(step) else 1.0)
+
+        return Workload(nn.Linear(32, 32), batches, loss=loss, optimizer=partial(torch.optim.SGD, lr=1e-3))
+
+    assert verdict_of(WorkloadSource("toy", build), optimizer="sgd").is_right is is_right
+
+
 class OwnRandom(nn.Linear):
     """Leaves out rows that it draws itself; compiled it draws others, unless it is told to draw eager code's."""
 

@@ -2,8 +2,9 @@
 
 The plain step is the workload's own model in float32, eager, nothing replaced. It is looked at in two places: with its
 initial weights, and with those it has after some training, because at the start attention's gradients are a few per
-cent of all and a mistake in them is hard to see. Its gradients are taken in float64 where the model runs in it, so that
-float32's own error is measured too; else float32's stand in. Both updates of the optimizer are taken here as well.
+cent of all and a mistake in them is hard to see; there with another batch, as a mistake may be in some batches alone.
+Its gradients are taken in float64 where the model runs in it, so that float32's own error is measured too; else
+float32's stand in. Both updates of the optimizer are taken here as well.
 
 How far another precision may be off is measured, not assumed: the plain step in that precision, and the same with
 roundings drawn at random (`RandomRounding`). Where the plain step is further off than its roundings explain, something
@@ -85,11 +86,12 @@ Places = Callable[[TrainingStep], Iterable[Any]]
 
 
 def start_and_trained(step: TrainingStep) -> Iterator[Any]:
-    """The first batch with the initial weights, and again after some training."""
+    """The first batch with the initial weights, and after some training the last one, which may have another shape."""
     batch = step.next_batch()
     yield batch
     for _ in range(TRAINED_STEPS):
-        step(step.next_batch())
+        batch = step.next_batch()
+        step(batch)
     yield batch
 
 
