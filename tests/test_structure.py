@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "fused/triton": {"attention/triton"},
     "model": {"attention", "config", "errors", "fused"},
     "blocks": set(),
-    "repeating": {"errors"},
+    "repeating": {"errors", "randomness"},
     "offloading": {"errors"},
     "checkpointing": {"blocks", "config", "errors", "offloading", "policies", "repeating"},
     "weights": set(),
