@@ -149,10 +149,10 @@ class RandomRounding(TorchDispatchMode):
         """Of its backward, in float32: p · (dp − Σ p·dp), where the sum is off by chance, and by what is cut off."""
         grad, output, dim = args[:3]
         if result.dtype == self._dtype == torch.float32:
-            keys: Any = output.shape[dim]
-            errors = self._by_chance(grad * output, dim, keys)
+            terms = grad * output
+            errors = self._by_chance(terms, dim, output.shape[dim])
             if output.dim() >= 4:  # scores of heads; a sum over a vocabulary, or over experts, is another kernel's
-                errors -= self._cut_off(grad * output, dim, (output != 0).sum(dim, keepdim=True))
+                errors -= self._cut_off(terms, dim, (output != 0).sum(dim, keepdim=True))
             result.sub_(output * errors)
 
     def _round_rows(self, backward: Any, args: Any) -> Any:
