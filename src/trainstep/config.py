@@ -22,7 +22,7 @@ from trainstep.precision import PrecisionName
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-CompileMode = Literal["off", "blocks", "model"]
+CompileMode = Literal["off", "blocks", "blocks-recompute", "model"]
 TorchAttention = Literal["sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math"]
 PeerAttention = Literal[TorchAttention, "flex", "flex-max-autotune", "flash-attn"]
 AttentionImpl = Literal["auto", "eager", "eager-compiled", "flash-reference", "flash-triton", PeerAttention]
@@ -136,7 +136,8 @@ class StepConfig:
     bf16-pure (weights, gradients and optimizer state in bf16). A workload whose weights come in bf16 is by default
     measured as it is, as bf16-pure; every other precision then trains a float32 copy of its weights."""
     compile: CompileMode = "off"
-    """torch.compile: off, each block on its own, or the whole model."""
+    """torch.compile: off; each block on its own (blocks); the same, where backward computes again what costs no
+    product, such as norms, so that less is kept (blocks-recompute); or the whole model."""
     attention: AttentionImpl = "eager"
     """Attention implementation (our models). An explicit choice never falls back to another."""
     loss: LossImpl = "dense"

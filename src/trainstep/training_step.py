@@ -36,6 +36,11 @@ from trainstep.precision import PRECISIONS
 from trainstep.updating import UpdatesInBackward
 from trainstep.workload import Workload, WorkloadSource, has_bf16_weights, resolve_device
 
+ACTIVATION_BUDGET = 0.8
+"""Of what a compiled block would keep for backward, where "blocks-recompute" is asked for (torch's
+`activation_memory_budget`). Norms and a SwiGLU's product are a third of it, and are computed again below 1; below 0.7
+or so products would be, too, which a policy of checkpointing chooses better."""
+
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -343,4 +348,13 @@ def _compile(module: nn.Module, config: StepConfig) -> None:
         missing = "needs blocks in an nn.ModuleList, and this module has none; use --compile model"
         raise UnsupportedError(f"compile=blocks {missing}")
     for part in parts:
-        part.compile()
+        part.compile(backend=_recomputing if config.compile == "blocks-recompute" else "inductor")
+
+
+def _recomputing(graph: Any, inputs: Any) -> Any:
+    """Inductor, keeping less for backward: what costs no product is computed again there (`ACTIVATION_BUDGET`)."""
+    from torch._dynamo import lookup_backend
+    from torch._functorch import config as functorch
+
+    with functorch.patch(activation_memory_budget=ACTIVATION_BUDGET):
+        return lookup_backend("inductor")(graph, inputs)

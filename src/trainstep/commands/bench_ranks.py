@@ -137,8 +137,12 @@ class BenchStep8b(Common):
     """Another named size or .toml file, to try the command on a smaller machine."""
     context: int = 32_768
     """Tokens per sequence; one sequence on each rank."""
-    compile: CompileMode = "blocks"
-    """Of all arms: off, blocks or model."""
+    precision: Literal["bf16", "bf16-pure"] = "bf16"
+    """Of all arms: bf16 autocast over float32 weights and states, or bf16-pure, where weights, gradients and states are
+    bf16, half of the bytes."""
+    compile: commas(CompileMode) = ("blocks",)  # type: ignore[valid-type]
+    """Of all arms: off, blocks, blocks-recompute (norms and the SwiGLU's product are computed again in backward) or
+    model; each is an arm."""
     warmup: float = 10_000.0
     """Milliseconds of steps before the timed ones, as do_bench takes it; the first step, which compiles, is before."""
     rep: float = 30_000.0
@@ -188,10 +192,10 @@ class BenchStep8b(Common):
             raise UsageError(f"warmup is {self.warmup:g} ms, rep {self.rep:g}; expected 0 or more, and more than 0")
         model, rules = resolve_size(self.size), DoBench(self.warmup, self.rep)
         source, arms = source_of(short_name(self.size), model), []
-        shared = StepConfig(batch=1, context=self.context, precision="bf16", compile=self.compile, device=self.device)
-        for first, name in itertools.product(self.checkpoint_blocks, self.scheme):
+        shared = StepConfig(batch=1, context=self.context, precision=self.precision, device=self.device)
+        for first, compile, name in itertools.product(self.checkpoint_blocks, self.compile, self.scheme):
             scheme, checkpointing = SCHEMES[name], checkpointing_of(first, model.num_layers, self.out)
-            step = dataclasses.replace(shared, optimizer="adamw-fused", checkpointing=checkpointing)
+            step = dataclasses.replace(shared, compile=compile, optimizer="adamw-fused", checkpointing=checkpointing)
             if scheme.peer is None:
                 step = dataclasses.replace(step, attention=self.attention)
                 steps = [dataclasses.replace(step, loss=a, fused=b) for a in self.loss for b in self.fused]

@@ -57,12 +57,17 @@ def test_the_whole_command(tmp_path):
     assert (kinds.count("parallel trace"), (out / "trace-fsdp.json.gz").exists()) == (1, True)
     assert found.stdout.count(" ms | |\n") == 4, "a line to paste for each arm"
     assert found.stdout.count("is judged, reduced") == 4
-    assert found.stdout.index("torch-fsdp2, sdpa, chunked loss, first-3-of-5 checkpointed: is built and timed") > 0
+    assert (
+        found.stdout.index(
+            "torch-fsdp2, sdpa, chunked loss, compile off, first-3-of-5 checkpointed: is built and timed"
+        )
+        > 0
+    )
 
 
 def arms(**flags):
     return BenchStep8b(size="tiny", context=8, attention="sdpa", loss=("chunked",), peer_attention="sdpa", device="cpu",
-                       compile="off", warmup=0.0, rep=1.0, **flags).arms()  # fmt: skip
+                       compile=("off",), warmup=0.0, rep=1.0, **flags).arms()  # fmt: skip
 
 
 def _out_of_memory_once(process, folder):

@@ -206,7 +206,7 @@ class _Alone:
 
     @property
     def _is_compiled(self) -> bool:
-        return self._config.compile == "blocks"
+        return self._config.compile != "off"  # blocks, as a model compiled as a whole was refused
 
     @contextmanager
     def _under(self, policy: BlockPolicy | None, *, compiled: bool) -> Iterator[None]:

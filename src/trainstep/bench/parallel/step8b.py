@@ -150,7 +150,7 @@ def leaderboard_lines(rows: Sequence[ParallelRow]) -> list[str]:
     """A line of the leaderboard's table for each arm that was timed, the fastest first: the mean, as do_bench's."""
     means = [(statistics.fmean(row.samples["step"]), row) for row in rows if row.step_ms is not None]
     return [
-        f"| trainstep: {_settings(row.scheme, row.attention, row.loss, row.fused, row.checkpointing)}, "
+        f"| trainstep: {_settings(row.scheme, row.attention, row.loss, row.fused, row.compile, row.checkpointing)}, "
         f"{row.world_size} × {row.environment['device']} | {mean:.0f} ms | |"
         for mean, row in sorted(means, key=lambda each: each[0])
     ]
@@ -203,10 +203,15 @@ def _said(row: ParallelRow) -> str:
 
 def _name(case: ParallelCase) -> str:
     config = case.config
-    return _settings(case.scheme.name, config.attention, config.loss, config.fused, config.checkpointing)
+    return _settings(
+        case.scheme.name, config.attention, config.loss, config.fused, config.compile, config.checkpointing
+    )
 
 
-def _settings(scheme: str, attention: str | None, loss: str | None, fused: str | None, policy: str | None) -> str:
+def _settings(
+    scheme: str, attention: str | None, loss: str | None, fused: str | None, compile: str | None, policy: str | None
+) -> str:
     blocks = "no blocks" if policy in (None, "none") else Path(str(policy).lstrip("@")).stem
     parts = [scheme, attention, f"{loss} loss", *([] if fused in (None, "none") else [f"fused {fused}"])]
+    parts += [] if compile in (None, "blocks") else [f"compile {compile}"]
     return f"{', '.join(map(str, parts))}, {blocks} checkpointed"

@@ -224,7 +224,7 @@ def _memory_bound(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row
         "reads and writes whole tensors"
     )
     if profile.compile not in (None, "off"):
-        compiled, where = "the blocks are" if profile.compile == "blocks" else "the model is", _where(own, present)
+        compiled, where = "the model is" if profile.compile == "model" else "the blocks are", _where(own, present)
         said += f", though {compiled} compiled{f'; {where}' if where else ''}."
         return [found("kernels.unfused-though-compiled", said, share=share, families=present)]
     saves = "saves" if profile.compile == "off" else "would save, where it is not used yet,"
