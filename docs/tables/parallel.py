@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 from tables import RESULTS, plain, results, setting, where
 from trainstep.bench.parallel.ratios import ratio_rows
@@ -84,6 +85,25 @@ def parallel_ratios() -> Table:
     return tabulate("parallel-ratios", f"Each pair in one run; {where(every)}", wanted, found)
 
 
+def step8b() -> Table:
+    """The leaderboard's step, ours and FSDP2's."""
+    rows = results("h200-step8b", ParallelRow)
+    wanted = (
+        *columns.cases({"scheme": "scheme", "attention": "attention", "loss": "loss", "fused": "fused"}),
+        columns.case("compiled", "compile"),
+        Column("blocks checkpointed", lambda row: Path(str(row.case.get("checkpointing", "none"))).stem),
+        columns.median("step on the slowest rank (ms)", "step"),
+        *columns.values({"steps": "n", "forward (ms)": "forward_ms", "loss (ms)": "loss_ms"}),
+        *columns.values({"backward (ms)": "backward_ms", "optimizer (ms)": "optimizer_ms"}),
+        *columns.values({"peak (GiB)": "peak_gib", "reserved (GiB)": "peak_reserved_gib"}, digits=4),
+        *columns.values({"gradients off by": "gradient_error", "allowed": "gradient_allowed"}),
+        columns.value("clock (MHz)", "sm_clock_mhz"),
+        columns.value("slowed by", "throttled_by"),
+    )
+    caption = "8 B, two GPUs, a sequence of 32,768 tokens each, bf16-pure, fused AdamW; three runs on one machine"
+    return tabulate("step8b", f"{caption}; {where(rows)}", wanted, rows)
+
+
 README_NAMES = {
     "single": "one GPU, no communication",
     "torch-ddp": "DistributedDataParallel, torch's",
@@ -129,5 +149,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "collectives-fit": partial(plain, "h200-collectives", CollectiveFitRow),
     "parallel-compiled": partial(parallel, "h200-parallel-compiled"),
     "parallel-ratios": parallel_ratios,
+    "step8b": step8b,
+    "step8b-trace": partial(plain, "h200-step8b", ParallelTraceRow),
     "headline-parallel": headline,
 }

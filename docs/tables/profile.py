@@ -146,7 +146,9 @@ TABLES: Mapping[str, Callable[[], Table]] = {
         only=lambda row: row.checkpointing in POLICIES,
         key=lambda row: POLICIES.index(row.checkpointing),
     ),
-    "memory-fit": partial(_fits, "h200-fit", "2.7B, batch 4, context 2,048, bf16, SDPA, fused AdamW"),
+    "memory-fit": partial(
+        _fits, "h200-fit", "2.7B, batch 4, context 2,048, bf16, SDPA, fused AdamW; budgets of 65, 80 %"
+    ),
     "memory-fit-gpt2": partial(
         _fits,
         "h200-fit-gpt2",

@@ -16,10 +16,11 @@ from trainstep.bench.memory import checkpointing_records, peak_records
 from trainstep.bench.profile import profile_records
 from trainstep.bench.residuals import residual_records
 from trainstep.bench.step import StepCase, run_cases
-from trainstep.config import StepConfig
+from trainstep.config import ModelConfig, StepConfig
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.report.subjects.memory import uncompiled_findings
-from trainstep.workload import WorkloadSource
+from trainstep.training_step import build_step
+from trainstep.workload import WorkloadSource, builtin_source
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 
@@ -123,3 +124,33 @@ def test_recording_collectives_leaves_it_compiled():
         decay(weight, gradient, torch.tensor(0.5))
     assert calls == []
     assert torch.equal(weight, torch.full((3,), 0.5))
+
+
+def _kept(compile):
+    """Of a step of our model: the bytes that backward finds, without weights, and the gradients."""
+    model = ModelConfig(vocab_size=256, d_model=32, d_ff=96, num_layers=2, num_heads=2)
+    config = StepConfig(batch=2, context=64, precision="bf16-pure", attention="sdpa", compile=compile, device="cpu")
+    step = build_step(builtin_source("small", model), config)
+    weights = {each.untyped_storage().data_ptr() for each in step.module.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.arange(128).view(2, 64) % 256
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = step.module(ids).float().logsumexp(-1).mean()
+    loss.backward()
+    return sum(kept.values()), [each.grad.float() for each in step.module.parameters()]
+
+
+def test_blocks_that_recompute_keep_less_and_have_the_same_gradients():
+    plain, expected = _kept("blocks")
+    less, gradients = _kept("blocks-recompute")
+    per_block = 128 * (32 + 32 + 96) * 2  # both norms' results and the SwiGLU's product, bf16
+    assert plain - less >= 2 * per_block
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=2**-6, atol=float(wanted.abs().max()) * 2**-7)

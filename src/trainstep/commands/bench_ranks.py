@@ -122,14 +122,14 @@ class BenchStep8b(Common):
 
     scheme: commas(Literal[_FLAT_SCHEMES]) = ("torch-fsdp2", "fsdp")  # type: ignore[valid-type]
     """The schemes, in this order."""
-    checkpoint_blocks: commas(int) = (12, 18)  # type: ignore[valid-type]
+    checkpoint_blocks: commas(int) = (0,)  # type: ignore[valid-type]
     """How many blocks are computed again in backward, the first ones: few take less time, and more memory. All schemes
     are timed with a number before the next."""
     attention: AttentionImpl = "flash-triton"
     """Of our schemes."""
     loss: commas(LossImpl) = ("fused",)  # type: ignore[valid-type]
     """Of our schemes: fused or chunked; each is an arm."""
-    fused: commas(FusedParts) = ("none",)  # type: ignore[valid-type]
+    fused: commas(FusedParts) = ("rope",)  # type: ignore[valid-type]
     """Of our schemes: none or rope; each is an arm."""
     peer_attention: AttentionImpl = "sdpa-cudnn"
     """Of torch's schemes, whose loss is chunked."""
@@ -137,10 +137,10 @@ class BenchStep8b(Common):
     """Another named size or .toml file, to try the command on a smaller machine."""
     context: int = 32_768
     """Tokens per sequence; one sequence on each rank."""
-    precision: Literal["bf16", "bf16-pure"] = "bf16"
+    precision: Literal["bf16", "bf16-pure"] = "bf16-pure"
     """Of all arms: bf16 autocast over float32 weights and states, or bf16-pure, where weights, gradients and states are
     bf16, half of the bytes."""
-    compile: commas(CompileMode) = ("blocks",)  # type: ignore[valid-type]
+    compile: commas(CompileMode) = ("blocks-recompute",)  # type: ignore[valid-type]
     """Of all arms: off, blocks, blocks-recompute (norms and the SwiGLU's product are computed again in backward) or
     model; each is an arm."""
     warmup: float = 10_000.0
