@@ -347,8 +347,9 @@ def _compile(module: nn.Module, config: StepConfig) -> None:
     if not parts:
         missing = "needs blocks in an nn.ModuleList, and this module has none; use --compile model"
         raise UnsupportedError(f"compile=blocks {missing}")
+    options = {"backend": _recomputing} if config.compile == "blocks-recompute" else {}
     for part in parts:
-        part.compile(backend=_recomputing if config.compile == "blocks-recompute" else "inductor")
+        part.compile(**options)
 
 
 def _recomputing(graph: Any, inputs: Any) -> Any:
