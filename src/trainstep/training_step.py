@@ -346,7 +346,7 @@ def _compile(module: nn.Module, config: StepConfig) -> None:
     parts = [module] if config.compile == "model" else find_blocks(module)
     if not parts:
         missing = "needs blocks in an nn.ModuleList, and this module has none; use --compile model"
-        raise UnsupportedError(f"compile=blocks {missing}")
+        raise UnsupportedError(f"compile={config.compile} {missing}")
     options = {"backend": _recomputing} if config.compile == "blocks-recompute" else {}
     for part in parts:
         part.compile(**options)

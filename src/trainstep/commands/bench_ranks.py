@@ -116,8 +116,8 @@ _FLAT_SCHEMES = tuple(name for name in BENCH_SCHEMES if SCHEMES[name].communicat
 class BenchStep8b(Common):
     """CS336's leaderboard of 2026: a step of an 8 B model at context 32,768, ours and torch's, started by torchrun.
 
-    The arms are every combination of scheme and checkpointed blocks. Each is judged on a reduced model before it is
-    timed at full size; one that runs out of memory is a row that says so.
+    The arms are every combination of scheme, checkpointed blocks and compilation, and for ours of loss and kernels.
+    Each is judged on a reduced model before it is timed at full size; one that runs out of memory is a row and says so.
     """
 
     scheme: commas(Literal[_FLAT_SCHEMES]) = ("torch-fsdp2", "fsdp")  # type: ignore[valid-type]

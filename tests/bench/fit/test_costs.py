@@ -142,9 +142,10 @@ def test_models_that_cannot_be_chosen_for(make, said):
         block_costs(source_of(make), CONFIG)
 
 
-def test_a_model_compiled_as_a_whole():
+@pytest.mark.parametrize("mode", ["model", "blocks-recompute"])
+def test_compilation_that_decides_by_itself_what_is_kept(mode):
     with pytest.raises(UnsupportedError, match="use --compile blocks or off"):
-        block_costs(SOURCE, dataclasses.replace(CONFIG, compile="model"))
+        block_costs(SOURCE, dataclasses.replace(CONFIG, compile=mode))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")

@@ -202,7 +202,7 @@ def test_a_line_of_the_leaderboard_has_the_mean_as_do_bench_and_the_fastest_is_f
         )
 
     lines = leaderboard_lines([row("torch-fsdp2", 5000.0, 5301.0), row("torch-hsdp"), row("fsdp", 4000.4)])
-    said = "sdpa, chunked loss, first-12-of-34 checkpointed, 2 × NVIDIA H200"
+    said = "sdpa, chunked loss, compile blocks, first-12-of-34 checkpointed, 2 × NVIDIA H200"
     assert lines == [f"| trainstep: fsdp, {said} | 4000 ms | |", f"| trainstep: torch-fsdp2, {said} | 5150 ms | |"]
 
 

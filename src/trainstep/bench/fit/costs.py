@@ -56,8 +56,13 @@ def block_costs(source: WorkloadSource, config: StepConfig) -> tuple[BlockCost, 
     """Of every block, in the order of forward.
 
     Raises:
-        UnsupportedError: no blocks, a block that is called several times or never, or a model compiled as a whole.
+        UnsupportedError: no blocks, a block that is called several times or never, or compiled as a whole or with
+            "blocks-recompute".
     """
+    if config.compile == "blocks-recompute":
+        raise UnsupportedError(
+            "with blocks-recompute the compiler chooses what is computed again; use --compile blocks or off"
+        )
     if config.compile == "model":
         raise UnsupportedError(
             "what a block keeps is not seen in a model compiled as a whole; use --compile blocks or off"
@@ -206,7 +211,7 @@ class _Alone:
 
     @property
     def _is_compiled(self) -> bool:
-        return self._config.compile != "off"  # blocks, as a model compiled as a whole was refused
+        return self._config.compile == "blocks"
 
     @contextmanager
     def _under(self, policy: BlockPolicy | None, *, compiled: bool) -> Iterator[None]:

@@ -213,5 +213,4 @@ def _settings(
 ) -> str:
     blocks = "no blocks" if policy in (None, "none") else Path(str(policy).lstrip("@")).stem
     parts = [scheme, attention, f"{loss} loss", *([] if fused in (None, "none") else [f"fused {fused}"])]
-    parts += [] if compile in (None, "blocks") else [f"compile {compile}"]
-    return f"{', '.join(map(str, parts))}, {blocks} checkpointed"
+    return f"{', '.join(map(str, parts))}, compile {compile or 'off'}, {blocks} checkpointed"
