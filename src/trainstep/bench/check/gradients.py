@@ -57,6 +57,10 @@ class Gradients:
         vars(moved).update(squares=self.squares, rows=self.rows)  # taken where that is fast
         return moved
 
+    def on(self, device: torch.device) -> Gradients:
+        """The same on this device; what is there already is not copied."""
+        return Gradients(self.loss, {name: each.to(device) for name, each in self.by_name.items()})
+
     @cached_property
     def rows(self) -> Mapping[str, Tensor]:
         """‖row‖ of each slice along the first dimension."""

@@ -35,7 +35,7 @@ from trainstep.precision import PrecisionName
 from trainstep.randomness import from_seed, generator_states
 from trainstep.training_step import TrainingStep, build_step, uncompiled
 from trainstep.weights import copied_to_host, load, tensors_of
-from trainstep.workload import WorkloadSource
+from trainstep.workload import WorkloadSource, resolve_device
 
 EVERY_BLOCK = "every-1"
 """The checkpointing that computes every block again in backward: the same numbers from less memory."""
@@ -231,12 +231,14 @@ class Reference:
         """
         form = (precision, narrow_weights and autocast_dtype(precision) == torch.bfloat16)
         if form not in self._measured:
+            found = found.on_host()  # what is measured needs room for two more
             self._measured[form] = self._measure(*form)
-        known = self._measured[form]
-        while not (deviation := self._within(found, place, precision, known[place].most)).is_right:
+        known, device = self._measured[form], resolve_device(self.config.device)
+        while not (deviation := self._within(found.on(device), place, precision, known[place].most)).is_right:
             if known[place].draws >= MORE_DRAWS:
                 is_other = precision != self.config.precision
                 return self._with_plain(deviation, found, place, form, known[place]) if is_other else deviation
+            found = found.on_host()
             known[place] = self._draw(self._rounded_step(*form), self.places[place], known[place])
         return deviation
 
@@ -276,16 +278,19 @@ class Reference:
         plain = self._differentiate(step, step.place(place.batch))
         random = known.random
         for seed in range(known.draws, draws):
-            with uncompiled(), RandomRounding(step.config.precision, seed):
-                load(step.module, place.state)
-                drawn = self._differentiate(step, step.place(place.batch))
-            random = Rounding.most([random, Rounding.between(drawn, plain)])
+            random = Rounding.most([random, Rounding.between(self._drawn(step, place, seed), plain)])
         precision = step.config.precision
         explained = compare(plain, place.gradients, random.plus(known.cast), one_rounding(precision)).is_right
         trusted = explained or (precision == self.config.precision and self.is_exact)
         own = Rounding.between(plain, place.gradients)
         most = Rounding.most([random, own]) if trusted else random
         return _Measured(draws, random, known.cast, most)
+
+    def _drawn(self, step: TrainingStep, place: Place, seed: int) -> Gradients:
+        """One random rounding's."""
+        with uncompiled(), RandomRounding(step.config.precision, seed):
+            load(step.module, place.state)
+            return self._differentiate(step, step.place(place.batch))
 
     def _narrowing(self) -> list[Rounding]:
         """What the rounding of weights alone does in each place, computed as the reference is.

@@ -15,8 +15,8 @@ inputs of every term err independently, so a sum errs by √2·r of √Σ(ab)².
 Softmax's backward has a sum inside, of a row, and its error is one for the whole row. Fused attention takes it from
 other numbers than the formula, as the product of the output and its gradient; and an output is a sum over all keys,
 which matrix units cut off where others round (`CUT_OFF`): for all rows alike. Gradients of queries and keys that nearly
-cancel, as over thousands of tokens in a late block, show that as nothing else does. Inside of fused operators no other
-roundings are drawn.
+cancel, as over thousands of tokens in a late block, show that as nothing else does. In 16 bits it is the output's own
+rounding that shows (`narrow_outputs`). Inside of fused operators no other roundings are drawn.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainstep.bench.check.narrow_outputs import NarrowOutputs
 from trainstep.casting import matmul_precision
 from trainstep.precision import PRECISIONS, PrecisionName
 from trainstep.randomness import DRAWING
@@ -74,6 +75,7 @@ class RandomRounding(TorchDispatchMode):
         entry = PRECISIONS[precision]
         self._tf32 = entry.uses_tf32
         self._dtype = getattr(torch, entry.computed)
+        self._narrow = NarrowOutputs(self._dtype) if self._dtype != torch.float32 else None
         self._seed, self._offsets = seed, random.Random(seed)
         self._generators: dict[torch.device, torch.Generator] = {}
         self._pools: dict[torch.device, Tensor] = {}
@@ -124,6 +126,8 @@ class RandomRounding(TorchDispatchMode):
             and not any(each.alias_info for each in func._schema.returns)
         ):
             self._round_all(result)
+        if self._narrow is not None:
+            self._narrow.see(func.overloadpacket, args, result)
         return result
 
     def _round_products(self, product: Any, args: Any, result: Any) -> None:
@@ -146,9 +150,12 @@ class RandomRounding(TorchDispatchMode):
             each.add_(self._normal(each.shape, each.device).mul_(size))
 
     def _round_softmax(self, args: Any, result: Tensor) -> None:
-        """Of its backward, in float32: p · (dp − Σ p·dp), where the sum is off by chance, and by what is cut off."""
+        """Of its backward: p · (dp − Σ p·dp), where the sum is off by chance, and in float32 by what is cut off."""
         grad, output, dim = args[:3]
-        if result.dtype == self._dtype == torch.float32:
+        narrow = self._narrow.row_errors(output, dim) if self._narrow is not None else None
+        if narrow is not None:
+            result.sub_(output * narrow.mul_(self._normal(narrow.shape, narrow.device)))
+        elif result.dtype == self._dtype == torch.float32:
             terms = grad * output
             errors = self._by_chance(terms, dim, output.shape[dim])
             if output.dim() >= 4:  # scores of heads; a sum over a vocabulary, or over experts, is another kernel's
