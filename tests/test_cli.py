@@ -122,6 +122,20 @@ def test_a_quick_analysis_compiles_and_checks_nothing(tmp_path, monkeypatch, cap
     ]
 
 
+@pytest.mark.parametrize("command", [["analyze"], ["bench", "ladder"]])
+def test_an_unknown_rung_is_refused_before_anything_runs(command, tmp_path):
+    found = trainstep(*command, "--device", "cpu", "--rungs", "compiled", "--out", str(tmp_path / "out"))
+    assert found.returncode == 2
+    assert "there is no rung 'compiled': expected some of fused attention, fused optimizer, bf16" in found.stderr
+    assert not (tmp_path / "out" / "results.jsonl").exists()
+
+
+def test_rungs_of_a_quick_analysis_are_refused(tmp_path):
+    found = trainstep("analyze", "--quick", "--rungs", "compiled blocks", "--out", str(tmp_path / "out"))
+    assert found.returncode == 2
+    assert "--quick leaves out" in found.stderr
+
+
 def test_analyze_end_to_end(tmp_path):
     found = trainstep("analyze", *QUICK, "--steps", "7", "--out", str(tmp_path / "out"))
     assert found.returncode == 0, found.stderr

@@ -10,7 +10,7 @@ from trainstep.analysis import plain_form
 from trainstep.bench.check.gradients import Deviation
 from trainstep.bench.check.step import Verdict
 from trainstep.bench.check.updates import UpdateError
-from trainstep.bench.ladder import Rung, climb, rungs_for
+from trainstep.bench.ladder import Rung, chosen, climb, rungs_for
 from trainstep.commands.output import run_and_report
 from trainstep.config import PHASES, ModelConfig, StepConfig
 from trainstep.errors import UsageError
@@ -76,6 +76,24 @@ def test_rungs_by_device_and_workload():
     users = [rung.change for rung in rungs_for(THEIRS, torch.device("cuda"), StepConfig())]
     assert {"attention": "flash-triton"} in users
     assert not any("loss" in change for change in users)
+
+
+def test_rungs_are_chosen_by_name_in_their_own_order():
+    rungs = rungs_for(SOURCE, CPU, StepConfig())
+    assert chosen(rungs, None) == rungs
+    assert [rung.name for rung in chosen(rungs, "compiled blocks, fused attention")] == [
+        "fused attention",
+        "compiled blocks",
+    ]
+    with pytest.raises(UsageError, match="no rung 'fused': expected some of fused attention, fused optimizer, bf16"):
+        chosen(rungs, "compiled blocks,fused")
+
+
+def test_a_ladder_of_named_rungs_tries_no_others(monkeypatch):
+    faked(monkeypatch, [100.0, 50.0], [(100.0, 50.0), (100.0, 50.0)])
+    monkeypatch.setattr(ladder, "rungs_for", lambda *_: pytest.fail("all that may help"))
+    rows = climb(SOURCE, BASE, warmup=0, steps=7, rungs=TWO[:1])
+    assert [row.rung for row in rows if row.kind == "rung"] == ["baseline", "one"]
 
 
 def test_right_rungs_are_checked_timed_and_trained_on_the_same_batches(monkeypatch):

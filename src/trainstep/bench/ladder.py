@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -90,6 +90,30 @@ def rungs_for(source: WorkloadSource, device: torch.device, base: StepConfig) ->
     return fused_attention + fused_optimizer + precision + compiled[:1] + chunked
 
 
+class Named(Protocol):
+    """A rung of any ladder."""
+
+    @property
+    def name(self) -> str: ...
+
+
+NamedRung = TypeVar("NamedRung", bound=Named)
+
+
+def chosen(rungs: Sequence[NamedRung], names: str | None) -> list[NamedRung]:
+    """Those whose names are given, divided by commas, in their own order; all for None.
+
+    Raises:
+        UsageError: there is no such rung here.
+    """
+    if names is None:
+        return list(rungs)
+    wanted, known = [name.strip() for name in names.split(",")], [rung.name for rung in rungs]
+    if unknown := [name for name in wanted if name not in known]:
+        raise UsageError(f"there is no rung {unknown[0]!r}: expected some of {', '.join(known)}")
+    return [rung for rung in rungs if rung.name in wanted]
+
+
 @dataclass(frozen=True)
 class Turns:
     """Two rungs in turns."""
@@ -140,6 +164,7 @@ def climb(
     *,
     warmup: int = 3,
     steps: int = 10,
+    rungs: Sequence[Rung] | None = None,
     judge: StepCheck | None = None,
     on_part: Callable[[str], object] = lambda part: None,
 ) -> Iterator[RungRow | ControlRow]:
@@ -153,6 +178,7 @@ def climb(
 
     Args:
         warmup, steps: of each measurement, at least 0 and 1.
+        rungs: what is tried, in this order; by default all that may help.
         judge: one that has judged steps of this workload; it is taken where its reference is this plain step.
         on_part: called with the name of each rung before it is built, compiled, checked and timed.
 
@@ -166,7 +192,7 @@ def climb(
     if judge is None or judge.plain != plain or judge.is_stood_in_for:
         judge = StepCheck(source, plain)
     ladder = _Ladder(source, base, judge, device, warmup, steps)
-    rungs = rungs_for(source, device, base)
+    rungs = rungs_for(source, device, base) if rungs is None else rungs
     first = Rung("baseline", {})
     on_part(_part(first.name, first))
     baseline = ladder.try_rung(first)

@@ -22,8 +22,8 @@ from trainstep.bench.cases import (
 )
 from trainstep.commands.bench_ranks import BenchCollectives, BenchParallel, BenchStep8b
 from trainstep.commands.options import (
+    Climbed,
     Common,
-    OneModel,
     StepGrid,
     axes_of,
     commas,
@@ -122,7 +122,7 @@ class BenchAb(_StepCases):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchLadder(OneModel):
+class BenchLadder(Climbed):
     """Climb the ladder alone: from the plain step upwards, one checked change per rung."""
 
     warmup: int = 3
@@ -131,12 +131,14 @@ class BenchLadder(OneModel):
     """Folder for results.jsonl, tables/ and report.html."""
 
     def run(self) -> int:
-        from trainstep.bench.ladder import climb
+        from trainstep.bench.ladder import chosen, climb, rungs_for
+        from trainstep.workload import resolve_device
 
         source = self.source()
         config = self.own_step(source)
+        rungs = chosen(rungs_for(source, resolve_device(config.device), config), self.rungs)
         return run_and_report(
-            lambda on_part: climb(source, config, warmup=self.warmup, steps=self.steps, on_part=on_part),
+            lambda on_part: climb(source, config, warmup=self.warmup, steps=self.steps, rungs=rungs, on_part=on_part),
             self.out,
             f"ladder of {source.name}",
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,6 @@ from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
     from trainstep.records import Row
-    from trainstep.run.changes.rungs import Rung
     from trainstep.run.ladder.climb import Ladder
     from trainstep.run.ladder.ranks import Leader
     from trainstep.run.supervise import Command
@@ -44,13 +42,15 @@ def climb_script(leader: Leader, out: Path, *, steps: int, names: str | None, pa
     Raises:
         UsageError: no such rung, a folder that cannot be written, or a file that is no diff in the patch's place.
     """
+    from trainstep.bench.ladder import chosen
     from trainstep.kinds import ScriptRungRow
     from trainstep.records import RecordWriter
+    from trainstep.run.changes.rungs import RUNGS
     from trainstep.run.ladder.climb import Ladder
     from trainstep.run.ladder.single import Interrupted, Script
     from trainstep.run.rows import script_records
 
-    rungs, command = _named(names), leader.command
+    rungs, command = chosen(RUNGS, names), leader.command
     if patch is not None:
         _check_place(patch)
     console = console_for_output(to_stderr=True)
@@ -93,18 +93,6 @@ def _left(ladder: Ladder, own_s: float) -> str:
     least, most = ladder.runs_left
     minutes = own_s / 60
     return LEFT.format(least=least, most=most, first=least * minutes, last=most * minutes, own_s=own_s) if most else ""
-
-
-def _named(names: str | None) -> Sequence[Rung]:
-    from trainstep.run.changes.rungs import RUNGS
-
-    if names is None:
-        return RUNGS
-    wanted = [name.strip() for name in names.split(",")]
-    known = {rung.name: rung for rung in RUNGS}
-    if unknown := [name for name in wanted if name not in known]:
-        raise UsageError(f"there is no rung {unknown[0]!r}: expected some of {', '.join(known)}")
-    return [rung for rung in RUNGS if rung.name in wanted]
 
 
 def _check_place(path: Path) -> None:

@@ -214,6 +214,15 @@ class OneModel(AnyModel):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Climbed(OneModel):
+    """Commands that climb the ladder."""
+
+    rungs: str | None = None
+    """Of the ladder, by name and divided by commas, as in "bf16 autocast,compiled blocks"; by default all that may
+    help."""
+
+
 def sources(
     sizes: Sequence[str], workload: str | None, data: Path | None, model: Sequence[str] = ()
 ) -> list[WorkloadSource]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, arg
 
-from trainstep.commands.options import Common, OneModel, axes_of, flags_of, own_precisions, sources
+from trainstep.commands.options import Climbed, Common, OneModel, axes_of, flags_of, own_precisions, sources
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
@@ -28,7 +28,7 @@ DtypesGrid: Any = flags_of(StepConfig, several=True, defaults={"precision": DTYP
 
 
 @dataclass(frozen=True, kw_only=True)
-class Analyze(OneModel):
+class Analyze(Climbed):
     """Measure a training step, explain it, make it faster rung by rung, and write the report."""
 
     quick: FlagCreatePairsOff[bool] = False
@@ -40,7 +40,10 @@ class Analyze(OneModel):
         from trainstep.analysis import analysis_records
 
         source = self.source()
-        asked: dict[str, Any] = {"steps": self.steps, "quick": self.quick, "trace": self.out / "trace.json.gz"}
+        if self.quick and self.rungs is not None:
+            raise UsageError(f"--rungs {self.rungs} is of the ladder, which --quick leaves out; give one of them")
+        trace = self.out / "trace.json.gz"
+        asked: dict[str, Any] = {"steps": self.steps, "quick": self.quick, "rungs": self.rungs, "trace": trace}
         config = self.own_step(source)
         return run_and_report(
             lambda on_part: analysis_records(source, config, **asked, on_part=on_part),

@@ -150,11 +150,12 @@ class RandomRounding(TorchDispatchMode):
             each.add_(self._normal(each.shape, each.device).mul_(size))
 
     def _round_softmax(self, args: Any, result: Tensor) -> None:
-        """Of its backward: p · (dp − Σ p·dp), where the sum is off by chance, and in float32 by what is cut off."""
+        """Of its backward: p · (dp − Σ p·dp), where the sum is off: in 16 bits by the output's own rounding, in float32
+        by chance, and by what is cut off."""
         grad, output, dim = args[:3]
         narrow = self._narrow.row_errors(output, dim) if self._narrow is not None else None
         if narrow is not None:
-            result.sub_(output * narrow.mul_(self._normal(narrow.shape, narrow.device)))
+            result.sub_(output * narrow)
         elif result.dtype == self._dtype == torch.float32:
             terms = grad * output
             errors = self._by_chance(terms, dim, output.shape[dim])
@@ -200,7 +201,7 @@ class RandomRounding(TorchDispatchMode):
         if tensor.is_meta:  # a model that is built inside has no values yet
             return
         bits = tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)  # one more is one unit more
-        bits.add_(self._moves(tensor).where((tensor != 0) & tensor.isfinite(), 0))
+        bits.add_(self._moves(tensor) * (tensor / tensor == 1))  # not zeros, nor what is not finite
 
     def _moves(self, tensor: Tensor) -> Tensor:
         """−1, 0 or 1 for each element, from a pool that is drawn once, and again for a tensor too large for it.
