@@ -214,7 +214,7 @@ def _allocate_in_expandable_segments() -> None:
 
     if torch.cuda.is_available() and not allocator_settings():
         settings = os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # from where rows have it
-        torch.cuda.memory._set_allocator_settings(settings)
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def _first_rank_reports(
