@@ -47,24 +47,6 @@ def test_tensors_share_a_buffer_up_to_its_size(monkeypatch, limit, expected):
     assert list(weights._shared(given)) == expected
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (6, 4), (8, 8), (200, 8), (None, 1)])
-def test_pages_are_locked_in_threads(monkeypatch, cores, threads):
-    said = []
-    monkeypatch.setattr(weights.os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    weights.lock_pages_in_threads.__wrapped__()
-    assert said == [f"pinned_use_cuda_host_register:True,pinned_num_register_threads:{threads}"]
-
-
-@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_how_the_environment_has_pages_locked_stays(monkeypatch, variable):
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", pytest.fail)
-    monkeypatch.setenv(variable, "pinned_use_cuda_host_register:False")
-    weights.lock_pages_in_threads.__wrapped__()
-
-
 @pytest.mark.gpu
 @NEEDS_GPU
 @pytest.mark.parametrize("limit", [weights.BUFFER, 128])

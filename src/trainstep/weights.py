@@ -3,13 +3,11 @@
 Tensors that come from a GPU are kept page-locked: they are copied there again for every step that is judged, several
 times over. From page-locked memory that runs at the bus's speed; from other memory the driver copies them once more in
 between. Tensors share a few large buffers: to lock memory takes time per call, and torch rounds each locked buffer up
-to a power of two. Locking itself is what takes long: a GiB took 0.44 s on an H200's host, and 0.13 s by eight threads.
+to a power of two.
 """
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -19,8 +17,6 @@ BUFFER = 2**30
 """Bytes of a buffer at most, unless one tensor alone is larger."""
 ALIGNED = 64
 """Bytes at whose multiples each tensor starts."""
-LOCKING_THREADS = 8
-"""That lock pages, at most."""
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -39,8 +35,6 @@ def copied_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies by the same names, contiguous, in the host's memory; none shares memory with what was given."""
     found = {name: each.detach().to("cpu", copy=True) for name, each in tensors.items() if not each.is_cuda}
     on_gpu = {name: each.detach() for name, each in tensors.items() if each.is_cuda}
-    if on_gpu:
-        lock_pages_in_threads()
     for names in _shared(on_gpu):
         sizes = {name: _aligned(on_gpu[name].nbytes) for name in names}
         buffer, start = torch.empty(sum(sizes.values()), dtype=torch.uint8, pin_memory=True), 0
@@ -50,18 +44,6 @@ def copied_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             found[name] = place.copy_(tensor)
             start += size
     return {name: found[name] for name in tensors}
-
-
-@functools.cache
-def lock_pages_in_threads() -> None:
-    """Have torch touch and lock the pages of page-locked memory in several threads, from now on, unless the environment
-    says how that is done."""
-    settings = [os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
-    if not any("pinned_" in each for each in settings):
-        threads = 2 ** (min(LOCKING_THREADS, os.cpu_count() or 1).bit_length() - 1)  # torch takes powers of two
-        torch._C._accelerator_setAllocatorSettings(
-            f"pinned_use_cuda_host_register:True,pinned_num_register_threads:{threads}"
-        )
 
 
 def _shared(tensors: Mapping[str, Tensor]) -> Iterable[list[str]]:
