@@ -26,7 +26,7 @@ def parallel(name: str = "h200-parallel") -> Table:
     """Schemes of data parallel training: time and traffic."""
     rows = results(name, ParallelRow)
     wanted = (
-        columns.case("scheme", "scheme"),
+        *columns.cases({"scheme": "scheme", "replicas": "replicas"}),
         columns.value("rounds", "rounds"),
         columns.median("step on the slowest rank (ms) [95 %]", "step"),
         *beyond_alone(rows),
@@ -62,11 +62,11 @@ def planned_anew(row: Row) -> Row:
     return dataclasses.replace(row, **moments(plan))
 
 
-RUNS = ("h200-parallel-large", "h200-parallel-compiled")
+RUNS = ("h200-parallel-large", "h200-parallel-compiled", "h200-parallel-peers")
 """Files whose rows stand beside torch's with its best settings, as far as they are there."""
 OURS = (
     *("bucketed-25", "bucketed-100", "bucketed-1000"),
-    *("sharded-optimizer", "sharded-optimizer-1000", "fsdp", "fsdp-collectives"),
+    *("sharded-optimizer", "sharded-optimizer-1000", "fsdp", "fsdp-collectives", "hsdp"),
 )
 
 
@@ -75,7 +75,8 @@ def parallel_ratios() -> Table:
     runs = [results(name, ParallelRow) for name in RUNS if (RESULTS / f"{name}.jsonl").exists()]
     found = [row for rows in runs for row in ratio_rows(rows) if row.scheme in OURS]
     wanted = (
-        *columns.cases({"GPUs": "world_size", "compile": "compile", "ours": "scheme"}),
+        *columns.cases({"GPUs": "world_size", "model": "workload", "compile": "compile"}),
+        *columns.cases({"ours": "scheme", "replicas": "replicas"}),
         columns.value("torch's, its fastest setting", "peer_setting"),
         columns.ratio("time, ours over torch's", "ratio"),
         columns.value("rounds", "rounds"),
@@ -148,6 +149,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "collectives-fit-4gpus": partial(plain, "h200-collectives-4gpus", CollectiveFitRow),
     "collectives-fit": partial(plain, "h200-collectives", CollectiveFitRow),
     "parallel-compiled": partial(parallel, "h200-parallel-compiled"),
+    "parallel-peers": partial(parallel, "h200-parallel-peers"),
     "parallel-ratios": parallel_ratios,
     "step8b": step8b,
     "step8b-trace": partial(plain, "h200-step8b", ParallelTraceRow),

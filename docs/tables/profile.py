@@ -147,7 +147,10 @@ TABLES: Mapping[str, Callable[[], Table]] = {
         key=lambda row: POLICIES.index(row.checkpointing),
     ),
     "memory-fit": partial(
-        _fits, "h200-fit", "2.7B, batch 4, context 2,048, bf16, SDPA, fused AdamW; budgets of 65, 80 %"
+        _fits, "h200-fit", "2.7B, batch 8, context 2,048, bf16, SDPA, fused AdamW; budgets of 50, 65, 80 %"
+    ),
+    "memory-fit-8192": partial(
+        _fits, "h200-fit-8192", "2.7B, batch 2, context 8,192, bf16, SDPA, fused AdamW; budgets of 50, 65, 80 %"
     ),
     "memory-fit-gpt2": partial(
         _fits,

@@ -137,7 +137,10 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     ),
     "repeat": repeat,
     "limits-large": partial(limits, "large"),
-    **{f"ladder-{size}": partial(plain, f"h200-analyze-{size}", RungRow) for size in ("small", "large", "2.7B")},
+    **{
+        f"ladder-{size}": partial(plain, f"h200-analyze-{size}", RungRow)
+        for size in ("small", "large", "2.7B", "2.7B-4096")
+    },
     **{f"tour-{form}-{name}": partial(ladder, name, form) for name in ("cpu", "h200") for form in ("slow", "fast")},
     **{f"tour-compare-{name}": partial(compared, name) for name in ("cpu", "h200")},
     "train": partial(plain, "h200-train", TrainRow),
