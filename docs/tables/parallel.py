@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from tables import RESULTS, plain, results, setting, where
+from tables import RESULTS, of_rows, plain, results, setting, where
 from trainstep.bench.parallel.ratios import ratio_rows
 from trainstep.bench.parallel.run import moments, planned_bytes
 from trainstep.config import SIZES
-from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow
+from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelFamilyRow, ParallelRow, ParallelTraceRow
 from trainstep.records import Row
 from trainstep.report import columns
 from trainstep.report.columns import Column
@@ -153,5 +153,15 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel-ratios": parallel_ratios,
     "step8b": step8b,
     "step8b-trace": partial(plain, "h200-step8b", ParallelTraceRow),
+    "step8b-families": partial(
+        of_rows,
+        "h200-step8b",
+        ParallelFamilyRow,
+        *columns.cases({"phase": "phase", "family": "family"}),
+        columns.count("kernels", "kernels"),
+        *columns.values({"ms": "ms", "share (%)": "share"}),
+        caption="Kernels of rank 0 that compute in one profiled step, those of a millisecond or more",
+        only=lambda row: (row.ms or 0) >= 1,
+    ),
     "headline-parallel": headline,
 }

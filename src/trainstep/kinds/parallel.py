@@ -135,6 +135,16 @@ class ParallelTraceRow(SchemeSettings, kind="parallel trace"):
     exposed_from_us: float | None = None  # exposed communication is drawn from this length on
 
 
+class ParallelFamilyRow(SchemeSettings, kind="parallel family"):
+    """Kernels of one family that compute in one phase of rank 0's profiled step under a scheme."""
+
+    phase: str = setting()
+    family: str = setting()
+    kernels: int | None = None
+    ms: float | None = None  # summed; kernels that overlap count twice
+    share: float | None = None  # of all kernels that compute
+
+
 class TrainRow(StepSettings, Timed, kind="train"):
     """A training run, finished or as far as it has come; its curve is in the series."""
 

@@ -108,6 +108,10 @@ def count(title: str, name: str, brief: bool = True, *, page: bool = True) -> Co
     return Column(title, lambda row: value_cell(row, name, numbers.count), brief, page=page)
 
 
+COUNTED = Column("n", lambda row: number(row.values.get("n")), setting=True)
+"""Of how many samples a time is."""
+
+
 def case(title: str, name: str) -> Column:
     """One of the settings that identify the case."""
 

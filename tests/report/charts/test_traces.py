@@ -10,8 +10,8 @@ import pytest
 from tests.report.browsing import complaints, hover, open_page, requests
 from tests.report.page import Page
 from trainstep.bench.outcome import Failure
-from trainstep.bench.parallel.trace import TracedStep, phases_of, trace_row
-from trainstep.kinds import ParallelRow, ParallelTraceRow
+from trainstep.bench.parallel.trace import TracedStep, family_rows, phases_of, trace_row
+from trainstep.kinds import ParallelFamilyRow, ParallelRow, ParallelTraceRow
 from trainstep.measure.profile.kernels import Kernel, KernelProfile, kernel_family
 from trainstep.measure.profile.trace import Stream, Trace
 from trainstep.records import Times
@@ -94,6 +94,38 @@ def test_a_long_step_is_a_light_row_with_exact_sums() -> None:
     assert row.bars <= 1_500
     assert sum(row.series["count"]) == row.kernels, "none is dropped"
     assert row.exposed_communication_ms == pytest.approx(SENT / 1e3)
+
+
+def family_records(scheme: str) -> list[ParallelFamilyRow]:
+    profile = step(scheme)
+    return list(family_rows(timed(scheme), [TracedStep(profile, phases_of(Trace(), profile), wall_ms=200.0), None]))
+
+
+def test_computation_is_added_up_by_phase_and_family_and_communication_left_out() -> None:
+    rows = family_records("overlapped")
+    assert [(row.phase, row.family, row.kernels, row.ms) for row in rows] == [
+        ("backward", "tensor-core matmul", BLOCKS, pytest.approx(BLOCKS * BACKWARD / 1e3)),
+        ("forward", "tensor-core matmul", BLOCKS, pytest.approx(BLOCKS * FORWARD / 1e3)),
+        ("optimizer", "optimizer", 1, pytest.approx(UPDATE / 1e3)),
+    ]
+    assert sum(row.share or 0 for row in rows) == pytest.approx(1)
+    assert {row.scheme for row in rows} == {"overlapped"}
+    assert not list(family_rows(timed("fsdp"), Failure("failed", "no CUPTI")))
+
+
+def test_what_the_fastest_computes_is_found() -> None:
+    rows = [*records(), *family_records("flat"), *family_records("single")]
+    (found,) = (each for each in findings(rows) if each.id == "parallel.computation")
+    fastest = min(records(), key=lambda row: row.computation_ms or 0).scheme
+    assert found.figures == {
+        "scheme": fastest,
+        "computation_ms": pytest.approx(STEP_MS),
+        "family_0": "tensor-core matmul",
+        "family_0_ms": pytest.approx(BLOCKS * (FORWARD + BACKWARD) / 1e3),
+        "family_1": "optimizer",
+        "family_1_ms": pytest.approx(UPDATE / 1e3),
+    }
+    assert not [each for each in findings(records()) if each.id == "parallel.computation"]
 
 
 def test_the_page_shows_schemes_on_one_axis_and_their_sums() -> None:

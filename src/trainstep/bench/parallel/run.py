@@ -30,11 +30,11 @@ from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.batches import same_on_all_ranks
 from trainstep.bench.parallel.check import Agreement, compare_with_one_process
 from trainstep.bench.parallel.ratios import ratio_rows
-from trainstep.bench.parallel.trace import trace_row, traced_step
+from trainstep.bench.parallel.trace import trace_rows, traced_step
 from trainstep.bench.step import phase_samples
 from trainstep.config import ModelConfig, OptimizerImpl
 from trainstep.errors import UsageError
-from trainstep.kinds import ParallelRatioRow, ParallelRow, ParallelTraceRow
+from trainstep.kinds import ParallelFamilyRow, ParallelRatioRow, ParallelRow, ParallelTraceRow
 from trainstep.measure.collectives import Collective, recorded_collectives
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB
@@ -52,7 +52,7 @@ from trainstep.training_step import TrainingStep
 
 def run_cases(
     cases: Sequence[ParallelCase], process: Process, traces: Path | None = None, *, rounds: int = 1
-) -> Iterator[ParallelRow | ParallelRatioRow | ParallelTraceRow | SoFar]:
+) -> Iterator[ParallelRow | ParallelRatioRow | ParallelTraceRow | ParallelFamilyRow | SoFar]:
     """Measure schemes, all of one workload and configuration. All ranks must iterate; rank 0 gets the rows.
 
     After every round come the rows of what has been measured so far, so that a run that is killed leaves them.
@@ -93,7 +93,7 @@ def run_cases(
         file = traces / f"trace-{case.scheme.label}.json.gz"
         found = attempt_on_all_ranks(partial(traced_step, partial(case.build, process), process, file), process)
         if process.rank == 0:
-            yield trace_row(rows[case], found, trace=file.name)
+            yield from trace_rows(rows[case], found, trace=file.name)
 
 
 def time_in_turns(

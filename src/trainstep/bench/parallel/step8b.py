@@ -30,10 +30,10 @@ from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.check import Agreement, agreement, expected_on_first_rank
 from trainstep.bench.parallel.ratios import ratio_rows
 from trainstep.bench.parallel.run import Result, Timed, parallel_row, step_ms, time_in_turns
-from trainstep.bench.parallel.trace import trace_row, traced_step
+from trainstep.bench.parallel.trace import trace_rows, traced_step
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
-from trainstep.kinds import ParallelRatioRow, ParallelRow, ParallelTraceRow
+from trainstep.kinds import ParallelFamilyRow, ParallelRatioRow, ParallelRow, ParallelTraceRow
 from trainstep.parallel.process import Process, on_all_ranks
 from trainstep.policies import BlockPolicy, Policy
 from trainstep.schemes import Scheme
@@ -112,7 +112,7 @@ def run_arms(
     *,
     trace: bool = False,
     on_part: Callable[[str], object] = lambda part: None,
-) -> Iterator[ParallelRow | ParallelRatioRow | ParallelTraceRow]:
+) -> Iterator[ParallelRow | ParallelRatioRow | ParallelTraceRow | ParallelFamilyRow]:
     """Judge the arms, then time each; rank 0 gets a row of each as it is done, and its ratios at the end. All ranks
     must iterate.
 
@@ -143,7 +143,7 @@ def run_arms(
         on_part(f"{_name(fastest)}: a step is recorded")
         found = attempt_on_all_ranks(partial(traced_step, partial(fastest.build, process), process, file), process)
         if process.rank == 0:
-            yield trace_row(rows[fastest], found, trace=file.name)
+            yield from trace_rows(rows[fastest], found, trace=file.name)
 
 
 def leaderboard_lines(rows: Sequence[ParallelRow]) -> list[str]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.bench.outcome import Failure, failed_row
-from trainstep.bench.profile_rows import timeline_values
-from trainstep.kinds import ParallelRow, ParallelTraceRow
+from trainstep.bench.profile_rows import UNKNOWN, timeline_values
+from trainstep.kinds import ParallelFamilyRow, ParallelRow, ParallelTraceRow
 from trainstep.measure.profile.chrome import read_chrome_trace
-from trainstep.measure.profile.kernels import KernelProfile, profile_of
+from trainstep.measure.profile.kernels import Kernel, KernelProfile, profile_of
 from trainstep.measure.profile.overlap import Span, length, overlap_of
 from trainstep.measure.profile.ranges import record_steps
 from trainstep.measure.profile.trace import Trace
@@ -82,6 +82,14 @@ def phases_of(trace: Trace, profile: KernelProfile) -> dict[str, Span]:
     return found
 
 
+def trace_rows(
+    row: ParallelRow, found: Sequence[TracedStep | None] | Failure, *, trace: str
+) -> Iterator[ParallelTraceRow | ParallelFamilyRow]:
+    """All rows of a traced step, or the one of why there is none."""
+    yield trace_row(row, found, trace=trace)
+    yield from family_rows(row, found)
+
+
 def trace_row(row: ParallelRow, found: Sequence[TracedStep | None] | Failure, *, trace: str) -> ParallelTraceRow:
     """The row of a traced step: its overlap in milliseconds, and its bars as series.
 
@@ -115,6 +123,22 @@ def trace_row(row: ParallelRow, found: Sequence[TracedStep | None] | Failure, *,
         "exposed_from_us": shortest,
     }
     return make_row(ParallelTraceRow, row.case, values, series=kept, environment=row.environment)
+
+
+def family_rows(row: ParallelRow, found: Sequence[TracedStep | None] | Failure) -> Iterator[ParallelFamilyRow]:
+    """Where the traced step's computation goes: kernel time by phase and family, the most first; none of a failure."""
+    if isinstance(found, Failure) or found[0] is None:
+        return
+    computing = [each for each in found[0].profile.kernels if each.lane == "compute"]
+    groups: dict[tuple[str, str], list[Kernel]] = {}
+    for each in computing:
+        groups.setdefault((each.phase or UNKNOWN, each.family), []).append(each)
+    whole = sum(each.duration_us for each in computing)
+    took = {place: sum(each.duration_us for each in group) for place, group in groups.items()}
+    for (phase, family), us in sorted(took.items(), key=lambda item: -item[1]):
+        values: dict[str, Scalar] = {"kernels": len(groups[phase, family]), "ms": us / 1e3, "share": us / whole}
+        case = {**row.case, "phase": phase, "family": family}
+        yield make_row(ParallelFamilyRow, case, values, environment=row.environment)
 
 
 def _spans(name: str, intervals: Sequence[Span], start: float) -> dict[str, Sequence[Scalar]]:

@@ -14,6 +14,7 @@ from trainstep.records import Row, of_kind
 from trainstep.report.blocks import TOPICS, Finding, Section
 from trainstep.report.subjects import (
     attention,
+    collectives,
     fit,
     fused,
     kernels,
@@ -34,8 +35,8 @@ from trainstep.report.subjects import (
 from trainstep.report.tables import Definition, Place, Table, make_table
 
 SUBJECTS = (
-    run, script_ladder, steps, ratios, kernels, ladder, attention, fused, parallel, training, memory, fit, precision,
-    plan, sweep, workload, noise,
+    run, script_ladder, steps, ratios, kernels, ladder, attention, fused, collectives, parallel, training, memory, fit,
+    precision, plan, sweep, workload, noise,
 )  # fmt: skip
 """In the order of the page."""
 

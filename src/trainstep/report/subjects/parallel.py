@@ -1,15 +1,12 @@
-"""Several ranks: collectives by size, schemes of data parallel training, and their traced steps."""
+"""Schemes of data parallel training: their steps, memory and ratios to torch's, and traced steps."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 
 from trainstep.kinds import (
-    CollectiveFitRow,
-    CollectiveRow,
+    ParallelFamilyRow,
     ParallelRatioRow,
     ParallelRow,
     ParallelTraceRow,
@@ -17,51 +14,22 @@ from trainstep.kinds import (
 from trainstep.records import Row, Scalar, by_case, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, told_apart
-from trainstep.report.charts import KINDS
-from trainstep.report.charts.lines import Series, curves
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.charts.traces import LEGEND, overlap_chart
 from trainstep.report.columns import Cell, Column
-from trainstep.report.numbers import NONE, number, numeric, typeset
+from trainstep.report.numbers import NONE, number, numeric
 from trainstep.report.tables import Definition, define, make_table
 from trainstep.schemes import SCHEMES as SCHEMES_BY_NAME
 
 _RANKS, _REPLICAS = columns.case("ranks", "world_size"), columns.case("replicas", "replicas")
 _SCHEME = columns.word("scheme", "scheme")
-_COUNT = Column("n", lambda row: number(row.values.get("n")), setting=True)
-_COLLECTIVE = replace(columns.word("collective", "collective"), setting=True)
-_COLLECTIVES = (
-    replace(_COLLECTIVE, files=False, setting=False),  # heads the page's rows
-    *columns.named("backend", "dtype"),
-    replace(_COLLECTIVE, page=False),
-    _RANKS,
-)
 MEMORY_KINDS = {"weights": "weights", "gradients": "gradients", "state": "optimizer_state"}
 """Titles of what a rank holds → the middle of its columns."""
 
+SAID_FAMILIES = 3
+"""Of a traced step's kernels."""
 SHARES_DIFFER = 1e-3
 """Gradients of a batch further than this from the mean of its shares' differ by more than rounding."""
-
-COLLECTIVE = define(
-    CollectiveRow,
-    "Collectives: time on the slowest rank; bus bandwidth is bytes on each link of a ring over that time",
-    *_COLLECTIVES,
-    columns.case("MB", "size_mb"),
-    _COUNT,
-    columns.median("time (ms) [95 %]", "time"),
-    replace(columns.mean("mean ± std", "time"), page=False),
-    *columns.values({"fastest rank (ms)": "fastest_rank_ms", "slowest rank (ms)": "slowest_rank_ms"}, brief=False),
-    *columns.values({"algorithm GB/s": "algorithm_gb_s", "bus GB/s": "bus_gb_s"}),
-    columns.OUTCOME,
-)
-FIT = define(
-    CollectiveFitRow,
-    "What a call costs: an overhead, and bytes on each link at a bandwidth",
-    *_COLLECTIVES,
-    *columns.values({"overhead (µs)": "overhead_us", "bus GB/s": "bus_gb_s"}),
-    columns.value("sizes", "sizes", page=False),
-    columns.value("worst error (%)", "worst_error", digits=2),
-)
 
 
 def alone_ms(row: ParallelRow, rows: Sequence[ParallelRow]) -> float | None:
@@ -115,7 +83,7 @@ _COLUMNS = (
     _RANKS,
     columns.case("scheme", "scheme"),
     _REPLICAS,
-    _COUNT,
+    columns.COUNTED,
     columns.value("rounds", "rounds", brief=False, page=False),
     columns.median("step (ms) [95 %]", "step"),
     *columns.values({"tokens/s": "tokens_per_s", "collectives": "collectives"}),
@@ -162,6 +130,18 @@ TRACES = define(
     columns.count("kernels", "kernels", brief=False),
     columns.OUTCOME,
 )
+FAMILIES = define(
+    ParallelFamilyRow,
+    "Where the profiled step’s computation goes: kernel time of rank 0 by phase and family, added up",
+    *columns.SETTINGS,
+    _RANKS,
+    _SCHEME,
+    _REPLICAS,
+    columns.word("phase", "phase"),
+    columns.word("family", "family"),
+    columns.count("kernels", "kernels"),
+    *columns.values({"ms": "ms", "share (%)": "share"}),
+)
 RATIOS = define(
     ParallelRatioRow,
     "Ours over torch’s: below 1 is faster, or smaller; a peer with several settings takes its fastest",
@@ -195,6 +175,33 @@ def overlap_findings(records: Sequence[Row]) -> list[Finding]:
     return [found("parallel.hidden", f"{said}.", **figures)]
 
 
+def computation_findings(records: Sequence[Row]) -> list[Finding]:
+    """What the fastest traced scheme computes, by family of kernels."""
+    traced = [row for row in of_kind(records, ParallelTraceRow) if row.computation_ms is not None]
+    if not traced:
+        return []
+    fastest = min(traced, key=lambda row: numeric(row.computation_ms))
+    ms: dict[str, float] = {}
+    for row in of_kind(records, ParallelFamilyRow):
+        if {**row.case, "phase": None, "family": None} == {**fastest.case, "phase": None, "family": None}:
+            ms[row.family] = ms.get(row.family, 0.0) + numeric(row.ms)
+    if not ms:
+        return []
+    most = sorted(ms, key=lambda family: -ms[family])
+    figures: dict[str, Scalar] = {"scheme": fastest.label, "computation_ms": sum(ms.values())}
+    parts = []
+    for place, family in enumerate(most[:SAID_FAMILIES]):
+        figures |= {f"family_{place}": family, f"family_{place}_ms": ms[family]}
+        parts.append(f"{{family_{place}}} {{family_{place}_ms:n}}")
+    if rest := sum(ms[family] for family in most[SAID_FAMILIES:]):
+        figures["rest_ms"] = rest
+        parts.append("everything else {rest_ms:n}")
+    said = (
+        f"Of {{computation_ms:n}} ms of kernels that compute in the traced step of {{scheme}}: {', '.join(parts)} ms."
+    )
+    return [found("parallel.computation", said, **figures)]
+
+
 def data_findings(records: Sequence[Row]) -> list[Finding]:
     """What is odd about a workload's batches or its loss when they are divided: no scheme is wrong for it."""
     rows, told = of_kind(records, ParallelRow), list[Finding]()
@@ -210,74 +217,10 @@ def data_findings(records: Sequence[Row]) -> list[Finding]:
     return told
 
 
-def collectives(records: Sequence[Row]) -> Section | None:
-    """Collectives: time and bandwidth against size, the fitted lines, and every measured case."""
-    rows, fits = of_kind(records, CollectiveRow), of_kind(records, CollectiveFitRow)
-    if not rows:
-        return None
-    blocks: list[Block] = []
-    for group in by_case(rows, "collective", "size_mb"):
-        measured = [row for row in group if row.status == "ok"]
-        if len({row.size_mb for row in measured}) > 1:
-            lines = [fit for fit in fits if _setting(fit) == _setting(measured[0])]
-            times = _by_size("collective-time", "Time", measured, lambda row: row.times["time"].median, "ms", lines)
-            rates = _by_size("collective-bus", "Bus bandwidth", measured, lambda row: row.bus_gb_s or 0, "GB/s")
-            blocks.append(Charts([times, rates]))
-    if fits:
-        blocks.append(make_table(FIT, fits, "page"))
-    lead = (
-        "Results are checked before anything is timed. All ranks are lined up before every call, and a call lasts as "
-        "long as on its slowest rank. Size is that of the full tensor. Bus bandwidth is bytes on each link of a ring "
-        "over time, so it can be compared between collectives and numbers of ranks."
-    )
-    blocks.append(make_table(COLLECTIVE, rows, "page", name="collectives"))
-    return Section("collectives", "Collectives", "Collectives by size", lead, blocks)
-
-
-def _setting(row: CollectiveRow | CollectiveFitRow) -> str:
-    hosts = "" if row.hosts is None else f" on {row.hosts} hosts"
-    return f"{row.world_size} ranks{hosts}, {row.dtype}, {row.backend}"
-
-
-def _by_size(
-    name: str,
-    title: str,
-    rows: Sequence[CollectiveRow],
-    value_of: Callable[[CollectiveRow], float],
-    unit: str,
-    fits: Sequence[CollectiveFitRow] = (),
-) -> Chart:
-    """A line for each collective of one setting against the size, and dashed what its fit says."""
-
-    def line(name: str, role: str, own: Sequence[CollectiveRow], value_of: Callable[[CollectiveRow], float]) -> Series:
-        x, y = [row.size_mb for row in own], [value_of(row) for row in own]
-        return Series(name, x, y, role, texts=[typeset(f"{number(each)} {unit}") for each in y])
-
-    roles = dict(zip(dict.fromkeys(row.collective for row in rows), itertools.cycle(KINDS), strict=False))
-    own = {each: sorted((row for row in rows if row.collective == each), key=lambda row: row.size_mb) for each in roles}
-    series = [line(each, role, own[each], value_of) for each, role in roles.items()]
-    for fit in fits:
-        if (each := fit.collective) in roles:
-            fitted = line(f"{each}, fitted", roles[each], own[each], partial(_fitted_ms, fit))
-            series.append(replace(fitted, width=1.0, dash="dashed"))
-    setting = _setting(rows[0])
-    return Chart(
-        f"{name}-{setting}".replace(" ", "-").replace(",", ""),
-        title,
-        f"{setting}; dashed: the fitted line" if fits else setting,
-        partial(curves, sorted({row.size_mb for row in rows}), series, "MB", unit),
-        [(role, each) for each, role in roles.items()],
-    )
-
-
-def _fitted_ms(fit: CollectiveFitRow, row: CollectiveRow) -> float:
-    on_link = (row.payload_bytes or 0) * (row.bus_gb_s or 0) / (row.algorithm_gb_s or 1)
-    return (fit.overhead_us or 0) / 1e3 + on_link / (fit.bus_gb_s or 1) / 1e6
-
-
 def parallel(records: Sequence[Row]) -> Section | None:
     """Schemes of data parallel training: each one's step beside one without communication, and what a rank holds."""
     rows, traced = of_kind(records, ParallelRow), of_kind(records, ParallelTraceRow)
+    families = of_kind(records, ParallelFamilyRow)
     if not rows and not traced:
         return None
     lead = (
@@ -290,6 +233,7 @@ def parallel(records: Sequence[Row]) -> Section | None:
         *(_timed(rows) if rows else []),
         *([make_table(RATIOS, ratios, "page", name="parallel ratios")] if ratios else []),
         *(_traced(traced) if traced else []),
+        *([make_table(FAMILIES, families, "page", name="parallel families")] if families else []),
     ]
     return Section("parallel", "Data parallel", "Data parallel training by scheme", lead, blocks)
 
@@ -366,6 +310,6 @@ def _explained(rows: Sequence[ParallelTraceRow]) -> str:
     return text
 
 
-TABLES = (COLLECTIVE, FIT, SCHEMES, RATIOS, TRACES)
-RULES = (data_findings, overlap_findings)
-SECTIONS = (collectives, parallel)
+TABLES = (SCHEMES, RATIOS, TRACES, FAMILIES)
+RULES = (data_findings, overlap_findings, computation_findings)
+SECTIONS = (parallel,)

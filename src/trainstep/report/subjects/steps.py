@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from trainstep.config import PHASES
@@ -33,7 +34,7 @@ STEPS = define(
     "Time of one step and its phases, ms",
     *columns.SETTINGS,
     *columns.cases({"mode": "mode", "warm-up": "warmup", "pass": "repeat"}),
-    Column("n", lambda row: number(row.values.get("n")), setting=True, page=False),
+    replace(columns.COUNTED, page=False),
     *(columns.value(name, f"{name}_ms", page=False) for name in PHASES),
     columns.median("step [95 %]", "step"),
     *(columns.files_only(columns.mean(f"{name}, mean ± std", name)) for name in (*PHASES, "step")),

@@ -14,7 +14,7 @@ from trainstep.report.blocks import Block, Chart, Charts, Facts, Finding, Headli
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Mark, Series, lines
 from trainstep.report.charts.rows import Bar, bars
-from trainstep.report.columns import Cell, Column
+from trainstep.report.columns import Cell
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, define, make_table, text_table
 
@@ -32,7 +32,7 @@ RUNS = define(
     *columns.cases({"global batch": "global_batch", "batches per update": "batches_per_update", "updates": "steps"}),
     columns.word("scheme", "scheme"),
     columns.case("replicas", "replicas"),
-    Column("n", lambda row: number(row.values.get("n")), setting=True),
+    columns.COUNTED,
     *columns.values({"first loss": "first_loss", "last loss": "last_loss"}, digits=5),
     columns.value("validation loss", "validation_loss", digits=5),
     columns.median("update (ms) [95 %]", "step"),
