@@ -270,6 +270,8 @@ KERNELS = {
         f"{AT}unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::lambda>(int)",
         f"{AT}vectorized_elementwise_kernel<4, at::native::bfloat16tofloat32_copy_kernel_cuda(lambda), 1>(int)",
         f"{AT}(anonymous namespace)::CatArrayBatchedCopy_aligned16_contig<OpaqueType<4u>, unsigned int, 3, 128, 1>(x)",
+        f"{AT}(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<2>, UnaryOpFunctor<c10::BFloat16>, "
+        "at::native::Copy<c10::BFloat16, c10::BFloat16> >(x)",
         "triton_poi_fused__to_copy_12",
         "triton_poi_fused__to_copy_t_1",
         "triton_poi_fused__unsafe_view_clone_transpose_view_5",
@@ -298,7 +300,7 @@ OPERATORS = {
     "normalisation": ["aten::_fused_rms_norm", "aten::native_layer_norm_backward"],
     "elementwise": ["aten::mul", "aten::add_", "aten::silu_backward", "aten::masked_fill_", "aten::fill_"],
     "reduction": ["aten::sum", "aten::mean"],
-    "copy": ["aten::copy_", "aten::_to_copy", "aten::cat"],
+    "copy": ["aten::copy_", "aten::_to_copy", "aten::cat", "aten::_foreach_copy_"],
     "optimizer": ["aten::_foreach_add_", "aten::_fused_adamw_"],
     "communication": ["c10d::allreduce_", "gloo:all_reduce"],
     "other": ["aten::view", "aten::embedding", "aten::as_strided"],

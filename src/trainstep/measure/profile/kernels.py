@@ -45,6 +45,7 @@ _GPU: tuple[tuple[Family, str], ...] = (
     (TRANSFER, r"^Copy(HostToDevice|DeviceToHost)"),  # as ROCm calls them
     ("copy", r"^Memcpy|^Memset|^\[CUDA mem"),
     (GRAPH, r"^CUDA graph \d+$"),
+    ("copy", r"multi_tensor_apply_kernel<.*at::native::Copy<"),
     ("optimizer", r"multi_tensor_apply_kernel|FusedAdam|fused_adam|FusedSgd|FusedAdagrad|adamw_kernel|lamb_kernel"),
     ("fused attention", r"flash_(fwd|bwd)|flash::|flash_attn|Flash_(fwd|bwd)|FlashAttn|sdpa_(sm|fprop|bprop|flash)"),
     ("fused attention", r"cudnn.*(sdpa|flash)|flex_attention|fmha|mem_eff|attention_kernel_backward_batched"),
@@ -67,6 +68,7 @@ _GPU: tuple[tuple[Family, str], ...] = (
 )
 _CPU: tuple[tuple[Family, str], ...] = (
     ("communication", r"^(c10d::|gloo:|nccl:)|_c10d_functional"),
+    ("copy", r"^aten::_foreach_copy_$"),
     ("optimizer", r"^aten::_(fused_(adam|adamw|sgd|adagrad)_?|foreach_)"),
     ("fused attention", r"scaled_dot_product|flash_attention|efficient_attention|flex_attention"),
     (
