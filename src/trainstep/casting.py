@@ -71,3 +71,10 @@ def widen(module: nn.Module) -> None:
 def widened(tensor: Tensor) -> Tensor:
     """A bf16 tensor in float32, any other as it is."""
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+
+def in_tf32(tensor: Tensor) -> Tensor:
+    """Float32 numbers rounded to the nearest of 11 bits, ties to even, as products in TF32 take them (seen of cuBLAS on
+    an H200). Beyond 2¹¹⁴ there is no number."""
+    widened = tensor * (2**13 + 1)  # Veltkamp's splitting: what is above the 13 bits that go
+    return widened - (widened - tensor)

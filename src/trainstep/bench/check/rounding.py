@@ -9,14 +9,17 @@ Products sum. In float32 a sum of K terms rounds at every term, in an order that
 of either sign the partial sums grow as √k, and their roundings add up to r·√(K/2) of √Σ(ab)², or of the result where
 that is larger. It is not the result alone: gradients of queries cancel, and their errors do not. Here r is what one
 rounding errs by in the root mean square: u/√3/m for m · 2ᵉ, and the mean of 1/m² is 3/(8 ln 2) where leading digits are
-spread as they usually are. TF32 has no format of its own: products take their float32 inputs rounded to 11 bits. Both
-inputs of every term err independently, so a sum errs by √2·r of √Σ(ab)². Narrower formats sum in float32.
+spread as they usually are. Narrower formats sum in float32.
+
+TF32 has no format of its own: products take their float32 inputs rounded to 11 bits, and what that does is computed,
+with a random sign for each of the two. It is not noise: a weight is rounded alike for all tokens, and tokens that are
+alike are, too, so that sums over thousands of tokens do not cancel it.
 
 Softmax's backward has a sum inside, of a row, and its error is one for the whole row. Fused attention takes it from
 other numbers than the formula, as the product of the output and its gradient; and an output is a sum over all keys,
 which matrix units cut off where others round (`CUT_OFF`): for all rows alike. Gradients of queries and keys that nearly
-cancel, as over thousands of tokens in a late block, show that as nothing else does. In 16 bits it is the output's own
-rounding that shows (`narrow_outputs`). Inside of fused operators no other roundings are drawn.
+cancel, as over thousands of tokens in a late block, show that as nothing else does. In TF32 and 16 bits it is
+roundings of the output that show (`row_sums`). Inside of fused operators no other roundings are drawn.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainstep.bench.check.narrow_outputs import NarrowOutputs
-from trainstep.casting import matmul_precision
+from trainstep.bench.check.row_sums import RowSums
+from trainstep.casting import in_tf32, matmul_precision
 from trainstep.precision import PRECISIONS, PrecisionName
 from trainstep.randomness import DRAWING
 
@@ -41,6 +44,7 @@ _POOL = 2**22
 _MEAN = (3 / (8 * math.log(2)) / 3) ** 0.5
 """Of rounding to nearest, in the root mean square: this part of the unit roundoff."""
 _TF32_NOISE = 2**-11 * _MEAN * 2**0.5
+"""Of both inputs of a convolution, taken as independent of each other and of all others."""
 CUT_OFF = 2**-30
 """By which part a long sum of float32 products on matrix units is too small, for each of its terms; half of it, as
 float32's budget is more than twice the usual one (`reference.FLOAT32_LOSES`). PyTorch's fused attention was off in one
@@ -75,7 +79,7 @@ class RandomRounding(TorchDispatchMode):
         entry = PRECISIONS[precision]
         self._tf32 = entry.uses_tf32
         self._dtype = getattr(torch, entry.computed)
-        self._narrow = NarrowOutputs(self._dtype) if self._dtype != torch.float32 else None
+        self._row_sums = RowSums(self._dtype) if precision != "fp32" else None
         self._seed, self._offsets = seed, random.Random(seed)
         self._generators: dict[torch.device, torch.Generator] = {}
         self._pools: dict[torch.device, Tensor] = {}
@@ -117,17 +121,18 @@ class RandomRounding(TorchDispatchMode):
             pass  # whole numbers stay so
         elif func.overloadpacket in _PRODUCTS or func.overloadpacket in _CONVOLUTIONS:
             self._round_products(func.overloadpacket, args, result)
-        elif func.overloadpacket is _aten._softmax_backward_data and not self._tf32:
+        elif func.overloadpacket is _aten._softmax_backward_data:
             self._round_softmax(args, result)
-            self._round_all(result)
+            if not self._tf32:
+                self._round_all(result)
         elif (
             not self._tf32
             and func.overloadpacket not in (*_EXACT, *_WHOLE)
             and not any(each.alias_info for each in func._schema.returns)
         ):
             self._round_all(result)
-        if self._narrow is not None:
-            self._narrow.see(func.overloadpacket, args, result)
+        if self._row_sums is not None:
+            self._row_sums.see(func.overloadpacket, args, result)
         return result
 
     def _round_products(self, product: Any, args: Any, result: Any) -> None:
@@ -137,6 +142,9 @@ class RandomRounding(TorchDispatchMode):
                 continue
             if self._dtype != torch.float32 or each.dtype != torch.float32:
                 self._round(each)
+                continue
+            if product in _PRODUCTS and self._tf32:
+                self._round_inputs(each, *args[_PRODUCTS[product] :][:2])
                 continue
             if product in _PRODUCTS:
                 left, right = args[_PRODUCTS[product] :][:2]
@@ -149,14 +157,21 @@ class RandomRounding(TorchDispatchMode):
             size = _TF32_NOISE * typical if self._tf32 else _sum_error(terms) * torch.maximum(typical, each.abs())
             each.add_(self._normal(each.shape, each.device).mul_(size))
 
+    def _round_inputs(self, result: Tensor, left: Tensor, right: Tensor) -> None:
+        """A product in TF32: by what rounding either input to it does, up or down."""
+        for rounded, exact, other in ((in_tf32(left), left, right), (in_tf32(right), right, left)):
+            error = rounded - exact
+            with matmul_precision("tf32"):
+                off = error @ other if other is right else other @ error
+            result.add_(off, alpha=self._offsets.choice((-1, 1)))
+
     def _round_softmax(self, args: Any, result: Tensor) -> None:
-        """Of its backward: p · (dp − Σ p·dp), where the sum is off: in 16 bits by the output's own rounding, in float32
-        by chance, and by what is cut off."""
+        """Of its backward: p · (dp − Σ p·dp), where the sum is off: in float32 by chance, and by what is cut off."""
         grad, output, dim = args[:3]
-        narrow = self._narrow.row_errors(output, dim) if self._narrow is not None else None
-        if narrow is not None:
-            result.sub_(output * narrow)
-        elif result.dtype == self._dtype == torch.float32:
+        if self._row_sums is not None:
+            if (errors := self._row_sums.row_errors(output, dim)) is not None:
+                result.sub_(output * errors)
+        elif result.dtype == torch.float32:
             terms = grad * output
             errors = self._by_chance(terms, dim, output.shape[dim])
             if output.dim() >= 4:  # scores of heads; a sum over a vocabulary, or over experts, is another kernel's
