@@ -50,7 +50,8 @@ JUDGES = {
     "bench/check/reference.py": tuple(
         f"tests/bench/check/test_{name}.py" for name in ("reference", "reproducible", "step")
     ),
-    "bench/check/rounding.py": ("tests/bench/check/test_rounding.py",),
+    "bench/check/rounding.py": ("tests/bench/check/test_rounding.py", "tests/bench/check/test_row_sums.py"),
+    "bench/check/row_sums.py": ("tests/bench/check/test_row_sums.py",),
     "bench/check/step.py": ("tests/bench/check/test_reproducible.py", "tests/bench/check/test_step.py"),
     "bench/check/updates.py": ("tests/bench/check/test_updates.py",),
     "bench/parallel/check.py": ("tests/bench/parallel/test_check_little.py", "tests/bench/parallel/test_check.py"),

@@ -13,6 +13,7 @@ from tests.planted.step import BASE, PLAIN
 from trainstep.bench.check.reference import gradients_at
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.casting import in_tf32
+from trainstep.randomness import DRAWING
 from trainstep.training_step import build_step
 
 
@@ -398,3 +399,38 @@ def test_a_model_can_be_built_inside_without_values_at_first():
     with RandomRounding("fp32", 0):
         empty = torch.empty(3, device="meta")
         assert (empty * 2).is_meta
+
+
+def test_convolutions_in_tf32_are_off_by_what_their_inputs_are():
+    torch.manual_seed(0)
+    x, weight = torch.randn(8, 32, 100), torch.randn(64, 32, 5)
+    exact = F.conv1d(x.double(), weight.double())
+    own = rms(F.conv1d(tf32(x), tf32(weight)) - exact)
+    with RandomRounding("tf32", 0):
+        drawn = rms(F.conv1d(x, weight).double() - exact)
+    assert drawn == pytest.approx(own, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_a_single_number_moves_in_every_twelfth_drawing_down_and_up_in_turns(seed):
+    one = torch.tensor(1.5)
+    with RandomRounding("fp32", seed):
+        drawn = [one * 1 for _ in range(3 * 12 - seed)]
+    moves = {number: round(float((each - one) * 2**23)) for number, each in enumerate(drawn, 1) if each != one}
+    assert moves == {12 - seed: -1, 24 - seed: 1, 36 - seed: -1}
+
+
+def test_a_mode_that_was_left_draws_for_nobody():
+    with RandomRounding("fp32", 0) as rounding:
+        assert rounding in DRAWING
+    assert rounding not in DRAWING
+
+
+def test_fused_attention_of_other_types_is_left_alone():
+    values = torch.full((HEAD_DIM,), 3.0, dtype=torch.float64)
+    q, k = torch.zeros(2, 3, QUERIES, HEAD_DIM).double(), torch.ones(2, 3, KEYS, HEAD_DIM).double()
+    q.requires_grad_()
+    with RandomRounding("fp32", 0):
+        output = F.scaled_dot_product_attention(q, k, values.expand(2, 3, KEYS, -1))
+        (found,) = torch.autograd.grad(output.sum(), q)
+    assert rms(found) < 1e-12

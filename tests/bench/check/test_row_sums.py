@@ -155,6 +155,16 @@ def test_a_softmax_over_a_vocabulary_has_none(inputs):
     assert not torch.equal(found, plain)
 
 
+def test_what_else_is_multiplied_by_the_values_has_none():
+    p, v = torch.rand(2, 6, 8).softmax(-1), torch.randn(2, 8, 4)
+    sums = RowSums(torch.float32)
+    sums.see(torch.ops.aten._softmax, (), p)
+    sums.see(torch.ops.aten.bmm, (p, v), p @ v)
+    other = torch.randn(2, 3, 4)
+    sums.see(torch.ops.aten.bmm, (other, v.mT), other @ v.mT)
+    assert sums.row_errors(p, -1) is None
+
+
 def test_outputs_are_let_go_when_their_gradient_has_come(inputs):
     with RandomRounding("bf16", 0) as rounding:
         gradient_of_keys(inputs, torch.bfloat16, drop=0.1)

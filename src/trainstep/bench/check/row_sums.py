@@ -36,7 +36,7 @@ class RowSums:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._weights = 0  # numbers of the last softmax, until its product with values
+        self._weights: int | None = None  # numbers of the last softmax, until its product with values
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
         """By where their values lie, until their gradient comes: outputs, and what they are off by."""
         self._errors: Tensor | None = None  # of the row sums that come next
@@ -46,14 +46,19 @@ class RowSums:
         if operator is _aten._softmax:
             self._weights = result.numel()
         elif operator is _aten.bmm and result.dtype == self._dtype:
-            left, right = args[:2]
+            left, right = args
             if left.numel() == self._weights:
-                self._outputs[right.data_ptr()], self._weights = (result, self._off(left, right)), 0
-            elif (known := self._outputs.pop(right.data_ptr(), None)) is not None and known[0].shape == left.shape:
-                output, off = known
-                self._errors = (left * off).sum(-1)
-                if self._dtype == torch.float32:
-                    self._errors -= ((in_tf32(left) - left) * output).sum(-1)
+                self._outputs[right.data_ptr()], self._weights = (result, self._off(left, right)), None
+            elif (known := self._outputs.pop(right.data_ptr(), None)) is not None:
+                self._errors = self._of_rows(left, *known)
+
+    def _of_rows(self, gradient: Tensor, output: Tensor, off: Tensor) -> Tensor | None:
+        if gradient.shape != output.shape:  # something else was multiplied by the values
+            return None
+        errors = (gradient * off).sum(-1)
+        if self._dtype == torch.float32:
+            errors -= ((in_tf32(gradient) - gradient) * output).sum(-1)
+        return errors
 
     def _off(self, weights: Tensor, values: Tensor) -> Tensor:
         """What the output is off by, of what the row sum is taken from besides."""
