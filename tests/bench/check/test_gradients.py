@@ -1,5 +1,6 @@
 """How far gradients are from a reference: per parameter, per row and by their scale, beside what rounding does."""
 
+import dataclasses
 import math
 
 import pytest
@@ -336,3 +337,11 @@ def test_rounding_that_makes_a_gradient_no_number_allows_any():
     usual = Rounding.most(Rounding.between(each, Gradients(1.0, {"a": plain})) for each in shaken)
     assert usual.scale == usual.by_name["a"].norm == math.inf
     assert usual.by_name["a"].rows.isposinf().all()
+
+
+def test_a_fault_is_what_is_said_though_every_number_is_right():
+    found = compare(drawn(), drawn(), Rounding(), 1e-9)
+    assert found.is_right
+    faulty = dataclasses.replace(found, fault="drops from nothing")
+    assert not faulty.is_right
+    assert str(faulty) == "drops from nothing"

@@ -1,10 +1,10 @@
 """Collectives and schemes of data parallel training on the page."""
 
 from tests.report.page import Page
-from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow
+from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelFamilyRow, ParallelRow, ParallelTraceRow
 from trainstep.records import Times
 from trainstep.report.page import render
-from trainstep.report.subjects.parallel import data_findings, overlap_findings
+from trainstep.report.subjects.parallel import computation_findings, data_findings, overlap_findings
 
 
 def row(collective, size, time=1.0, status="ok", reason="", ranks=2):
@@ -153,3 +153,33 @@ def test_odd_batches_and_losses_are_said_once_per_workload():
         "equal counts (padding, ignored labels), or looks across the batch (statistics, negatives): with more ranks "
         "every scheme, ours and torch’s, trains something a little different."
     )
+
+
+def families(scheme, **ms):
+    return [
+        ParallelFamilyRow(scheme=scheme, world_size=2, phase=phase, family=family, ms=each)
+        for family, both in ms.items()
+        for phase, each in zip(("forward", "backward"), both, strict=True)
+    ]
+
+
+def computing(scheme, ms):
+    return ParallelTraceRow(scheme=scheme, world_size=2, computation_ms=ms)
+
+
+def test_what_the_fastest_traced_scheme_computes_is_told_by_family_the_most_first():
+    traces = [computing("flat", 31.0), computing("fsdp", 30.0), computing("torch-ddp", None)]
+    own = families("fsdp", copy=(0.5, 0.25), reduction=(1.0, 0.5), attention=(3.0, 5.0), matmul=(7.0, 12.0))
+    others = families("flat", matmul=(8.0, 12.0), copy=(11.0, 0.0))
+    (found,) = computation_findings([*traces, *own, *others])
+    assert found.figures == {
+        "scheme": "fsdp", "computation_ms": 29.25, "family_0": "matmul", "family_0_ms": 19.0,
+        "family_1": "attention", "family_1_ms": 8.0, "family_2": "reduction", "family_2_ms": 1.5, "rest_ms": 0.75,
+    }  # fmt: skip
+    assert found.sentence == (
+        "Of 29.2 ms of kernels that compute in the traced step of fsdp: matmul 19.0, attention 8.00, reduction 1.50, "
+        "everything else 0.750 ms."
+    )
+    (few,) = computation_findings([traces[1], *families("fsdp", matmul=(7.0, 12.0))])
+    assert few.sentence == "Of 19.0 ms of kernels that compute in the traced step of fsdp: matmul 19.0 ms."
+    assert computation_findings([traces[1], *others]) == computation_findings(own) == []
