@@ -23,6 +23,7 @@ from trainstep.schemes import SCHEMES as SCHEMES_BY_NAME
 
 _RANKS, _REPLICAS = columns.case("ranks", "world_size"), columns.case("replicas", "replicas")
 _SCHEME = columns.word("scheme", "scheme")
+_ARM = (*columns.SETTINGS, _RANKS, _SCHEME, _REPLICAS)
 MEMORY_KINDS = {"weights": "weights", "gradients": "gradients", "state": "optimizer_state"}
 """Titles of what a rank holds → the middle of its columns."""
 
@@ -118,10 +119,7 @@ SCHEMES = Definition(
 TRACES = define(
     ParallelTraceRow,
     "One profiled step of rank 0, ms: exposed is communication while nothing is computed, idle is neither",
-    *columns.SETTINGS,
-    _RANKS,
-    _SCHEME,
-    _REPLICAS,
+    *_ARM,
     *columns.values({"step without the profiler": "step_ms", "traced, first to last kernel": "span_ms"}),
     *columns.values({"computation": "computation_ms", "communication": "communication_ms"}),
     columns.value("hidden communication", "hidden_communication_ms"),
@@ -133,10 +131,7 @@ TRACES = define(
 FAMILIES = define(
     ParallelFamilyRow,
     "Where the profiled step’s computation goes: kernel time of rank 0 by phase and family, added up",
-    *columns.SETTINGS,
-    _RANKS,
-    _SCHEME,
-    _REPLICAS,
+    *_ARM,
     columns.word("phase", "phase"),
     columns.word("family", "family"),
     columns.count("kernels", "kernels"),
@@ -145,10 +140,7 @@ FAMILIES = define(
 RATIOS = define(
     ParallelRatioRow,
     "Ours over torch’s: below 1 is faster, or smaller; a peer with several settings takes its fastest",
-    *columns.SETTINGS,
-    _RANKS,
-    _SCHEME,
-    _REPLICAS,
+    *_ARM,
     columns.word("beside", "peer_setting"),
     columns.ratio("time, ours over torch’s", "ratio"),
     columns.value("peak memory, ours over torch’s", "peak_ratio"),
