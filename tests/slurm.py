@@ -94,7 +94,7 @@ class Cluster:
         daemon = self._running.pop(name)
         daemon.terminate()
         try:
-            daemon.wait(10)
+            daemon.wait(60)  # one that is killed loses what it knows of jobs
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()

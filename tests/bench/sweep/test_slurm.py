@@ -219,7 +219,8 @@ def test_slurm_may_be_away_for_a_while_and_jobs_holds_over_all_arrays(slurm, tmp
     time.sleep(2 * jobs.ASK_S)
     slurm.start("slurmctld")
     # A job that ended meanwhile is running to Slurm until its node says so again, which took more than 90 s once.
-    assert [row.status for row in one.rows(seconds=240)] == ["ok"] * 5
+    rows = one.rows(seconds=240)
+    assert [row.status for row in rows] == ["ok"] * 5, ([row.reason for row in rows], slurm.logs())
     spans = [tuple(map(float, path.read_text().split())) for path in tmp_path.rglob("span")]
     assert len(spans) == 5
     assert max(sum(start <= other < end for start, end in spans) for other, _ in spans) == 2, spans
