@@ -9,7 +9,7 @@ import pytest
 from tests.run.measuring import SCRIPTS, run_command, sentences
 from trainstep.commands.run import split_script
 from trainstep.errors import UsageError
-from trainstep.kinds import ScriptRow
+from trainstep.kinds import ScriptRow, ScriptRungRow
 from trainstep.records import of_kind, read_records
 from trainstep.run.supervise import Rank, command_of
 
@@ -195,3 +195,29 @@ def test_a_ladder_of_a_script_that_fails_has_its_exit_code(tmp_path):
     assert "checkpoints and logs, each run writes again" in sentences(ended)
     assert [(row.kind, row.status) for row in rows] == [("script rung", "failed")]
     assert "exit code 7" in rows[0].reason
+
+
+def test_what_a_script_compiles_is_the_same_graphs(tmp_path):
+    """A whole step with its update, which comes to hooks between two graphs, and one graph that none may break."""
+    script = SCRIPTS / "compiled_step.py"
+    plain = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240, check=True)
+    ended, rows = run_command(tmp_path, "--profile-after", "6", "python", script)
+    assert plain.stdout.startswith("GRAPHS")
+    assert (ended.returncode, ended.stdout) == (0, plain.stdout), ended.stderr
+    assert "compiled again" not in sentences(ended)
+    assert "failed" not in sentences(ended)
+    assert "trainstep" not in ended.stderr.partition("trainstep run")[0], "dynamo warns of what it traces"
+    (row,) = of_kind(rows, ScriptRow)
+    assert (row.steps_seen, row.backwards) == (16, 1)
+    assert row.times["optimizer"].median > row.times["forward"].median, "dynamo's graph of an update is no model"
+    assert (tmp_path / "trace.json.gz").exists()
+
+
+def test_a_script_that_compiles_its_step_is_judged(tmp_path):
+    """Roundings are drawn under a mode in which torch compiles nothing, and raises where it must."""
+    words = ["--ladder", "--steps", "4", "--rungs", "bf16 autocast"]
+    ended, rows = run_command(tmp_path, *words, "python", SCRIPTS / "compiled_step.py")
+    assert ended.returncode == 0, ended.stderr
+    baseline, other = of_kind(rows, ScriptRungRow)
+    assert baseline.verdict == "baseline", baseline.reason
+    assert "called by compiled code alone" in other.reason

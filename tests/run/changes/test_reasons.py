@@ -42,6 +42,10 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
         ("bf16 autocast", {"autocast": ["float16"]}, "sets it itself: autocast to float16"),
         ("bf16 autocast", {"models": [{"dtypes": ["bfloat16"]}]}, "its weights are bfloat16"),
         ("compiled model", {"models": [{"is_compiled": True}]}, "sets it itself"),
+        *(
+            (rung, {"models": []}, "called by compiled code alone")
+            for rung in ("bf16 autocast", "compiled model", "compiled blocks", "checkpointed blocks", "channels last")
+        ),
         ("compiled blocks", {"models": [{"blocks": 0}]}, "no repeated blocks"),
         ("channels last", {"models": [{"convolutions": 0}]}, "no convolutions"),
         ("channels last", {"models": [{"convolutions": 1, "is_channels_last": True}]}, "sets it itself"),

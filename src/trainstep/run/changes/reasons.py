@@ -19,6 +19,7 @@ NO_READS = "no line of the script calls item() of a tensor on a GPU"
 NOT_WRITTEN_OUT = "no attention that is written out as softmax(scale · q kᵀ + mask) v was recognised"
 NO_HEAD_LOSS = "no head of a model whose logits go straight into F.cross_entropy was recognised"
 NO_ROPE = "no function of (q, k, cos, sin) that turns q and k by q · cos + rotate_half(q) · sin was recognised"
+UNCALLED = "its models are called by compiled code alone"
 NO_DDP = "the script makes no DistributedDataParallel of torch"
 
 
@@ -115,6 +116,8 @@ def of_fused(settings: Settings) -> str:
 
 def of_autocast(settings: Settings) -> str:
     """Of autocast to bf16."""
+    if not settings["models"]:
+        return UNCALLED
     if settings["autocast"]:
         return f"the script sets it itself: autocast to {' and '.join(settings['autocast'])}"
     half = {name for model in settings["models"] for name in model["dtypes"]} - {"float32"}
@@ -123,6 +126,8 @@ def of_autocast(settings: Settings) -> str:
 
 def of_compile(settings: Settings) -> str:
     """Of compiling models."""
+    if not settings["models"]:
+        return UNCALLED
     return "the script sets it itself" if any(model["is_compiled"] for model in settings["models"]) else ""
 
 
@@ -137,6 +142,8 @@ def of_checkpointing(settings: Settings) -> str:
 
 
 def _without_blocks(settings: Settings) -> str:
+    if not settings["models"]:
+        return UNCALLED
     has_blocks = any(model["blocks"] for model in settings["models"])
     return "" if has_blocks else "its models have no repeated blocks in an nn.ModuleList"
 
@@ -154,6 +161,8 @@ def of_batches(settings: Settings) -> str:
 
 def of_channels(settings: Settings) -> str:
     """Of channels last."""
+    if not settings["models"]:
+        return UNCALLED
     convolving = [model for model in settings["models"] if model["convolutions"]]
     if not convolving:
         return "its models have no convolutions in two dimensions"

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainstep.run.watch.untraced import when_eager
+
 
 class Outermost:
     """Calls each of `on_first` with a model that is about to be called in training for the first time."""
@@ -28,8 +30,8 @@ class Outermost:
         """Look from here on."""
         self._is_on, original = True, self._original
 
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._is_on:
+        def outermost(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_on:
                 return original(module, *args, **kwargs)
             self._put(original)
             try:
@@ -40,9 +42,10 @@ class Outermost:
                 return original(module, *args, **kwargs)
             finally:
                 if self._is_on:
-                    self._put(__call__)
+                    self._put(looking)
 
-        self._put(__call__)
+        looking = when_eager(original, outermost)
+        self._put(looking)
 
     def remove(self) -> None:
         """Look no longer."""

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainstep.blocks import find_blocks
+from trainstep.run.watch.hooks import parameters_of
 from trainstep.run.watch.lines import place_of_call
 from trainstep.run.watch.modules import is_compiled
 
@@ -134,7 +135,7 @@ class Settings:
             "ddp": self._ddp,
             "checkpoints": self._checkpoints,
             "operators": None if self._is_opaque or not self._operators else sorted(self._operators),
-            "on_gpu": any(model["device"] == "cuda" for model in self._models),
+            "on_gpu": any(each.is_cuda for each in parameters_of(optimizers)),
         }
 
     def _watch(self, owner: Any, name: str, tell: Callable[..., object]) -> None:

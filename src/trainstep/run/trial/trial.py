@@ -112,11 +112,11 @@ class Trial:
 
     def _round_at_random(self, precision: Any, seed: int) -> None:
         """From the first call of a model on, as long as the process lives; what is compiled runs as it is written."""
-        import torch._dynamo
+        import torch
 
         from trainstep.bench.check.rounding import RandomRounding
 
-        torch._dynamo.config.disable = True
+        torch.compiler.set_stance("force_eager")
         rounding = RandomRounding(precision, seed)
         entered: list[bool] = []
 

@@ -25,10 +25,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from trainstep.run.watch.compiling import leave_untraced, untraced
 from trainstep.run.watch.lines import Lines, owner_of, place_of_call
 from trainstep.run.watch.loaders import Loaders
 from trainstep.run.watch.modules import Roots
 from trainstep.run.watch.steps import BACKWARD, COMMUNICATION, COPIES, DATA, OPTIMIZER, StepFinder
+from trainstep.run.watch.untraced import when_eager
 
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__repr__")
 """Methods of tensors that wait until the device has computed what the host reads."""
@@ -58,6 +60,7 @@ class Hooks:
         self._counts: dict[str, int] = {}
         self._searched = False
         self.is_reading = False  # whether a read of a tensor is under way, which is timed, or one of our own
+        self._functions: list[Callable[..., Any]] = []
         self._undo = ExitStack()
 
     @property
@@ -88,6 +91,7 @@ class Hooks:
                     self._set(module, name, self._within(COMMUNICATION, original))
             self._wrap(dist.Work, "wait", functools.partial(self._within, COMMUNICATION))
         self._undo.callback(self.roots.remove)
+        self._undo.callback(leave_untraced(self._functions))
 
     def remove(self) -> None:
         """Put everything back as it was."""
@@ -128,8 +132,8 @@ class Hooks:
             if finder.is_mine():
                 finder.optimizer_ended(id(optimizer), self.name_of(optimizer))
 
-        self._undo.callback(register_optimizer_step_pre_hook(begins).remove)
-        self._undo.callback(register_optimizer_step_post_hook(ended).remove)
+        self._undo.callback(register_optimizer_step_pre_hook(untraced(begins)).remove)
+        self._undo.callback(register_optimizer_step_post_hook(untraced(ended)).remove)
         self._wrap(Optimizer, "zero_grad", functools.partial(self._within, OPTIMIZER))
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             original = getattr(torch.nn.utils.clip_grad, name)
@@ -251,7 +255,6 @@ class Hooks:
     def _within(self, phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
         finder = self.finder
 
-        @functools.wraps(original)
         def within(*args: Any, **kwargs: Any) -> Any:
             if not finder.enter(phase):
                 return original(*args, **kwargs)
@@ -260,7 +263,7 @@ class Hooks:
             finally:
                 finder.leave()
 
-        return within
+        return self._when_eager(original, within)
 
     def _reading(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         finder, call = self.finder, "print" if name == "__repr__" else name.strip("_")
@@ -282,13 +285,12 @@ class Hooks:
         return functools.wraps(original)(reading)
 
     def _waiting(self, call: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def waiting(*args: Any, **kwargs: Any) -> Any:
             if self.is_reading or not self.finder.is_mine() or not self.finder.is_under_way:
                 return original(*args, **kwargs)
             return self._timed(call, original, *args, **kwargs)
 
-        return waiting
+        return self._when_eager(original, waiting)
 
     def _moving(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         finder = self.finder
@@ -322,6 +324,10 @@ class Hooks:
         finally:
             ms = (time.perf_counter() - start) * 1e3
             self.finder.waited(self.lines.number(call, 3), ms)
+
+    def _when_eager(self, original: Callable[..., Any], hooked: Callable[..., Any]) -> Callable[..., Any]:
+        self._functions.append(when_eager(original, hooked))
+        return self._functions[-1]
 
     def _wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._set(owner, name, make(getattr(owner, name)))

@@ -27,6 +27,7 @@ from trainstep.measure.dtypes import DtypeWatch
 from trainstep.measure.memory import GIB
 from trainstep.measure.profile.ranges import WARMUP, announce, modules_announced, profiler_of_steps
 from trainstep.records import Row
+from trainstep.run.watch.compiling import is_anything_compiled
 from trainstep.run.watch.hooks import Hooks
 from trainstep.run.watch.modules import is_compiled
 from trainstep.run.watch.steps import BACKWARD, FORWARD, LOSS, OPTIMIZER, StepFinder
@@ -145,7 +146,7 @@ class Instruments:
         if root is None or not optimizers:
             self._write("no model was called that updates could be told of, so no allocations are recorded")
             return
-        if _has_compiled(root) and self._device.type == "cpu":
+        if self._device.type == "cpu" and (_has_compiled(root) or is_anything_compiled()):
             self._write("allocations of compiled code cannot be followed on a CPU")
             return
         self._recording = _Recording(
@@ -171,9 +172,10 @@ class Instruments:
         if torch._C._autograd._profiler_enabled():
             self._write("the script runs under a profiler of its own, so ours did not record kernels")
             return
-        self._profiling = _Profiling(
-            self._hooks.roots.called(), self._finder, self._profiled, self._trace, self.guard, self._device
-        )
+        roots = self._hooks.roots.called()
+        if is_anything_compiled():  # perhaps code that calls modules, which hooks on them would have compiled again
+            roots = [each for each in roots if _has_compiled(each)]
+        self._profiling = _Profiling(roots, self._finder, self._profiled, self._trace, self.guard, self._device)
         self._tag = PROFILED
 
     def _profile_on(self) -> None:
@@ -272,7 +274,7 @@ class _Recording:
         self._finder, self._hooks, self._own = finder, hooks, own
         self.dtypes: list[Row] = []
         self._phase: AbstractContextManager[Any] | None = None
-        sees_modules, on_gpu = not _has_compiled(root), device.type == "cuda"
+        sees_modules, on_gpu = not (_has_compiled(root) or is_anything_compiled()), device.type == "cuda"
         self._watch = StepWatch(root, optimizers, sees_modules=sees_modules, hidden=_RUN)
         self._dtypes = DtypeWatch(root) if sees_modules else None
         with ExitStack() as stack:

@@ -17,9 +17,13 @@ import torch
 from torch import nn
 
 from trainstep.run.watch.steps import EVALUATION, FORWARD, StepFinder
+from trainstep.run.watch.untraced import when_eager
 
-DEEPEST = 6
-"""How often the search goes on among the parts of roots that are never called themselves."""
+LAST = 32
+"""Of the steps without a model's call, the first, second, fourth, and so on to this one are searched after, each among
+the parts of what was found before and was never called."""
+SEARCHED = "searched"
+"""Tag of steps that paid for that."""
 
 
 class Roots:
@@ -30,20 +34,25 @@ class Roots:
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._called: set[int] = set()
         self._wrapped: dict[type, Any] = {}  # class → its own `__call__` before, None where it had none
-        self._descents = 0
+        self._missed = 0
 
     def search(self) -> None:
         """Look for roots among all objects that Python's garbage collector knows."""
-        modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+        found = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
+        modules = [each for each in found if not _is_compiled_graph(each)]
         parts = {id(part) for each in modules for part in each.__dict__.get("_modules", {}).values()}
         for each in modules:
             if id(each) not in parts and _has_parameters(each):
                 self._add(each)
 
     def search_deeper(self) -> bool:
-        """Take the parts of roots that were never called for roots too; False where that has been tried enough."""
-        self._descents += 1
-        if self._descents > DEEPEST:
+        """After a step without a model's call: take the parts of roots that were never called for roots too.
+
+        Returns:
+            Whether it searched, which takes a while: all objects are looked at.
+        """
+        self._missed += 1
+        if self._missed.bit_count() > 1 or self._missed > LAST:
             return False
         for root in [each for each in self._alive() if id(each) not in self._called]:
             for part in root.children():
@@ -86,8 +95,8 @@ class Roots:
         original: Callable[..., Any] = kind.__call__
         finder, roots, called = self._finder, self._roots, self._called
 
-        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or id(self) not in roots:
+        def outermost(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if id(self) not in roots:
                 return original(self, *args, **kwargs)
             if not finder.enter(FORWARD if torch.is_grad_enabled() or self.training else EVALUATION):
                 return original(self, *args, **kwargs)
@@ -98,12 +107,18 @@ class Roots:
                 finder.leave()
 
         self._wrapped[kind] = vars(kind).get("__call__")
-        kind.__call__ = __call__  # type: ignore[method-assign]
+        kind.__call__ = when_eager(original, outermost)  # type: ignore[method-assign]
 
 
 def is_compiled(module: Any) -> bool:
     """Whether a call of it, if it is a module, is compiled code."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+def _is_compiled_graph(module: nn.Module) -> bool:
+    """Whether dynamo made it, of code that may be anything, such as an optimizer's update; or the wrapper around it."""
+    graph = module.__dict__.get("_modules", {}).get("_orig_mod", module)
+    return "compile_subgraph_reason" in graph.__dict__
 
 
 def _has_parameters(module: nn.Module) -> bool:

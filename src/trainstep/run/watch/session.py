@@ -22,10 +22,12 @@ from torch.optim.optimizer import Optimizer
 from trainstep.measure.environment import describe
 from trainstep.measure.timing import CpuClock, DeviceClock, device_clock
 from trainstep.records import Row, sections_of
+from trainstep.run.watch.compiling import untraced
 from trainstep.run.watch.cost import cost_of_a_step
 from trainstep.run.watch.hooks import Hooks, parameters_of
 from trainstep.run.watch.lines import Lines, Place
 from trainstep.run.watch.log import LogWriter
+from trainstep.run.watch.modules import SEARCHED
 from trainstep.run.watch.recompilations import Recompilations
 from trainstep.run.watch.steps import Step, StepFinder
 
@@ -52,7 +54,7 @@ class Session:
         self.plan, self.log, self.script = plan, log, script
         self.device = torch.device("cpu")
         self._clock: DeviceClock = CpuClock()
-        self.finder = StepFinder(self._mark, self._queue)
+        self.finder = StepFinder(self._mark, untraced(self._queue))
         self.finder.on_end = self._step_ended
         self.hooks = Hooks(self.finder, Lines(self._new_line))
         self.on_stop: Callable[[], object] = lambda: None  # called before the script is ended
@@ -162,8 +164,9 @@ class Session:
         self._queued.append(step)
         self._handed_out += 1
         self._write_queued()
-        if step.backwards and not step.forwards:
-            self.hooks.roots.search_deeper()
+        is_missed = step.backwards and not step.forwards and self._handed_out > 1  # models are found in the first step
+        if is_missed and self.hooks.roots.search_deeper():
+            self.finder.tag(SEARCHED)
         if self.plan.steps is not None and self._handed_out >= self.plan.steps and not self._is_finished:
             self._stop()
 

@@ -1,0 +1,60 @@
+"""Hooks beside torch.compile, which traces whatever the code it compiles calls.
+
+Traced, hooks would be a part of graphs that are compiled again whenever something of ours has changed, and of none at
+all where `fullgraph` is asked for. So dynamo traces none of them: compiled code that comes to one runs it between two
+graphs, or, where the hook is made by `untraced.when_eager`, passes it by.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainstep.run.watch.imports import after_import
+
+_HERE = __name__.rpartition(".")[0]
+OURS = (
+    *(f"{_HERE}.{each.name}" for each in pkgutil.iter_modules([str(Path(__file__).parent)]) if each.name != "untraced"),
+    *("trainstep.run.trial", "trainstep.measure"),
+)
+"""What calls a script's code from inside hooks, or is called in between."""
+
+
+def leave_untraced(calls: Iterable[Callable[..., Any]]) -> Callable[[], object]:
+    """Have dynamo trace no hook, once it is there; returns what calls that off.
+
+    Args:
+        calls: hooks that `when_eager` made, which are still traced as a part of other code, and not by themselves.
+    """
+
+    def tell() -> None:
+        for package in OURS:
+            sys.modules["torch._dynamo.trace_rules"].add(package)
+        for call in calls:
+            sys.modules["torch._dynamo.eval_frame"].skip_code(call.__code__)
+
+    return after_import("torch._dynamo", tell)
+
+
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook, and whatever it calls, run as they are where compiled code comes to it."""
+    disabled: list[Callable[..., Any]] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not disabled:
+            if "torch._dynamo.decorators" not in sys.modules:  # slow to import, and whoever compiles has done so
+                return hook(*args, **kwargs)
+            disabled.append(torch.compiler.disable(hook))
+        return disabled[0](*args, **kwargs)
+
+    return call
+
+
+def is_anything_compiled() -> bool:
+    """Whether dynamo has compiled anything in this process."""
+    return bool(getattr(sys.modules.get("torch._dynamo.utils"), "_compilation_metrics", None))
