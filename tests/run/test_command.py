@@ -89,6 +89,16 @@ def test_however_a_script_ends_its_steps_are_kept(how, code, steps, said, tmp_pa
         )
 
 
+def test_what_cannot_be_run_is_told_as_python_does(tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("import torch\nx = = 1\n")
+    for words in (["-m", "no_such_module"], [str(broken)], ["-m", "trainstep.no_such_module"]):
+        ended, _ = run_command(tmp_path / "out", *words)
+        plain = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == plain.returncode == 1
+        assert ended.stderr.startswith(plain.stderr), ended.stderr
+
+
 def test_a_script_that_is_killed(tmp_path):
     ended, _ = run_command(tmp_path, "--profiled-steps", 0, SCRIPTS / "ending.py", "is killed")
     assert ended.returncode == -9

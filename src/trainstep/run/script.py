@@ -151,13 +151,18 @@ def _die_with(parent: int) -> None:
 
 
 def _shortened(show: Callable[..., object]) -> Callable[..., object]:
-    """`sys.excepthook`, for tracebacks without the frames from here to the script."""
+    """`sys.excepthook`, for tracebacks without the frames from here to the script; of one that there is not, or that
+    cannot be compiled, what Python says."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         kept = trace
         while kept is not None and _is_before_script(kept.tb_frame.f_code):
             kept = kept.tb_next
-        show(kind, error.with_traceback(kept or trace), kept or trace)
+        if kept is None and isinstance(error, ImportError):  # of `-m`
+            print(f"{sys.executable}: {error}", file=sys.stderr)
+            return
+        shown = trace if kept is None and not isinstance(error, SyntaxError) else kept
+        show(kind, error.with_traceback(shown), shown)
 
     return hook
 

@@ -144,6 +144,23 @@ def test_float64_computes_blocks_again_where_it_does_not_fit_otherwise():
     assert not Reference(source(lambda step: False), BASE).is_exact
 
 
+def test_float64_that_fails_for_another_reason_is_not_tried_twice():
+    tried = []
+
+    def only_float32(_, inputs):
+        if inputs[0].dtype == torch.float64:
+            tried.append(inputs)
+            raise TypeError("no float64")
+
+    def build(step):
+        workload = PLAIN.build(step)
+        workload.module.norm.register_forward_pre_hook(only_float32)
+        return workload
+
+    assert not Reference(dataclasses.replace(PLAIN, build=build), BASE).is_exact
+    assert len(tried) == 1
+
+
 def test_a_model_that_computes_something_else_in_float64_is_not_believed():
     class Otherwise(nn.Linear):
         def forward(self, x):

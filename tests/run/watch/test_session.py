@@ -111,7 +111,7 @@ def test_skipped_updates_are_steps_that_are_not_timed(tmp_path):
 def test_reads_are_told_with_their_line(tmp_path, capsys):
     rows = measure("reads.py", tmp_path)[1]
     found = {row.call: row for row in of_kind(rows, WaitRow)}
-    assert set(found) == {"item", "print"}, "Adam's own reads are none on a GPU"
+    assert set(found) == {"item", "print"}, "neither Adam's own reads nor places in a list are any on a GPU"
     assert found["item"].line == line_of("reads.py", "READ")
     assert found["print"].line == line_of("reads.py", "PRINT")
     assert found["item"].calls == 11  # the last one is after the last step

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from trainstep.bench.check.reference import EVERY_BLOCK
 from trainstep.bench.check.step import StepCheck, Verdict
 from trainstep.bench.fit.copies import copy_rates
 from trainstep.bench.fit.costs import block_costs
@@ -32,10 +33,8 @@ from trainstep.stats import summarize
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, resolve_device
 
-BASE = "every-1"
-"""The policy under which everything is computed again, from which choices are counted."""
 AGAIN = "all again"
-"""What its row is called."""
+"""What the row of `EVERY_BLOCK` is called, from which choices are counted."""
 ROUNDS = 3
 """A choice that took more than its budget is made anew, its prediction corrected by what was measured, so often."""
 RESERVE = 0.06
@@ -118,12 +117,12 @@ def fit_records(
     run = _Run(source, dataclasses.replace(config, checkpointing="none"), warmup, steps)
     costs = attempt(partial(_block_costs, source, run.config, host_gib))
     if isinstance(costs, Failure):
-        yield run.failed(AGAIN, run.under(BASE), costs)
+        yield run.failed(AGAIN, run.under(EVERY_BLOCK), costs)
         return
     again, plain = [Choice()] * len(costs.blocks), [Choice(is_plain=True)] * len(costs.blocks)
     forms: dict[bool, StepCost] = {}
     for in_backward in (False,) if update_after_backward else (False, True):
-        under = run.under(BASE)
+        under = run.under(EVERY_BLOCK)
         more: dict[str, Any] = {}
         if in_backward:
             file = next(iter(wanted.values())).with_name("again-in-backward.json")
@@ -144,7 +143,7 @@ def fit_records(
     found = attempt(partial(measure_step, source, run.config, "step", warmup, steps))
     yield run.row("plain", run.config, found, costs, plain)
     measured = found.memory.peak if isinstance(found, StepMeasurement) and found.memory else peak_of(costs, plain)
-    check = StepCheck(source, run.under(BASE))  # whose reference serves every budget
+    check = StepCheck(source, run.under(EVERY_BLOCK))  # whose reference serves every budget
     for budget, file in wanted.items():
         limit = budget.of(measured, device)
         try:

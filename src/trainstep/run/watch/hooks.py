@@ -274,7 +274,7 @@ class Hooks:
             if self.on_gpu:
                 if not tensor.is_cuda:
                     return original(tensor, *args, **kwargs)
-            elif finder.current == DATA:  # a dataset's tensors would lie on the host
+            elif finder.current == DATA or call == "index":  # datasets, and places in them, would lie on the host
                 return original(tensor, *args, **kwargs)
             else:
                 file = sys._getframe(1).f_code.co_filename
