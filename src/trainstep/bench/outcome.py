@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ from trainstep.parallel.process import Process
 from trainstep.records import AnyRow, Scalar, Status, make_row
 
 Result = TypeVar("Result")
+WATCHDOG_S = 0.25
+"""Two looks of NCCL's watchdog at what has ended, and some time on top (ProcessGroupNCCL looks every 100 ms)."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ def attempt_on_all_ranks(work: Callable[[], Result], process: Process) -> list[R
 
     A `UsageError` is a failure here, of the scheme at hand: on one rank alone it would leave the others waiting.
     """
+    _let_go_of_collectives(process)
     release_memory()  # what the case before held in circles
     try:
         result = attempt(work)
@@ -77,6 +81,18 @@ def attempt_on_all_ranks(work: Callable[[], Result], process: Process) -> list[R
     results: list[Any] = [None] * process.world_size
     dist.all_gather_object(results, result, group=process.group)
     return next((each for each in results if isinstance(each, Failure)), results)
+
+
+def _let_go_of_collectives(process: Process) -> None:
+    """Have NCCL's group give back the tensors of collectives that nobody waited for.
+
+    torch's DistributedDataParallel waits for their futures. The group then keeps all buckets until the collective after
+    its watchdog has seen them end.
+    """
+    if process.device.type == "cuda":
+        torch.cuda.synchronize(process.device)
+        time.sleep(WATCHDOG_S)
+        dist.all_reduce(torch.zeros(1, device=process.device), group=process.group)
 
 
 def classify(error: Exception) -> Failure:
