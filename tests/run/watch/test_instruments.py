@@ -88,6 +88,19 @@ def test_a_step_with_two_optimizers_has_the_state_of_both_and_its_dtypes(tmp_pat
     assert (dtypes["Linear"].outputs, dtypes["Linear"].gradients) == (("fp32",), ("fp32",))
 
 
+def test_all_models_that_are_called_have_their_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("STEPS", "24")
+    _, rows = measure("gan.py", tmp_path, Plan(profiled_steps=0, folder=str(tmp_path)))
+    owners = {row.owner: row.mib * 2**20 for row in of_kind(rows, OwnerRow) if row.is_total}
+    generator, discriminator = 4 * 32 + 32 + 32 * 32 + 32 + 32 * 16 + 16, 16 * 32 + 32 + 32 * 32 + 32 + 32 + 1
+    parameters = 4 * (generator + discriminator)
+    assert owners["parameters"] == pytest.approx(parameters, rel=1e-4)
+    assert 2 * parameters <= owners["optimizer state"] <= 2 * parameters + 128
+    assert owners["unknown"] < parameters / 8, "images that were made before the step that is recorded"
+    modules = {row.module for row in of_kind(rows, DtypeRow)}
+    assert {"Sequential.*", "Sequential 2.*"} <= modules
+
+
 def test_too_few_steps_are_said(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["plain.py", "24"])
     with pytest.raises(SystemExit):

@@ -8,6 +8,7 @@ so that later steps are not timed either.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -141,11 +142,11 @@ class Instruments:
                     end()
 
     def _record(self) -> None:
-        root = next(iter(self._hooks.roots.called()), None)
-        optimizers = list(self._hooks.optimizers)
-        if root is None or not optimizers:
+        roots, optimizers = self._hooks.roots.called(), list(self._hooks.optimizers)
+        if not roots or not optimizers:
             self._write("no model was called that updates could be told of, so no allocations are recorded")
             return
+        root = _together(roots)
         if self._device.type == "cpu" and (_has_compiled(root) or is_anything_compiled()):
             self._write("allocations of compiled code cannot be followed on a CPU")
             return
@@ -321,6 +322,18 @@ class _Recording:
 def _modes() -> tuple[int, int]:
     """How many modes are entered that see all of torch's functions and operators."""
     return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+
+
+def _together(models: Sequence[nn.Module]) -> nn.Module:
+    """The model; several as one, in which each is called by its class: `Linear`, `Linear 2`."""
+    if len(models) == 1:
+        return models[0]
+    several, counts = nn.Module(), Counter[str]()
+    for model in models:
+        name = type(model).__name__
+        counts[name] += 1
+        several.add_module(name if counts[name] == 1 else f"{name} {counts[name]}", model)
+    return several
 
 
 def _has_compiled(module: nn.Module) -> bool:
