@@ -7,6 +7,7 @@ graphs, or, where the hook is made by `untraced.when_eager`, passes it by.
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable
@@ -33,12 +34,17 @@ def leave_untraced(calls: Iterable[Callable[..., Any]]) -> Callable[[], object]:
     """
 
     def tell() -> None:
-        for package in OURS:
-            sys.modules["torch._dynamo.trace_rules"].add(package)
+        _leave_out()
         for call in calls:
             sys.modules["torch._dynamo.eval_frame"].skip_code(call.__code__)
 
     return after_import("torch._dynamo", tell)
+
+
+@functools.cache
+def _leave_out() -> None:
+    for package in OURS:
+        sys.modules["torch._dynamo.trace_rules"].add(package)
 
 
 def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
