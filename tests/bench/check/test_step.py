@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +40,29 @@ def judge():
 def verdict_on(judge, planted):
     judge.source = planted.source()
     return judge.judge(dataclasses.replace(BASE, **planted.change))
+
+
+@pytest.mark.parametrize(
+    ("own", "reference", "are_counted"),
+    [
+        (BF16, {}, True),
+        ({"precision": "fp16"}, {}, False),  # whose scaler may take several passes
+        (BF16 | {"compile": "blocks"}, {}, False),  # whose dropout torch decomposes
+        (BF16, {"precision": "fp16"}, False),
+        (BF16, {"compile": "model"}, False),
+    ],
+)
+def test_elements_that_are_dropped_are_counted_where_both_sides_are_eager(monkeypatch, own, reference, are_counted):
+    asked, check = [], StepCheck(PLAIN, BASE)
+    monkeypatch.setattr(
+        "trainstep.bench.check.step.drops_otherwise", lambda *_, are_counted: asked.append(are_counted) or ""
+    )
+    monkeypatch.setattr(check, "_build", lambda *_: None)
+    monkeypatch.setattr(check, "_gradients", lambda *_: None)
+    right = Deviation(0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, "w")
+    held = SimpleNamespace(config=dataclasses.replace(BASE, **reference), compare=lambda *_: right)
+    assert check._hold_without_dropout(dataclasses.replace(BASE, **own), held, 0).is_right
+    assert asked == [are_counted]
 
 
 @pytest.mark.parametrize("name", [*WRONG][::2])
