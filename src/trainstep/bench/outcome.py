@@ -72,8 +72,8 @@ def attempt_on_all_ranks(work: Callable[[], Result], process: Process) -> list[R
 
     A `UsageError` is a failure here, of the scheme at hand: on one rank alone it would leave the others waiting.
     """
-    _let_go_of_collectives(process)
     release_memory()  # what the case before held in circles
+    _let_go_of_collectives(process)
     try:
         result = attempt(work)
     except UsageError as error:
@@ -93,6 +93,7 @@ def _let_go_of_collectives(process: Process) -> None:
         torch.cuda.synchronize(process.device)
         time.sleep(WATCHDOG_S)
         dist.all_reduce(torch.zeros(1, device=process.device), group=process.group)
+        torch.cuda.empty_cache()
 
 
 def classify(error: Exception) -> Failure:

@@ -95,12 +95,14 @@ class Run:
         """A script that catches even `SystemExit` ends where it would update its model once more."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+        from trainstep.run.watch.compiling import untraced
+
         def leave(*_: object) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
 
-        register_optimizer_step_pre_hook(leave)
+        register_optimizer_step_pre_hook(untraced(leave))
 
     def catch_exits(self) -> None:
         """Have `os._exit` write what is known first."""

@@ -43,7 +43,7 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
         ("bf16 autocast", {"models": [{"dtypes": ["bfloat16"]}]}, "its weights are bfloat16"),
         ("compiled model", {"models": [{"is_compiled": True}]}, "sets it itself"),
         *(
-            (rung, {"models": []}, "called by compiled code alone")
+            (rung, {"models": []}, "no call of a model was seen outside of compiled code")
             for rung in ("bf16 autocast", "compiled model", "compiled blocks", "checkpointed blocks", "channels last")
         ),
         ("compiled blocks", {"models": [{"blocks": 0}]}, "no repeated blocks"),

@@ -19,7 +19,7 @@ NO_READS = "no line of the script calls item() of a tensor on a GPU"
 NOT_WRITTEN_OUT = "no attention that is written out as softmax(scale · q kᵀ + mask) v was recognised"
 NO_HEAD_LOSS = "no head of a model whose logits go straight into F.cross_entropy was recognised"
 NO_ROPE = "no function of (q, k, cos, sin) that turns q and k by q · cos + rotate_half(q) · sin was recognised"
-UNCALLED = "its models are called by compiled code alone"
+UNCALLED = "no call of a model was seen outside of compiled code"
 NO_DDP = "the script makes no DistributedDataParallel of torch"
 
 

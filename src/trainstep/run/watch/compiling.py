@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ OURS = (
 )
 """What calls a script's code from inside hooks, or is called in between."""
 
+COLLECTIVES = "torch.distributed._functional_collectives"
+
 
 def leave_untraced(calls: Iterable[Callable[..., Any]]) -> Callable[[], object]:
     """Have dynamo trace no hook, once it is there; returns what calls that off.
@@ -38,7 +41,18 @@ def leave_untraced(calls: Iterable[Callable[..., Any]]) -> Callable[[], object]:
         for call in calls:
             sys.modules["torch._dynamo.eval_frame"].skip_code(call.__code__)
 
-    return after_import("torch._dynamo", tell)
+    undo = [after_import("torch._dynamo", tell), after_import(COLLECTIVES, lambda: _stand_for(calls))]
+    return lambda: [each() for each in undo]
+
+
+def _stand_for(calls: Iterable[Callable[..., Any]]) -> None:
+    """dynamo knows what to trace in the place of a collective by its function: hooks and what they are around alike."""
+    traced = sys.modules[COLLECTIVES].traceable_collective_remaps
+    for known, instead in list(traced.items()):
+        for call in calls:
+            original = vars(call)["__wrapped__"]
+            if known is call or known is original:
+                traced |= {call: instead, original: instead}
 
 
 @functools.cache
@@ -59,6 +73,20 @@ def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
         return disabled[0](*args, **kwargs)
 
     return call
+
+
+@contextmanager
+def nothing_is_compiled() -> Iterator[None]:
+    """While entered, what is to be compiled runs as it is written: torch compiles nothing under modes that see every
+    operator, and raises there where `fullgraph` is asked for."""
+    entered: list[Any] = []
+    forget = after_import("torch._dynamo", lambda: entered.append(torch.compiler.set_stance("force_eager")))
+    try:
+        yield
+    finally:
+        forget()
+        for stance in entered:
+            stance.__exit__(None, None, None)
 
 
 def is_anything_compiled() -> bool:

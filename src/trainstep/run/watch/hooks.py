@@ -86,9 +86,9 @@ class Hooks:
                 self._wrap(kind, "synchronize", functools.partial(self._waiting, name))
         if dist.is_available():
             for name in COLLECTIVES:
-                original = getattr(dist.distributed_c10d, name)
+                hooked = self._within(COMMUNICATION, getattr(dist.distributed_c10d, name))
                 for module in (dist, dist.distributed_c10d):
-                    self._set(module, name, self._within(COMMUNICATION, original))
+                    self._set(module, name, hooked)
             self._wrap(dist.Work, "wait", functools.partial(self._within, COMMUNICATION))
         self._undo.callback(self.roots.remove)
         self._undo.callback(leave_untraced(self._functions))

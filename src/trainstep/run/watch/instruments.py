@@ -28,7 +28,7 @@ from trainstep.measure.dtypes import DtypeWatch
 from trainstep.measure.memory import GIB
 from trainstep.measure.profile.ranges import WARMUP, announce, modules_announced, profiler_of_steps
 from trainstep.records import Row
-from trainstep.run.watch.compiling import is_anything_compiled
+from trainstep.run.watch.compiling import is_anything_compiled, nothing_is_compiled
 from trainstep.run.watch.hooks import Hooks
 from trainstep.run.watch.modules import is_compiled
 from trainstep.run.watch.steps import BACKWARD, FORWARD, LOSS, OPTIMIZER, StepFinder
@@ -38,6 +38,7 @@ RECORDED_AFTER = 4  # steps before the one whose allocations are recorded
 SETTLED = 5  # steps before the profiler at least
 PROFILED, RECORDED, AFTER = "profiled", "recorded", "after the profiler"
 """Tags of steps."""
+NO_MODEL = "no model was called that updates could be told of, so no allocations are recorded"
 _RUN = str(Path(__file__).parents[1])  # whatever room of it a frame is in, it is no user's
 
 
@@ -119,12 +120,17 @@ class Instruments:
             self._profile_on()
         elif self._recording is not None:
             self._record_end()
-        elif self._record_at is not None and ended >= self._record_at:
+        elif self._record_at is not None and ended >= self._record_at and self._knows_models:
             self._record_at = None
             self._record()
         elif self._profile_at is not None and ended >= self._profile_at:
             self._profile_at = None
             self._profile()
+
+    @property
+    def _knows_models(self) -> bool:
+        """Whether some were called, or are no longer looked for."""
+        return bool(self._hooks.roots.called()) or not self._hooks.roots.is_searching
 
     def before_optimizer(self) -> None:
         """Gradients are there."""
@@ -136,6 +142,9 @@ class Instruments:
         recording, profiling, self._recording, self._profiling = self._recording, self._profiling, None, None
         self._finder.listeners.clear()
         self._hooks.on_loss = lambda tensors: None
+        if self._record_at is not None and self._seen >= self._record_at:
+            self._record_at = None
+            self._write(NO_MODEL)
         for end in (recording and recording.leave, profiling and profiling.stop):
             with contextlib.suppress(Exception):
                 if end:
@@ -144,11 +153,12 @@ class Instruments:
     def _record(self) -> None:
         roots, optimizers = self._hooks.roots.called(), list(self._hooks.optimizers)
         if not roots or not optimizers:
-            self._write("no model was called that updates could be told of, so no allocations are recorded")
+            self._write(NO_MODEL)
             return
         root = _together(roots)
         if self._device.type == "cpu" and (_has_compiled(root) or is_anything_compiled()):
-            self._write("allocations of compiled code cannot be followed on a CPU")
+            what = "compiled code" if _has_compiled(root) else "a process that has compiled something"
+            self._write(f"allocations of {what} cannot be followed on a CPU")
             return
         self._recording = _Recording(
             root, optimizers, self._device, self._finder, self._hooks, self._own, self._synced, self.guard
@@ -280,6 +290,7 @@ class _Recording:
         self._dtypes = DtypeWatch(root) if sees_modules else None
         with ExitStack() as stack:
             if self._dtypes is not None:
+                stack.enter_context(nothing_is_compiled())
                 stack.enter_context(self._dtypes)
             recording = recording_on_cuda(self._watch, device) if on_gpu else recording_on_cpu(self._watch)
             self.found: list[Recording] = stack.enter_context(recording)

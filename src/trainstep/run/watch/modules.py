@@ -45,6 +45,11 @@ class Roots:
             if id(each) not in parts and _has_parameters(each):
                 self._add(each)
 
+    @property
+    def is_searching(self) -> bool:
+        """Whether steps without a model's call would have more searched."""
+        return self._missed < LAST
+
     def search_deeper(self) -> bool:
         """After a step without a model's call: take the parts of roots that were never called for roots too.
 
