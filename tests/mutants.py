@@ -36,6 +36,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "src/trainstep"
+STEP = ("step", "step_random", "step_reference")
+"""Tests of `bench/check/step.py`."""
 WITHOUT_PAGES = "-knot page and not section and not chart and not table"
 """The rules of the findings need no page, which takes seconds."""
 JUDGES = {
@@ -48,11 +50,11 @@ JUDGES = {
     "bench/check/dropout.py": ("tests/bench/check/test_dropout.py",),
     "bench/check/gradients.py": ("tests/bench/check/test_gradients.py",),
     "bench/check/reference.py": tuple(
-        f"tests/bench/check/test_{name}.py" for name in ("reference", "reproducible", "step")
+        f"tests/bench/check/test_{name}.py" for name in ("reference", "reproducible", *STEP)
     ),
     "bench/check/rounding.py": ("tests/bench/check/test_rounding.py", "tests/bench/check/test_row_sums.py"),
     "bench/check/row_sums.py": ("tests/bench/check/test_row_sums.py",),
-    "bench/check/step.py": ("tests/bench/check/test_reproducible.py", "tests/bench/check/test_step.py"),
+    "bench/check/step.py": tuple(f"tests/bench/check/test_{name}.py" for name in ("reproducible", *STEP)),
     "bench/check/updates.py": ("tests/bench/check/test_updates.py",),
     "bench/parallel/check.py": ("tests/bench/parallel/test_check_little.py", "tests/bench/parallel/test_check.py"),
     "report/compare.py": ("tests/report/test_compare.py",),

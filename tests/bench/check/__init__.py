@@ -26,3 +26,8 @@ def source_of(make, scale=lambda step: 1.0):
 
 def verdict_of(source, device="cpu", **change):
     return StepCheck(source, StepConfig(device=device)).judge(StepConfig(device=device, **change))
+
+
+def is_plain(step):
+    """Whether a step is the one that others are held against."""
+    return (step.precision, step.compile, step.optimizer) == ("fp32", "off", StepConfig().optimizer)

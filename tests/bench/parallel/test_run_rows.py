@@ -166,7 +166,7 @@ def test_memory_is_within_five_percent_at_three_moments_for_every_scheme():
 
 
 LEFT_BEHIND = {"single", "torch-hsdp-1"}
-"""Rows that hold more than is planned, by as much as a model's weights: of a scheme before them, it seems (lab log)."""
+"""Rows that hold more than is planned, by as much as a model's weights: the DDP's buckets before them, it seems."""
 
 
 def test_memory_is_within_five_percent_of_the_plan_for_peers_settings():

@@ -26,11 +26,12 @@ OURS = (
 )
 """What calls a script's code from inside hooks, or is called in between."""
 
-COLLECTIVES = "torch.distributed._functional_collectives"
+FUNCTIONAL = "torch.distributed._functional_collectives"
+"""Where dynamo has a table of collectives."""
 
 
 def leave_untraced(calls: Iterable[Callable[..., Any]]) -> Callable[[], object]:
-    """Have dynamo trace no hook, once it is there; returns what calls that off.
+    """Have dynamo trace no hook, once it is there; returns what takes the hooks out of its tables again.
 
     Args:
         calls: hooks that `when_eager` made, which are still traced as a part of other code, and not by themselves.
@@ -41,13 +42,21 @@ def leave_untraced(calls: Iterable[Callable[..., Any]]) -> Callable[[], object]:
         for call in calls:
             sys.modules["torch._dynamo.eval_frame"].skip_code(call.__code__)
 
-    undo = [after_import("torch._dynamo", tell), after_import(COLLECTIVES, lambda: _stand_for(calls))]
-    return lambda: [each() for each in undo]
+    waiting = [after_import("torch._dynamo", tell), after_import(FUNCTIONAL, lambda: _stand_for(calls))]
+
+    def undo() -> None:
+        for call_off in waiting:
+            call_off()
+        traced = getattr(sys.modules.get(FUNCTIONAL), "traceable_collective_remaps", {})
+        for call in calls:
+            traced.pop(call, None)
+
+    return undo
 
 
 def _stand_for(calls: Iterable[Callable[..., Any]]) -> None:
     """dynamo knows what to trace in the place of a collective by its function: hooks and what they are around alike."""
-    traced = sys.modules[COLLECTIVES].traceable_collective_remaps
+    traced = sys.modules[FUNCTIONAL].traceable_collective_remaps
     for known, instead in list(traced.items()):
         for call in calls:
             original = vars(call)["__wrapped__"]
