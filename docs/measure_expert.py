@@ -6,7 +6,7 @@
     python docs/measure_expert.py vit_large --runs 1 --rungs "bf16 autocast,compiled blocks"        # in less time
 
 The expert's script is run before the ladder and after it, so that what drifts reaches both. Kept in
-docs/results/h200-run.json, a cell a script; what is measured again takes the place of what was.
+docs/results/experts.json, a cell a script; what is measured again takes the place of what was.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainstep.records import Row, of_kind
 from trainstep.run.ladder.rung_rows import ratio_fields
 from trainstep.stats import ratio_of_runs
 
-KEPT = RESULTS / "h200-run.json"
+KEPT = RESULTS / "experts.json"
 SAID_OF = ("device", "torch", "date", "commit")
 COLUMNS = ("rung", "status", "verdict", "kept", "reason", "step_ms", "runs", "gain", "gain_low", "gain_high")
 COLUMNS += ("speedup", "speedup_low", "speedup_high", "gradient_error", "error_budget", "peak_gib")
