@@ -49,10 +49,10 @@ def test_tensors_share_a_buffer_up_to_its_size(monkeypatch, limit, expected):
 
 @pytest.mark.gpu
 @NEEDS_GPU
-@pytest.mark.parametrize("limit", [weights.BUFFER, 128])
-def test_copies_of_a_gpus_tensors_are_page_locked(monkeypatch, limit):
+@pytest.mark.parametrize(("limit", "is_shared"), [(weights.BUFFER, True), (128, False)])
+def test_copies_of_a_gpus_tensors_are_page_locked(monkeypatch, limit, is_shared):
     monkeypatch.setattr(weights, "BUFFER", limit)
     copies = check_copies(tensors("cuda"))
     assert all(each.is_pinned() for each in copies.values() if each.numel())
     buffers = {each.untyped_storage().data_ptr() for each in copies.values() if each.numel()}
-    assert (len(buffers) == 1) == (limit == weights.BUFFER)
+    assert (len(buffers) == 1) is is_shared

@@ -17,12 +17,12 @@ NAMES = ("single", "torch-ddp-1000", "torch-zero-1000", "torch-fsdp2", "bucketed
 
 
 def _left(process):
-    """Bytes before the first turn and after each."""
+    """Bytes after each turn."""
 
     def held():
         return torch.cuda.memory_allocated(process.device)
 
-    found = attempt_on_all_ranks(held, process)[:1]
+    found = []
     for name in NAMES:
         case = ParallelCase(builtin_source("eight blocks", MODEL), CONFIG, SCHEMES[name], warmup=1, steps=2)
         assert len(attempt_on_all_ranks(partial(measure, case, process), process)) == process.world_size
@@ -33,10 +33,11 @@ def _left(process):
 @pytest.mark.gpu
 @pytest.mark.distributed
 def test_a_turn_leaves_nothing_to_the_next():
-    """torch's DDP left its buckets, as large as all weights, until the next collective of the group."""
+    """torch's DDP left its buckets, as large as all weights, until the next collective of the group. What cuBLAS works
+    in stays from the first turn on."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs, and there are {torch.cuda.device_count()}")
     with Workers(2, device="cuda", timeout_s=120) as workers:
-        before, *after = workers.run(_left)[0]
-    left = {name: each - before for name, each in zip(NAMES, after, strict=True)}
+        first, *after = workers.run(_left)[0]
+    left = {name: each - first for name, each in zip(NAMES[1:], after, strict=True)}
     assert max(left.values()) < MODEL.num_parameters * 4 / 10, left
