@@ -5,8 +5,9 @@
     python docs/measure_expert.py nanogpt --folder ../nanoGPT     # a clone, with train.bin and val.bin of its data
     python docs/measure_expert.py vit_large --runs 1 --rungs "bf16 autocast,compiled blocks"        # in less time
 
-The expert's script is run before the ladder and after it, so that what drifts reaches both. Kept in
-docs/results/experts.json, a cell a script; what is measured again takes the place of what was.
+--seconds interrupts a ladder that takes longer: what it has kept by then is its top. The expert's script is run before
+the ladder and after it, so that what drifts reaches both. Kept in docs/results/experts.json, a cell a script; what is
+measured again takes the place of what was.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ PAIRS = {
 }
 
 
-def rows_of(script: Script, out: Path, options: Sequence[str]) -> list[Row]:
+def rows_of(script: Script, out: Path, options: Sequence[str], until_s: float | None = None) -> list[Row]:
     """Run it under `trainstep run`: its rows.
 
     Raises:
         SystemExit: it left none.
     """
-    rows, last = run(script, out, script.path, options)
+    rows, last = run(script, out, script.path, options, until_s=until_s)
     if not rows:
         raise SystemExit(f"nothing was measured, and the last that was said is: {last}")
     return rows
@@ -107,12 +108,12 @@ def top_of(rungs: Sequence[ScriptRungRow]) -> ScriptRungRow:
     return next((row for row in kept if row.rung == TOP), kept[-1])
 
 
-def measure(pair: Pair, out: Path, steps: int, runs: int) -> dict[str, Any]:
-    """The expert's `runs` times, the ladder, the expert's as often again."""
+def measure(pair: Pair, out: Path, steps: int, runs: int, seconds: float | None) -> dict[str, Any]:
+    """The expert's `runs` times, the ladder for at most so many seconds, the expert's as often again."""
     experts = [by_expert(pair, out / f"expert-{number}", steps) for number in range(runs)]
     options = ["--ladder", "--steps", str(steps), "--rungs", pair.rungs]
     start = time.monotonic()
-    rungs = of_kind(rows_of(pair.plain, out / "ladder", options), ScriptRungRow)
+    rungs = of_kind(rows_of(pair.plain, out / "ladder", options, seconds), ScriptRungRow)
     climbed_s = time.monotonic() - start
     experts += [by_expert(pair, out / f"expert-{number}", steps) for number in range(runs, 2 * runs)]
     top = top_of(rungs)
@@ -123,6 +124,7 @@ def measure(pair: Pair, out: Path, steps: int, runs: int) -> dict[str, Any]:
         "by_hand": pair.by_hand,
         "steps": steps,
         "climbed_s": climbed_s,
+        "is_whole": seconds is None or climbed_s < seconds,
         "rungs": [{name: getattr(row, name) for name in COLUMNS} for row in rungs],
         "top_ms": top.samples["runs"],
         "expert_ms": experts,
@@ -136,6 +138,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="of each run")
     parser.add_argument("--runs", type=int, default=2, help="of the expert's, before the ladder and again after it")
     parser.add_argument("--rungs", help="of the ladder, divided by commas; by default all that may help this script")
+    parser.add_argument("--seconds", type=float, help="for the ladder, which is then interrupted; by default it ends")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="from which it is run")
     parser.add_argument("--out", type=Path, help="what the runs leave; by default a temporary folder")
     given = parser.parse_args()
@@ -148,7 +151,7 @@ def main() -> None:
         out = (given.out or Path(name)).resolve()
         pair = PAIRS[given.script]
         pair = replace(pair, plain=replace(pair.plain, folder=given.folder), rungs=given.rungs or pair.rungs)
-        cell = measure(pair, out, given.steps, given.runs)
+        cell = measure(pair, out, given.steps, given.runs, given.seconds)
     kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
     kept[given.script] = cell | {each: environment[each] for each in SAID_OF}
     KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

@@ -16,9 +16,11 @@ hand. What cannot be run (a library or a second GPU is missing, or the script fa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -123,9 +125,22 @@ SCRIPTS = {
 
 
 def run(
-    script: Script, out: Path, path: Path, options: Sequence[str], limit_s: float | None = None
+    script: Script,
+    out: Path,
+    path: Path,
+    options: Sequence[str],
+    limit_s: float | None = None,
+    until_s: float | None = None,
 ) -> tuple[list[Row], str]:
-    """Run it under `trainstep run`: the rows, and the last line of what was said."""
+    """Run it under `trainstep run`: the rows, and the last line of what was said.
+
+    Args:
+        limit_s: after which it is ended.
+        until_s: after which it is interrupted, as by Ctrl-C, and keeps what it has.
+
+    Raises:
+        subprocess.TimeoutExpired: it took too long.
+    """
     launch = [sys.executable, "-m"]
     if script.ranks > 1:
         launch += ["torch.distributed.run", "--standalone", f"--nproc-per-node={script.ranks}", "-m"]
@@ -134,9 +149,15 @@ def run(
     environment = os.environ | script.environment | {"BY_HAND": str(out / "by-hand")}
     out.mkdir(parents=True)
     with (out / "said").open("w") as said:
-        subprocess.run(
-            words, cwd=script.folder, env=environment, stdout=said, stderr=said, timeout=limit_s, check=False
-        )
+        process = subprocess.Popen(words, cwd=script.folder, env=environment, stdout=said, stderr=said)
+        try:
+            if until_s is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(until_s)
+                process.send_signal(signal.SIGINT)
+            process.wait(limit_s)
+        finally:
+            process.kill()
     rows = read_records(out / "results.jsonl") if (out / "results.jsonl").exists() else []
     lines = [line for line in (out / "said").read_text(errors="replace").splitlines() if line.strip()]
     return rows, lines[-1] if lines else "it said nothing"

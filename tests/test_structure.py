@@ -79,7 +79,7 @@ MAY_IMPORT = {
     | {"bench", "bench/check", "measure", "measure/profile", "parallel", "plan", "replicas"},
     "bench/sweep": GROUND | {"bench"},
     "run/watch": GROUND | {"bench", "measure", "measure/allocations", "measure/profile"},
-    "run/trial": {"batches", "bench/check", "blocks", "run/watch"},
+    "run/trial": {"batches", "bench/check", "blocks", "hardware", "run/watch"},
     "run/changes": GROUND | STEP | {"run/trial", "run/watch"},
     "run": GROUND | {"bench", "measure/profile", "run/trial", "run/watch"},
     "run/ladder": GROUND | {"bench", "bench/check", "run", "run/changes", "run/trial", "run/watch"},

@@ -2,13 +2,14 @@
 
 Peaks are the vendors' dense figures (no sparsity), in units of 1e12 FLOP/s and 1e9 bytes/s. They are what utilisation
 is a fraction *of*; what a device really reaches, `trainstep.measure.environment` measures. Memory is no datasheet's
-figure but what the driver gives, see `DeviceSpec.memory_gib`. Imports no torch.
+figure but what the driver gives, see `DeviceSpec.memory_gib`. Of the host, how much memory is free. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainstep.errors import UsageError
 from trainstep.precision import PRECISIONS
@@ -84,3 +85,9 @@ def require_device(name: str) -> DeviceSpec:
     found = "matches more than one device" if matches else "is not a known device"
     names = ", ".join(spec.name for spec in matches or DEVICES.values())
     raise UsageError(f"{name!r} {found}; expected one of: {names}")
+
+
+def free_host_bytes() -> int:
+    """Of this machine's memory, what programs can still have, as Linux tells it."""
+    said = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(said["MemAvailable"].split()[0]) * 1024

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LADDER_STEPS = 30
 """Updates of each of a ladder's runs, where no number is given."""
+LEAST_STEPS = 3
+"""Updates of a ladder's run at least: the first two are not timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class Run(Common):
         from trainstep.run.supervise import Rank, command_of, run_script
 
         for name in ("steps", "profiled_steps", "profile_after"):
-            least, value = int(name == "steps"), getattr(self, name)
+            least, value = int(name == "steps") * (LEAST_STEPS if self.ladder else 1), getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"{name.replace('_', '-')} is {value}; expected {least} or more")
         command, rank = command_of(self.script), Rank.of(os.environ)

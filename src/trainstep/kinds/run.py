@@ -7,6 +7,8 @@ from trainstep.kinds.steps import Checked
 
 ANOTHER_STEP = "another step"
 """The verdict on a rung that changes what a step is: nothing of it is held against the script as it is."""
+AT_ONCE = " + "
+"""Between the names of a script's rungs that are tried together."""
 
 
 class OfScript(Row):

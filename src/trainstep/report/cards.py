@@ -17,7 +17,7 @@ from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, belonging, of_kind
 from trainstep.report.blocks import Card, Cards, Finding, Section, found, in_gib, in_ms, percent
 from trainstep.report.numbers import as_float
-from trainstep.report.subjects.ladder_findings import GAIN, base_name, changes, climbs, kept_rungs
+from trainstep.report.subjects.ladder_findings import GAIN, base_name, base_names, changes, climbs, kept_rungs
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import Table
 
@@ -335,7 +335,7 @@ def _tried(rows: Sequence[Row]) -> dict[str, bool]:
         base_name(row): row.kept and row.verdict == "faster" for row in of_kind(rows, RungRow) if row.workload in of
     }
     script = (row for row in of_kind(rows, ScriptRungRow) if row.workload in of)
-    return ladder | {base_name(row): row.kept and row.verdict == "faster" for row in script}
+    return ladder | {name: row.kept and row.verdict == "faster" for row in script for name in base_names(row)}
 
 
 def _evidence(claim: Claim, sections: Sequence[Section]) -> tuple[str, str]:

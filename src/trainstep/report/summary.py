@@ -19,6 +19,7 @@ from trainstep.report.subjects import script_ladder
 from trainstep.report.subjects.ladder_findings import (
     BASELINE,
     base_name,
+    base_names,
     climbs,
     credited,
     disputing,
@@ -101,6 +102,7 @@ def _change(row: RungRow) -> Change:
 
 
 def _script_line(row: ScriptRungRow) -> Line:
-    known = CHANGES.get(base_name(row))
+    names = base_names(row)
+    known = CHANGES.get(names[0]) if len(names) == 1 else None
     change = known if known is not None and row.lines in (None, known.text) else Change(row.lines or row.rung, "")
     return Line(row.rung, change.code, change.where, ratio_cell(row, "gain"))

@@ -21,7 +21,7 @@ from trainstep.stats import summarize
 WARMUP = 3  # steps left out of many
 MANY = 10  # steps from which that many are; of fewer, the first alone
 USUAL = 0.5  # share of steps with an evaluation from which it is a part of the step
-INSTRUMENTED = frozenset({"profiled", "recorded", "after the profiler", "searched"})
+INSTRUMENTED = frozenset({"profiled", "recorded", "after the profiler", "searched", "watched by the ladder"})
 """Tags of steps that are not as they would be without us."""
 HOW = {
     "returned": "it ran to its end",

@@ -22,9 +22,9 @@ def test_against_a_script_that_does_not_train_nothing_is_held():
 def test_how_many_runs_are_left_is_counted_from_what_may_be_something():
     bf16, tf32 = BY_NAME["bf16 autocast"], BY_NAME["TF32 matmuls"]
     found = [climbed(Given(), *rungs, rounds=2)[0].runs_left for rungs in ([], [OPTIMIZER], [OPTIMIZER, WORKERS])]
-    assert found == [(0, 0), (4, 8), (12, 24)]
-    assert climbed(Given(), bf16)[0].runs_left == (4 + 4, 12 + 4), (
-        "judged by it in bf16, and by three roundings of that"
+    assert found == [(0, 0), (4, 8), (12, 32)], "several are tried at once, too"
+    assert climbed(Given(), bf16)[0].runs_left == (4 + 3, 12 + 4), (
+        "judged by it in bf16, which may be the run that is judged, and by three roundings of that"
     )
     assert tf32.why_not(FOUND | {"on_gpu": False})
     ladder, _ = climbed(Given(), tf32, OPTIMIZER)
@@ -66,6 +66,52 @@ def test_what_brought_nothing_sure_is_tried_again_on_a_shorter_step(share, fused
         assert again.kept is (both < 4.5), again.verdict
         assert again.gain == pytest.approx(workers / both, rel=share)
         assert [rung.name for rung in ladder.kept] == ["loader workers", *["fused optimizer"] * again.kept]
+
+
+BLOCKS = BY_NAME["compiled blocks"]
+
+
+@pytest.mark.parametrize(
+    ("share", "alone", "both", "is_tried"),
+    [
+        (0.02, 9.8, 5.0, True),  # each may save some tenths of a millisecond of ten
+        (0.02, 9.8, 9.9, True),  # and both together may bring nothing as well
+        (0.001, 9.99, 1.0, False),  # what each may save is nothing, and so is the sum
+        (0.02, 11.0, 1.0, False),  # each is slower
+    ],
+)
+def test_what_brought_nothing_sure_alone_is_tried_at_once(share, alone, both, is_tried):
+    """Where launches set the pace each change leaves enough of them, and only all of them are worth it."""
+    ms = {"compiled blocks": alone, "fused optimizer": alone, "compiled blocks,fused optimizer": both}
+    ladder, rows = climbed(Noisy(share, **ms), BLOCKS, OPTIMIZER)
+    name = "compiled blocks + fused optimizer"
+    assert not rows["compiled blocks"].kept
+    assert not rows["fused optimizer"].kept
+    assert (name in rows) is is_tried
+    if is_tried:
+        row = rows[name]
+        assert row.kept is (both < 9.0), row.verdict
+        assert row.gain == pytest.approx(10 / both, rel=2 * share)
+        assert row.lines == f"{BLOCKS.lines}; {OPTIMIZER.lines}"
+        assert [rung.name for rung in ladder.kept] == ["compiled blocks", "fused optimizer"] * row.kept
+        assert ("all that was kept" in rows) is row.kept
+    assert not any(each.endswith("on the top") for each in rows), "nothing else was kept since"
+
+
+def test_of_those_that_take_others_places_the_later_ones_are_tried_at_once():
+    model = BY_NAME["compiled model"]
+    ms = dict.fromkeys(("compiled blocks", "compiled model", "fused optimizer"), 9.8)
+    script = Noisy(0.02, **ms, **{"compiled model,fused optimizer": 5.0})
+    ladder, rows = climbed(script, BLOCKS, model, OPTIMIZER)
+    assert rows["compiled model + fused optimizer"].kept
+    assert [rung.name for rung in ladder.kept] == ["compiled model", "fused optimizer"]
+
+
+def test_a_run_with_a_precision_alone_is_what_its_roundings_are_held_against():
+    script = Given(**{"bf16 autocast": {"step_ms": (5.0,) * 7}})
+    _, rows = climbed(script, BY_NAME["bf16 autocast"])
+    assert rows["bf16 autocast"].kept
+    assert script.asked.count("bf16 autocast") == 1 + 3 + 1, "judged, under three roundings, and timed once more"
 
 
 def test_what_another_rung_took_the_place_of_is_not_tried_again():

@@ -1,6 +1,7 @@
 """The ladder of a script: what is wrong never gets a time; what is right is timed, and written into the script."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from tests.run.ladder import planted
 from tests.run.ladder.forked import forked_runs  # noqa: F401
 from tests.run.measuring import SCRIPTS, alone, line_of
 from trainstep.run.changes.rungs import RUNGS, Rung
+from trainstep.run.ladder import single
 from trainstep.run.ladder.climb import Ladder
 from trainstep.run.ladder.patch import patch_of
 from trainstep.run.ladder.single import Script
+from trainstep.run.trial.trial import WATCHING
 from trainstep.run.watch.log import log_path, read_log
 
 STEPS = 8
@@ -176,6 +179,25 @@ def test_a_run_that_is_only_timed_leaves_nothing_to_judge(tmp_path, forked_runs)
     file.write_text("import torch\nraise ValueError('no such model')\n")
     failed = Script(alone([str(file)]), tmp_path / "failing", 4).run("timed", is_judged=False)
     assert "no such model" in failed.failure
+
+
+def test_what_a_long_run_took_is_told_with_what_the_judge_took_of_it(tmp_path, forked_runs, monkeypatch):  # noqa: F811
+    told = []
+    script = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path, 4, tell=told.append)
+    script.run("once")
+    monkeypatch.setattr(single, "TOLD_S", 0.0)
+    taken = script.run("twice")
+    assert told[:2] == ["run 1: once", "run 2: twice"]
+    assert re.fullmatch(r"  took \d+ s, 0 of them to copy for the judge", told[2])
+    assert 0 < taken.log.facts["judge_s"] < 5.0
+
+
+@pytest.mark.parametrize("is_judged", [True, False])
+def test_updates_in_which_models_are_looked_for_and_copied_are_not_timed(tmp_path, forked_runs, is_judged):  # noqa: F811
+    taken = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path, 6).run("once", is_judged=is_judged)
+    watched = [step["number"] for step in taken.log.steps if WATCHING in step.get("tags", ())]
+    assert watched == [1, 2]
+    assert len(taken.step_ms) == 4
 
 
 def test_two_models_with_an_optimizer_each_are_a_baseline(tmp_path, forked_runs):  # noqa: F811

@@ -22,6 +22,7 @@ from trainstep.bench.outcome import Failure, attempt, failed_row, one_line
 from trainstep.bench.step import StepMeasurement, case_columns, measure_step, measure_training_step
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError, UsageError
+from trainstep.hardware import free_host_bytes
 from trainstep.kinds import FitRow
 from trainstep.kinds.row import Times
 from trainstep.measure.environment import describe
@@ -227,7 +228,7 @@ def _block_costs(source: WorkloadSource, config: StepConfig, host_gib: float | N
     copies = None
     if device.type == "cuda" and host_gib != 0:
         out, back = copy_rates(device)
-        copies = Copies(out, back, int(GIB * (_free_host_gib() / 4 if host_gib is None else host_gib)))
+        copies = Copies(out, back, free_host_bytes() // 4 if host_gib is None else int(GIB * host_gib))
     return StepCost(blocks, 0, 0, (), 0, 0.0, copies)
 
 
@@ -242,12 +243,6 @@ def _with_base(costs: StepCost, base: _Base) -> StepCost:
         other_bytes=moments[OTHER],
         seconds=summarize(_milliseconds(base.measurement)).median / 1e3,
     )
-
-
-def _free_host_gib() -> float:
-    """Of this machine's memory."""
-    said = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(said["MemAvailable"].split()[0]) * 1024 / GIB
 
 
 def policy_of(costs: StepCost, choices: Sequence[Choice], *, update_in_backward: bool = False) -> Policy:

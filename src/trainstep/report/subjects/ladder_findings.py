@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from trainstep.kinds import ON_TOP, ControlRow, RungRow, ScriptRungRow
+from trainstep.kinds import AT_ONCE, ON_TOP, ControlRow, RungRow, ScriptRungRow
 from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Finding, found, listed, literal, told_apart
@@ -38,9 +38,14 @@ def with_controls(climb: Sequence[RungRow], rows: Sequence[Row]) -> list[Row]:
     return [*itertools.islice(own, 1), *until_next]
 
 
-def base_name(row: RungRow | ScriptRungRow) -> str:
+def base_name(row: RungRow) -> str:
     """The change that a rung tries, wherever on the ladder."""
     return row.rung.removesuffix(ON_TOP)
+
+
+def base_names(row: ScriptRungRow) -> list[str]:
+    """The changes that a rung of a script's ladder tries: one, or several at once."""
+    return row.rung.removesuffix(ON_TOP).split(AT_ONCE)
 
 
 def control_name(row: ControlRow, rows: Sequence[Row]) -> str:

@@ -6,8 +6,9 @@ B A A B (the run that was judged is the first B), every run a process of its own
 A rung that is faster is built upon, and one that needs less memory if it is certainly not much slower. Where several
 were kept, the top and the script as it is take turns at the end: that ratio is what was proven.
 
-What was right and brought nothing sure may bring more where a step is shorter: it is tried once more on the top, if
-what it may have saved is of some weight there.
+What was right and brought nothing sure may bring something with others of its kind, as where launches set the pace and
+each change leaves some: all of it is tried at once. And it may bring more where a step is shorter: each is tried once
+more on the top, if what it may have saved is of some weight there.
 
 A larger batch is no rung of that kind (`larger`): it is held against what was kept by its samples per second alone, on
 top of that, or of a rung that needs less memory where only that leaves room.
@@ -16,19 +17,19 @@ top of that, or of a rung that needs less memory where only that leaves room.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trainstep.bench.check.reference import DRAWS
 from trainstep.bench.ladder import NO_SLOWER
 from trainstep.errors import OUT_OF_MEMORY
-from trainstep.kinds import ANOTHER_STEP, ON_TOP, ScriptRungRow
-from trainstep.precision import PrecisionName
+from trainstep.kinds import ANOTHER_STEP, AT_ONCE, ON_TOP, ScriptRungRow
 from trainstep.records import Status
 from trainstep.run.changes.reasons import seen_of
 from trainstep.run.changes.rungs import RUNGS, Rung
-from trainstep.run.ladder.judge import ScriptJudge, ScriptVerdict
+from trainstep.run.ladder.judge import ScriptVerdict
+from trainstep.run.ladder.judging import CannotJudge, Judging
 from trainstep.run.ladder.larger import (
     lines_of,
     ms_per_sample,
@@ -40,24 +41,14 @@ from trainstep.run.ladder.larger import (
 from trainstep.run.ladder.rung_rows import ratio_fields, rung_row
 from trainstep.run.ladder.single import Script, Taken
 from trainstep.run.ladder.turns import MOST_ROUNDS, AsShown, in_turns, times
-from trainstep.run.trial.capture import Captured
 from trainstep.stats import RUN_SPREAD, Ratio, product, ratio_of_runs, verdict
-
-NOT_REPRODUCIBLE = "not reproducible"
-
-
-class CannotJudge(Exception):
-    """Something cannot be held against the script as it is: why, as a sentence, and the verdict in two words."""
-
-    def __init__(self, why: str, verdict: str = "not judged") -> None:
-        super().__init__(why)
-        self.verdict = verdict
 
 
 @dataclass(frozen=True)
 class Left:
     """A rung that was right and not kept."""
 
+    rung: Rung
     kept: frozenset[str]  # the rungs that it was tried on
     saved_ms: float  # of a step, at most
 
@@ -79,10 +70,8 @@ class Ladder:
         self.first: Taken | None = None
         self.code = 0  # the first run's exit code
         self.kept: list[Rung] = []
-        self.judge: ScriptJudge | None = None
+        self.judge: Judging | None = None
         self.settings: Mapping[str, Any] = {}
-        self._own: PrecisionName = "fp32"
-        self._drops = False
         self._top: Taken | None = None
         self._left: dict[str, Left] = {}  # rungs that were right and not kept
         self._smaller: tuple[list[Rung], Taken] | None = None  # what is right, needs less memory, and was not kept
@@ -101,17 +90,19 @@ class Ladder:
             return
         self.first = self._top = baseline
         self.settings = baseline.log.facts["settings"] | seen_of(baseline.log)
-        self._own = _precision_of(self.settings)
-        self._drops = any(model["drops"] for model in self.settings["models"])
+        judge = Judging(self.script, self.rungs, self.settings)
         try:
-            repeat = self._prepare_judge(baseline, baseline.captured)
+            repeat = judge.begin(baseline.captured)
         except CannotJudge as error:
             yield self._row("baseline", baseline, verdict=error.verdict, reason=str(error), status="failed")
             return
+        self.judge = judge
         yield self._row("baseline", baseline, repeat, verdict="baseline", kept=True, runs=1)
         place = next((place for place, rung in enumerate(self.rungs) if rung.trades), len(self.rungs))
         for rung in self.rungs[:place]:
             yield self.try_rung(rung)
+        if left := self._left_together():
+            yield self._guarded(self._try_on_top, left)
         for rung in self.rungs[:place]:
             if self._may_gain_on_top(rung):
                 yield self.try_rung(rung, ON_TOP)
@@ -124,53 +115,10 @@ class Ladder:
     def runs_left(self) -> tuple[int, int]:
         """About how many runs, at least and at most, the rungs take that may be something for the script."""
         tried = [rung for rung in self.rungs if not rung.why_not(self.settings)]
-        in_turns = 4 * (len(tried) + (len(tried) > 1))  # B A A B, and the top at the end
-        roundings = (1 + DRAWS) * sum(rung.precision is not None for rung in tried)
-        return in_turns + roundings, self.rounds * in_turns + roundings
-
-    def _prepare_judge(self, baseline: Taken, captured: Captured) -> ScriptVerdict:
-        """Run it again, and see whether it repeats itself."""
-        if broken := captured.what_is_not_finite:
-            raise CannotJudge(f"{broken}: nothing can be held against a script that does not train")
-        reference = captured
-        if self._drops:
-            reference = self._captured("the script as it is, without dropout")
-        again = self._captured("the same again")
-        if again.weights != reference.weights:
-            raise CannotJudge(
-                "two runs from the same seeds start from other weights: they are drawn from another seed, or the "
-                "second run resumes what the first one wrote, which --cwd-copy prevents",
-                NOT_REPRODUCIBLE,
-            )
-        self.judge = ScriptJudge(reference, [again], self._own, self._draw)
-        repeat = self.judge.of_repeat()
-        if not repeat.is_judged:
-            raise CannotJudge(
-                "what rounding alone does to its first gradients is "
-                f"{repeat.gradients.gradient_allowed:.2g} of them: no change could be told from it"
-            )
-        if not repeat.is_right:
-            raise CannotJudge(
-                f"two runs from the same seeds differ by more than rounding: {repeat}. Look for data or noise that is "
-                "drawn from another seed (numpy's default_rng, the clock), or for threads that race",
-                NOT_REPRODUCIBLE,
-            )
-        return repeat
-
-    def _captured(
-        self, what: str, rungs: Sequence[Rung] = (), rounding: tuple[PrecisionName, int] | None = None
-    ) -> Captured:
-        taken = self.script.run(what, rungs, rounding=rounding, without_dropout=self._drops)
-        if taken.captured is None:
-            raise CannotJudge(f"{what} could not be run: {taken.failure}")
-        return taken.captured
-
-    def _draw(self, precision: PrecisionName, seed: int | None) -> Captured:
-        """The script in a precision, by itself or under random roundings."""
-        change = [rung for rung in self.rungs if rung.precision == precision and precision != self._own]
-        if seed is None:
-            return self._captured(f"the script in {precision}", change)
-        return self._captured(f"roundings of {precision} at random, {seed + 1}", change, (precision, seed))
+        several, narrow = len(tried) > 1, sum(rung.precision is not None for rung in tried)
+        in_turns = 4 * (len(tried) + several)  # B A A B, and the top at the end
+        least = in_turns + DRAWS * narrow
+        return least, self.rounds * (in_turns + 4 * several) + (DRAWS + 1) * narrow
 
     def _may_gain_on_top(self, rung: Rung) -> bool:
         """Whether something that is not of its kind was kept since it was tried, and the most that it may have saved is
@@ -182,38 +130,62 @@ class Ladder:
         takes_a_place = not left.kept.issuperset(now.intersection(rung.instead_of))
         return not (its_place_is_taken or takes_a_place) and left.saved_ms > RUN_SPREAD * self._top.median_ms
 
+    def _left_together(self) -> list[Rung]:
+        """Several rungs that may save something together, by as much as each may have; none where that is nothing.
+
+        They go with what was kept and with each other: of those that take others' places, the later ones.
+        """
+        assert self._top is not None, "the baseline was judged"
+        kept = {rung.name for rung in self.kept}
+        taken = {name for rung in self.kept for name in rung.instead_of}
+        found: list[Left] = []
+        for left in self._left.values():
+            if left.saved_ms > 0 and left.rung.name not in taken and kept.isdisjoint(left.rung.instead_of):
+                found = [*(each for each in found if each.rung.name not in left.rung.instead_of), left]
+        is_something = sum(left.saved_ms for left in found) > RUN_SPREAD * self._top.median_ms
+        return [left.rung for left in found] if len(found) > 1 and is_something else []
+
     def try_rung(self, rung: Rung, suffix: str = "") -> ScriptRungRow:
         """Run it on what was kept, judge it, and time it if it is right; `suffix` ends its name in the row."""
-        return replace(self._tried(rung), rung=rung.name + suffix)
-
-    def _tried(self, rung: Rung) -> ScriptRungRow:
         if why := rung.why_not(self.settings):
-            return self._not_tried(rung, why)
+            row = self._not_tried(rung, why)
+        elif rung.trades == "the step":
+            row = self._guarded(self._try_another_step, [rung])
+        else:
+            row = self._guarded(self._try_on_top, [rung])
+        return replace(row, rung=rung.name + suffix)
+
+    def _guarded(self, attempt: Callable[[Sequence[Rung]], ScriptRungRow], rungs: Sequence[Rung]) -> ScriptRungRow:
+        """The row of an attempt, also where nothing could be judged."""
         try:
-            return self._try_another_step(rung) if rung.trades == "the step" else self._try_on_top(rung)
+            return attempt(rungs)
         except CannotJudge as error:
-            return self._row(rung.name, None, status="failed", reason=str(error), verdict=error.verdict)
+            return self._row(_named(rungs), None, status="failed", reason=str(error), verdict=error.verdict)
 
-    def _try_on_top(self, rung: Rung) -> ScriptRungRow:
+    def _try_on_top(self, rungs: Sequence[Rung]) -> ScriptRungRow:
         assert self._top is not None, "the baseline was judged"
-        if rung.trades and not self.are_named and (why := why_memory_limits_not(self._top.captured)):
-            return self._not_tried(rung, why)
-        together = [*(each for each in self.kept if each.name not in rung.instead_of), rung]
-        taken = self.script.run(rung.name, together)
+        assert self.judge is not None
+        name, (first, *others) = _named(rungs), rungs
+        if first.trades and not self.are_named and (why := why_memory_limits_not(self._top.captured)):
+            return self._not_tried(first, why)
+        replaced = {each for rung in rungs for each in rung.instead_of}
+        together = [*(each for each in self.kept if each.name not in replaced), *rungs]
+        taken = self.script.run(name, together)
         if taken.failure or taken.captured is None:
-            return self._failed(rung, taken)
-        if rung.nothing:
-            if not (places := taken.log.facts.get("places", {}).get(rung.name)):
-                return self._not_tried(rung, rung.nothing)
+            return self._failed(name, taken)
+        if first.nothing and not others:
+            if not (places := taken.log.facts.get("places", {}).get(name)):
+                return self._not_tried(first, first.nothing)
             where = ", ".join(f"{line}: {how}" for line, how in sorted(places.items()))
-            rung = together[-1] = replace(rung, lines=f"{rung.lines} ({where})")
-        found = self._judged(together, taken.captured)
+            together[-1] = replace(first, lines=f"{first.lines} ({where})")
+        found = self.judge.of(together, taken.captured, self._top.captured)
         if not found.is_right:
-            return self._row(rung.name, None, found, status="wrong", reason=str(found), verdict="wrong")
-        return self._timed(rung, together, taken, found)
+            return self._row(name, None, found, status="wrong", reason=str(found), verdict="wrong")
+        return self._timed(together[-len(rungs) :], together, taken, found)
 
-    def _try_another_step(self, rung: Rung) -> ScriptRungRow:
+    def _try_another_step(self, rungs: Sequence[Rung]) -> ScriptRungRow:
         """Run it where memory has room, and tell its samples per second, if its losses are finite."""
+        (rung,) = rungs
         assert self._top is not None, "the baseline was judged"
         bases, why = with_room([(self.kept, self._top), *([self._smaller] if self._smaller else [])])
         if why and not self.are_named:
@@ -224,7 +196,7 @@ class Ladder:
             if not OUT_OF_MEMORY.search(taken.failure):
                 break
         if taken.failure or taken.captured is None:
-            return self._failed(rung, taken)
+            return self._failed(rung.name, taken)
         if broken := taken.captured.what_is_not_finite:
             return self._row(rung.name, None, status="wrong", reason=broken, verdict="wrong")
         if why := why_not_told(self._top, taken):
@@ -246,23 +218,13 @@ class Ladder:
     def _not_tried(self, rung: Rung, why: str) -> ScriptRungRow:
         return self._row(rung.name, None, status="unsupported", reason=why, verdict="not tried")
 
-    def _failed(self, rung: Rung, taken: Taken) -> ScriptRungRow:
+    def _failed(self, name: str, taken: Taken) -> ScriptRungRow:
         status: Status = "out of memory" if OUT_OF_MEMORY.search(taken.failure) else "failed"
-        return self._row(rung.name, None, status=status, reason=taken.failure, verdict=status)
+        return self._row(name, None, status=status, reason=taken.failure, verdict=status)
 
-    def _judged(self, rungs: Sequence[Rung], captured: Captured) -> ScriptVerdict:
-        assert self.judge is not None, "the baseline was judged"
-        if self._drops:
-            captured = self._captured(f"{rungs[-1].name}, without dropout", rungs)
-        precision = next((rung.precision for rung in reversed(rungs) if rung.precision), self._own)
-        kept = None if self._drops or self._top is None else self._top.captured
-        found = self.judge.judge(captured, precision, kept)
-        if not found.is_judged:
-            raise CannotJudge(f"what {precision}'s rounding alone does to its first gradients is as large as they are")
-        return found
-
-    def _timed(self, rung: Rung, together: list[Rung], taken: Taken, found: ScriptVerdict) -> ScriptRungRow:
-        before, own = self._in_turns(rung.name, self.kept, together, begun=taken)
+    def _timed(self, rungs: Sequence[Rung], together: list[Rung], taken: Taken, found: ScriptVerdict) -> ScriptRungRow:
+        name = _named(rungs)
+        before, own = self._in_turns(name, self.kept, together, begun=taken)
         gain = ratio_of_runs(times(before), times(own))
         called = verdict(gain)
         speedup = product([self._speedup, gain]) if self.kept else gain
@@ -271,20 +233,22 @@ class Ladder:
         if keep:
             self.kept, self._top, self._speedup = together, taken, speedup
             self._smaller = None  # it stood on what was kept before
-        elif rung.trades and _is_smaller(taken, self._top):
+            for rung in rungs:
+                self._left.pop(rung.name, None)
+        elif rungs[0].trades and _is_smaller(taken, self._top):
             self._smaller = together, taken
-        if not keep and gain.interval is not None:
+        if not keep and gain.interval is not None and len(rungs) == 1:
             at_most = statistics.median(run.median_ms for run in before) * (1 - 1 / gain.interval.high)
-            self._left[rung.name] = Left(frozenset(each.name for each in self.kept), at_most)
+            self._left[name] = Left(rungs[0], frozenset(each.name for each in self.kept), at_most)
         return self._row(
-            rung.name,
+            name,
             taken,
             found,
             own=own,
             verdict=called,
             kept=keep,
             runs=len(own),
-            lines=rung.lines,
+            lines="; ".join(rung.lines for rung in rungs),
             **ratio_fields("gain", gain),
             **ratio_fields("speedup", speedup),
         )
@@ -341,15 +305,14 @@ class Ladder:
         """
         name, rungs = "the patched script", [rung for rung in self.kept if rung.name in written]
         assert self.judge is not None, "the ladder was climbed"
-        taken = self.script.run(name, sources=sources, without_dropout=self._drops)
+        taken = self.script.run(name, sources=sources, without_dropout=self.judge.drops)
         if taken.failure or taken.captured is None:
             return self._row(name, None, status="failed", reason=taken.failure, verdict="failed")
-        precision = next((rung.precision for rung in reversed(rungs) if rung.precision), self._own)
         try:
-            found = self.judge.judge(taken.captured, precision)
+            found = self.judge.of_sources(rungs, taken.captured)
             if not found.is_right:
                 return self._row(name, None, found, status="wrong", reason=str(found), verdict="wrong")
-            before, own = self._in_turns(name, (), (), sources, begun=None if self._drops else taken)
+            before, own = self._in_turns(name, (), (), sources, begun=None if self.judge.drops else taken)
         except CannotJudge as error:
             return self._row(name, None, status="failed", reason=str(error), verdict=error.verdict)
         ratio = ratio_of_runs(times(before), times(own))
@@ -359,19 +322,13 @@ class Ladder:
 
     def _row(self, rung: str, taken: Taken | None, found: ScriptVerdict | None = None, **more: Any) -> ScriptRungRow:
         environment = self.first.log.facts.get("environment", {}) if self.first else {}
-        compared = "without dropout" if self._drops and found is not None else None
+        compared = "without dropout" if self.judge and self.judge.drops and found is not None else None
         own = {"workload": self.script.command.name, "rung": rung, "environment": environment, "compared": compared}
         return rung_row(own, taken, found, **more)
 
 
-def _precision_of(settings: Mapping[str, Any]) -> PrecisionName:
-    """What a script computes in."""
-    half: dict[str, PrecisionName] = {"bfloat16": "bf16", "float16": "fp16"}
-    named = [*settings["autocast"], *(name for model in settings["models"] for name in model["dtypes"])]
-    for name, precision in half.items():
-        if name in named:
-            return precision
-    return "tf32" if settings["on_gpu"] and settings["matmul"] != "highest" else "fp32"
+def _named(rungs: Sequence[Rung]) -> str:
+    return AT_ONCE.join(rung.name for rung in rungs)
 
 
 def _is_smaller(taken: Taken, than: Taken | None) -> bool:

@@ -16,13 +16,15 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trainstep.errors import UsageError
 from trainstep.run.supervise import GRACE_S, Command, Rank, run_script
+from trainstep.run.trial.capture import END, FIRST
+from trainstep.run.trial.in_memory import InMemory
 
 SEED = 0
 """Of the first rank; that of each further one is larger by one, as no two would draw the same by themselves."""
@@ -57,8 +59,11 @@ class Order:
         return Path(self.folder, f"rank-{rank}") if rank else Path(self.folder)
 
 
-def carry_out(order: Order, command: Command, rank: Rank) -> int:
+def carry_out(order: Order, command: Command, rank: Rank, files: InMemory) -> int:
     """Run one rank's process of it; its exit code, −n for signal n.
+
+    Args:
+        files: what the run before left for the judge, in whose place comes what this one leaves.
 
     Raises:
         TimeoutError: it took too long, or failed on another rank, and was ended.
@@ -69,6 +74,7 @@ def carry_out(order: Order, command: Command, rank: Rank) -> int:
     others = [each for each in range(rank.world_size) if each != rank.rank]
     captured = order.captured(rank.rank)
     captured.mkdir(parents=True, exist_ok=True)
+    files.begin(captured, (FIRST, END) if order.is_judged else ())
     kept = str(captured.resolve()) if order.is_judged else None
     with order.output(rank.rank).open("wb") as output:
         return run_script(
@@ -104,6 +110,7 @@ class Leader:
 
     def __init__(self, command: Command, rank: Rank, folder: Path) -> None:
         self.command, self.rank, self._folder = command, rank, _shared(folder)
+        self._files = InMemory()
 
     def carry_out(self, order: Order) -> tuple[int, Failed | None]:
         """The first rank's exit code, and the first of the others that failed by itself.
@@ -112,11 +119,11 @@ class Leader:
             TimeoutError: the first rank's process took too long, and was ended.
         """
         if self.rank.world_size == 1:
-            return carry_out(order, self.command, self.rank), None
+            return carry_out(order, self.command, self.rank, self._files), None
         order = replace(order, port=_free_port())
         _write(self._folder / f"{order.number}.json", asdict(order))
         try:
-            code, late = _carry_out_and_tell(order, self.command, self.rank), None
+            code, late = _carry_out_and_tell(order, self.command, self.rank, self._files), None
         except TimeoutError as error:
             code, late = 1, error
         others = {each: self._wait(order, each) for each in range(1, self.rank.world_size)}
@@ -138,12 +145,14 @@ class Leader:
     def others(self) -> Iterator[None]:
         """Around the ladder: the other ranks end when it does."""
         if self.rank.world_size == 1:
-            yield
+            with closing(self._files):
+                yield
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             yield
         finally:
+            self._files.close()
             _write(self._folder / OVER, {})
             time.sleep(1.0)  # they look several times in that while
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -151,13 +160,13 @@ class Leader:
 
 def follow(command: Command, rank: Rank, folder: Path) -> int:
     """Run what the first rank's ladder says until it is over; the exit code, which is the ladder's to tell."""
-    orders, number = _shared(folder), 1
+    orders, number, files = _shared(folder), 1, InMemory()
     while True:
         path = orders / f"{number}.json"
         if path.exists():
             order = Order(**json.loads(path.read_text()))
             with suppress(TimeoutError):  # told, and the first rank says of what
-                _carry_out_and_tell(order, command, rank)
+                _carry_out_and_tell(order, command, rank, files)
             number += 1
         elif (orders / OVER).exists():
             return 0
@@ -182,10 +191,10 @@ class _End:
     """Whether it was ended, since another rank had failed or since it took too long."""
 
 
-def _carry_out_and_tell(order: Order, command: Command, rank: Rank) -> int:
+def _carry_out_and_tell(order: Order, command: Command, rank: Rank, files: InMemory) -> int:
     end = _End(1)
     try:
-        end = _End(carry_out(order, command, rank))
+        end = _End(carry_out(order, command, rank, files))
     except TimeoutError:
         end = _End(1, is_ended=True)
         raise

@@ -25,6 +25,8 @@ from trainstep.run.watch.log import RankLog, log_path, read_log
 
 LEAST_S, SLOWEST = 120.0, 10.0
 """Seconds after which a later run is ended, and times what the script took as it is; the longer counts."""
+TOLD_S = 10.0
+"""Seconds from which it is told what a run took."""
 TOLD = 200
 """Characters of a script's last words that are told."""
 
@@ -143,11 +145,15 @@ class Script:
         finally:
             if self.copies:
                 shutil.rmtree(place, ignore_errors=True)
+        took_s = time.monotonic() - start
         if self.own_s is None:
-            self.own_s = time.monotonic() - start
+            self.own_s = took_s
         if -code in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) or code == 128 + signal.SIGINT:
             raise Interrupted(what)
-        return self._taken(order, code, elsewhere)
+        taken = self._taken(order, code, elsewhere)
+        if took_s > TOLD_S:
+            self.tell(f"  took {took_s:.0f} s, {taken.log.facts.get('judge_s', 0.0):.0f} of them to copy for the judge")
+        return taken
 
     def _taken(self, order: Order, code: int, elsewhere: Failed | None) -> Taken:
         folder, place = Path(order.folder), Path(order.place)

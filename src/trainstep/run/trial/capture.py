@@ -1,8 +1,9 @@
 """What a run of a script is judged by, written to its folder: the gradients of the first update as the optimizer sees
 them, the loss of every update, and how far the weights have moved at the end.
 
-Copies are made in the first step and after the last, which are not timed; in between a loss is kept on its device. A
-run that nobody judges copies nothing: hashing, moving and writing several times the weights takes as long as the rest.
+Copies are made in each optimizer's first two updates and after the last, in steps that are not timed; in between a loss
+is kept on its device. A run that nobody judges copies nothing: hashing, moving and writing several times the weights
+takes as long as the rest.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +24,11 @@ from torch.optim.optimizer import Optimizer
 
 from trainstep.batches import tensors_of
 from trainstep.bench.check.gradients import Gradients, dense
+from trainstep.run.trial.in_memory import save
 
 FIRST, END = "first.pt", "end.pt"
+DIGEST = 16
+"""Bytes of a checksum."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +66,16 @@ class Capture:
         self._losses: list[list[Tensor]] = []
         self._closed = True  # whether the next loss begins an update
         self._seen: list[Optimizer] = []
+        self._updates: list[int] = []  # of each of these
         self._names: dict[int, str] = {}  # of parameters
         self._gradients: dict[str, Tensor] = {}
         self._initial: dict[str, tuple[Tensor, Tensor]] = {}  # the parameter, and what it was
         self._first_moved: dict[str, Tensor] = {}
         self._by_optimizer: dict[int, list[str]] = {}  # optimizer's place → names whose first update is not over
-        self._checksum = hashlib.blake2b(digest_size=16)
+        self._checksum = hashlib.blake2b(digest_size=DIGEST)
         self._is_finished = False
+        self.took_s = 0.0
+        """Seconds of copying and writing so far."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -84,19 +93,24 @@ class Capture:
             if isinstance(each, Tensor):
                 self._losses[-1].append(each.detach().clone() if each.numel() == 1 else each.detach().sum())
 
-    def before_optimizer(self, optimizer: Optimizer) -> bool:
-        """An optimizer is about to step; True where that is its first step."""
+    def before_optimizer(self, optimizer: Optimizer) -> int:
+        """An optimizer is about to step: which of its updates that is, from 1 on; 0 in a process that was forked."""
         self._closed = True
         if os.getpid() != self._process:
-            return False
+            return 0
         for place, each in enumerate(self._seen):
             if each is optimizer:
                 self._see_first_update(place)
-                return False
+                self._updates[place] += 1
+                return self._updates[place]
         self._seen.append(optimizer)
-        if self._folder is None:
-            return True
-        own = self._by_optimizer[len(self._seen) - 1] = []
+        self._updates.append(1)
+        if self._folder is not None:
+            self._see_first_step(optimizer, self._folder)
+        return 1
+
+    def _see_first_step(self, optimizer: Optimizer, folder: Path) -> None:
+        start, own = time.monotonic(), self._by_optimizer.setdefault(len(self._seen) - 1, [])
         scale = getattr(optimizer, "grad_scale", None)  # fused ones take it off themselves
         factor = 1.0 if scale is None else 1.0 / float(scale)
         for place, group in enumerate(optimizer.param_groups):
@@ -105,24 +119,26 @@ class Capture:
                 own.append(name)
                 value = _own(parameter.detach())
                 self._initial[name] = parameter, value.to("cpu", torch.float32, copy=True)
-                self._checksum.update(self._initial[name][1].reshape(-1).view(torch.uint8).numpy().data)
                 if parameter.grad is not None:
-                    self._gradients[name] = (
-                        dense(_own(parameter.grad.detach())).to("cpu", torch.float32, copy=True) * factor
-                    )
+                    gradient = dense(_own(parameter.grad.detach())).to("cpu", torch.float32, copy=True)
+                    self._gradients[name] = gradient.mul_(factor)
+        with ThreadPoolExecutor() as pool:
+            for digest in pool.map(_digest, [self._initial[name][1] for name in own]):
+                self._checksum.update(digest)
         weights = self._checksum.hexdigest()
         loss = math.fsum(float(each) for each in self._losses[0]) if self._losses else math.nan
-        torch.save({"loss": loss, "gradients": self._gradients, "weights": weights}, self._folder / FIRST)
-        return True
+        found = {"loss": loss, "gradients": self._gradients, "weights": weights}
+        save(found, folder / FIRST, _size(self._gradients))
+        self.took_s += time.monotonic() - start
 
     def finish(self, updates: int) -> None:
         """The script ends after so many updates."""
         if self._folder is None or self._is_finished or os.getpid() != self._process or not self._seen:
             return
-        self._is_finished = True
+        self._is_finished, start = True, time.monotonic()
         for place in list(self._by_optimizer):
             self._see_first_update(place)
-        moved = {name: _own(value.detach()).cpu().float() - before for name, (value, before) in self._initial.items()}
+        moved = {name: self._moved(name) for name in self._initial}
         found = {
             "losses": [math.fsum(float(each) for each in update) for update in self._losses],
             "moved": moved,
@@ -131,7 +147,8 @@ class Capture:
             "updates": updates,
             **self._memory(),
         }
-        torch.save(found, self._folder / END)
+        save(found, self._folder / END, _size(moved) + _size(self._first_moved))
+        self.took_s += time.monotonic() - start
 
     def _memory(self) -> dict[str, float | None]:
         """The last fields of `Captured`."""
@@ -160,8 +177,12 @@ class Capture:
     def _see_first_update(self, place: int) -> None:
         """An optimizer steps again, or will no more."""
         for name in self._by_optimizer.pop(place, []):
-            value, before = self._initial[name]
-            self._first_moved[name] = _own(value.detach()).cpu().float() - before
+            self._first_moved[name] = self._moved(name)
+
+    def _moved(self, name: str) -> Tensor:
+        """How far a parameter is from what it was."""
+        value, before = self._initial[name]
+        return _own(value.detach()).to("cpu", torch.float32, copy=True).sub_(before)
 
     def _name_of(self, parameter: Tensor, place: str) -> str:
         """As its model calls it, the same in every run; else its place in the optimizer."""
@@ -171,6 +192,14 @@ class Capture:
                     short = name.replace("_orig_mod.", "").removeprefix("module.")
                     self._names.setdefault(id(each), short if number == 0 else f"{short} of model {number + 1}")
         return self._names.get(id(parameter), f"parameter {place}")
+
+
+def _digest(value: Tensor) -> bytes:
+    return hashlib.blake2b(value.reshape(-1).view(torch.uint8).numpy().data, digest_size=DIGEST).digest()
+
+
+def _size(tensors: Mapping[str, Tensor]) -> int:
+    return sum(each.nbytes for each in tensors.values())
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
@@ -234,10 +263,13 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def read_captured(folder: Path) -> Captured | None:
-    """What a run left in its folder; None where it ended before its first update, or did not end in peace."""
+    """What a run left in its folder; None where it ended before its first update, or did not end in peace.
+
+    Tensors are not read yet but mapped: they stay where they are, also once their files are removed.
+    """
     try:
-        first = torch.load(folder / FIRST, weights_only=True)
-        end = torch.load(folder / END, weights_only=True)
+        first = torch.load(folder / FIRST, weights_only=True, mmap=True)
+        end = torch.load(folder / END, weights_only=True, mmap=True)
     except (OSError, RuntimeError, EOFError):
         return None
     return Captured(

@@ -18,7 +18,8 @@ from typing import Any
 from trainstep.run.watch.imports import after_import
 
 WATCHED = 2
-"""Updates until models are no longer looked for."""
+"""Updates of each optimizer in which models are looked for, and copies made: they are not timed."""
+WATCHING = "watched by the ladder"
 
 
 class Trial:
@@ -93,7 +94,7 @@ class Trial:
             self._settings.remove()
             with self._hooks.aside():
                 self._capture.finish(self._finder.ended)
-            self._log.write("facts", {"places": self.places})
+            self._log.write("facts", {"places": self.places, "judge_s": self._capture.took_s})
 
     def _see_loss(self, tensors: Any) -> None:
         self._capture.see_loss(tensors)
@@ -102,8 +103,10 @@ class Trial:
 
     def _update_begins(self, optimizer: Any) -> None:
         with self._hooks.aside():
-            is_first = self._capture.before_optimizer(optimizer)
-        if is_first:
+            number = self._capture.before_optimizer(optimizer)
+        if number <= WATCHED:
+            self._finder.tag(WATCHING)
+        if number == 1:
             self._log.write("facts", {"settings": self._settings.found(self._capture.optimizers)})
         self._updates += 1
         if self._updates > WATCHED * len(self._capture.optimizers):

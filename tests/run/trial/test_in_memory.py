@@ -1,0 +1,74 @@
+"""What a run leaves for its judge lies in memory, and on disk where that has no room."""
+
+import os
+
+import pytest
+import torch
+
+from trainstep.run.trial import in_memory
+from trainstep.run.trial.in_memory import InMemory, save
+
+WEIGHTS = {"w": torch.arange(1000.0)}
+
+needs_memory_files = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="this system has no files that are in memory alone"
+)
+
+
+@pytest.fixture
+def files():
+    found = InMemory()
+    yield found
+    found.close()
+
+
+def load(path):
+    return torch.load(path, weights_only=True, mmap=True)
+
+
+@needs_memory_files
+def test_what_was_read_stays_when_its_file_is_gone(tmp_path, files):
+    files.begin(tmp_path, ["one.pt", "two.pt"])
+    pid = os.fork()
+    if not pid:  # another process writes
+        save(WEIGHTS, tmp_path / "one.pt", 4000)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert (tmp_path / "one.pt").is_symlink()
+    found = load(tmp_path / "one.pt")
+    (tmp_path / "one.pt").unlink()
+    files.close()
+    assert torch.equal(found["w"], WEIGHTS["w"])
+    assert not (tmp_path / "two.pt").exists(), "nothing holds it any more"
+
+
+@needs_memory_files
+@pytest.mark.parametrize("why", ["no room", "its reader is gone"])
+def test_else_it_is_on_disk(tmp_path, files, monkeypatch, why):
+    files.begin(tmp_path, ["one.pt"])
+    if why == "no room":
+        monkeypatch.setattr(in_memory, "free_host_bytes", lambda: 7999)
+    else:
+        files.close()
+    save(WEIGHTS, tmp_path / "one.pt", 4000)
+    assert not (tmp_path / "one.pt").is_symlink()
+    assert torch.equal(load(tmp_path / "one.pt")["w"], WEIGHTS["w"])
+
+
+@needs_memory_files
+def test_the_next_run_has_files_of_its_own(tmp_path, files):
+    folders = [tmp_path / "first", tmp_path / "second"]
+    before = len(os.listdir("/proc/self/fd"))
+    for folder in folders:
+        folder.mkdir()
+        files.begin(folder, ["one.pt"])
+        save(WEIGHTS, folder / "one.pt", 4000)
+    assert [(folder / "one.pt").exists() for folder in folders] == [False, True]
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    files.begin(tmp_path, ())
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_without_a_link_is_written_as_any_other(tmp_path):
+    save(WEIGHTS, tmp_path / "one.pt", 4000)
+    assert torch.equal(load(tmp_path / "one.pt")["w"], WEIGHTS["w"])
