@@ -1,7 +1,7 @@
 """A script as its defaults have it, climbed by `trainstep run --ladder`, beside what an expert writes by hand.
 
     python docs/measure_expert.py vit_large                       # on a GPU: some forty runs
-    python docs/measure_expert.py llama_1b --steps 12
+    python docs/measure_expert.py llama_1b --steps 12 --at-once   # some fifteen
     python docs/measure_expert.py nanogpt --folder ../nanoGPT     # a clone, with train.bin and val.bin of its data
     python docs/measure_expert.py vit_large --runs 1 --rungs "bf16 autocast,compiled blocks"        # in less time
 
@@ -108,10 +108,12 @@ def top_of(rungs: Sequence[ScriptRungRow]) -> ScriptRungRow:
     return next((row for row in kept if row.rung == TOP), kept[-1])
 
 
-def measure(pair: Pair, out: Path, steps: int, runs: int, seconds: float | None) -> dict[str, Any]:
+def measure(
+    pair: Pair, out: Path, steps: int, runs: int, *, at_once: bool = False, seconds: float | None = None
+) -> dict[str, Any]:
     """The expert's `runs` times, the ladder for at most so many seconds, the expert's as often again."""
     experts = [by_expert(pair, out / f"expert-{number}", steps) for number in range(runs)]
-    options = ["--ladder", "--steps", str(steps), "--rungs", pair.rungs]
+    options = ["--ladder", "--steps", str(steps), "--rungs", pair.rungs, *(["--at-once"] if at_once else [])]
     start = time.monotonic()
     rungs = of_kind(rows_of(pair.plain, out / "ladder", options, seconds), ScriptRungRow)
     climbed_s = time.monotonic() - start
@@ -123,6 +125,7 @@ def measure(pair: Pair, out: Path, steps: int, runs: int, seconds: float | None)
         "what": pair.plain.what,
         "by_hand": pair.by_hand,
         "steps": steps,
+        "at_once": at_once,
         "climbed_s": climbed_s,
         "is_whole": seconds is None or climbed_s < seconds,
         "rungs": [{name: getattr(row, name) for name in COLUMNS} for row in rungs],
@@ -138,6 +141,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="of each run")
     parser.add_argument("--runs", type=int, default=2, help="of the expert's, before the ladder and again after it")
     parser.add_argument("--rungs", help="of the ladder, divided by commas; by default all that may help this script")
+    parser.add_argument("--at-once", action="store_true", help="try all rungs together first")
     parser.add_argument("--seconds", type=float, help="for the ladder, which is then interrupted; by default it ends")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="from which it is run")
     parser.add_argument("--out", type=Path, help="what the runs leave; by default a temporary folder")
@@ -151,7 +155,7 @@ def main() -> None:
         out = (given.out or Path(name)).resolve()
         pair = PAIRS[given.script]
         pair = replace(pair, plain=replace(pair.plain, folder=given.folder), rungs=given.rungs or pair.rungs)
-        cell = measure(pair, out, given.steps, given.runs, given.seconds)
+        cell = measure(pair, out, given.steps, given.runs, at_once=given.at_once, seconds=given.seconds)
     kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
     kept[given.script] = cell | {each: environment[each] for each in SAID_OF}
     KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

@@ -28,7 +28,9 @@ LEFT = (
 COPIED = "Each run has a copy of this directory, which is removed; what it writes elsewhere, each run writes again."
 
 
-def climb_script(leader: Leader, out: Path, *, steps: int, names: str | None, patch: Path | None, copies: bool) -> int:
+def climb_script(
+    leader: Leader, out: Path, *, steps: int, names: str | None, at_once: bool, patch: Path | None, copies: bool
+) -> int:
     """Climb, and report; the exit code.
 
     Args:
@@ -36,6 +38,7 @@ def climb_script(leader: Leader, out: Path, *, steps: int, names: str | None, pa
         out: the report's folder.
         steps: updates of each run.
         names: of rungs, divided by commas; None for all.
+        at_once: whether all of them are tried together first.
         patch: the file that a diff is written to.
         copies: whether each run has a copy of the working directory.
 
@@ -58,7 +61,7 @@ def climb_script(leader: Leader, out: Path, *, steps: int, names: str | None, pa
     folder = out / "runs"
     console.print(SEEN.format(steps=steps, place=COPIED if copies else HERE, folder=folder))
     script = Script(leader, folder, steps, copies, lambda text: console.print(text))
-    ladder = Ladder(script, rungs, are_named=names is not None)
+    ladder = Ladder(script, rungs, are_named=names is not None, at_once=at_once)
     writer = RecordWriter(out / "results.jsonl")
     is_interrupted = False
     said: list[str] = []

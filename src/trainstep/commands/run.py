@@ -50,6 +50,8 @@ class Run(Common):
     rungs: str | None = None
     """Of the ladder, by name and divided by commas, as in "fused optimizer,loader workers"; by default all. Those
     that are named are tried even where memory speaks against them."""
+    at_once: FlagCreatePairsOff[bool] = False
+    """With --ladder: try all changes together first, in a fraction of the runs; one by one only if that is not kept."""
     patch: Path | None = None
     """With --ladder: write what was kept as a diff of the script, if that diff, run and measured again, holds."""
     cwd_copy: FlagCreatePairsOff[bool] = False
@@ -66,7 +68,7 @@ class Run(Common):
         command, rank = command_of(self.script), Rank.of(os.environ)
         if self.ladder:
             return self._climb(command, rank)
-        if unused := [name for name in ("rungs", "patch", "cwd_copy") if getattr(self, name)]:
+        if unused := [name for name in ("rungs", "at_once", "patch", "cwd_copy") if getattr(self, name)]:
             raise UsageError(f"--{unused[0].replace('_', '-')} belongs to a ladder: add --ladder")
         plan = {
             "steps": self.steps,
@@ -102,6 +104,7 @@ class Run(Common):
                 self.out,
                 steps=self.steps or LADDER_STEPS,
                 names=self.rungs,
+                at_once=self.at_once,
                 patch=self.patch,
                 copies=self.cwd_copy,
             )

@@ -41,8 +41,9 @@ class Given:
         names = ",".join(rung.name for rung in rungs)
         self.asked.append(names)
         self.judged.append(more.get("is_judged", True))
-        log = RankLog({}, {"settings": FOUND})
-        return Taken(Path(), 0, log, first_step_ms=10.0, **(self.plain | self.runs.get(names, {})))
+        given = self.plain | self.runs.get(names, {})
+        log = RankLog({}, {"settings": FOUND, "places": given.pop("places", {})})
+        return Taken(Path(), 0, log, first_step_ms=10.0, **given)
 
 
 def climbed(script, *rungs, **options):

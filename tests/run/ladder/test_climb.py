@@ -107,6 +107,52 @@ def test_of_those_that_take_others_places_the_later_ones_are_tried_at_once():
     assert [rung.name for rung in ladder.kept] == ["compiled model", "fused optimizer"]
 
 
+@pytest.mark.parametrize(
+    ("changed", "kept", "tried"),
+    [
+        ({"step_ms": (4.0,) * 7}, True, []),
+        ({"step_ms": (11.0,) * 7}, False, ["compiled blocks", "fused optimizer"]),  # slower
+        ({"failure": "no compiler", "captured": None}, False, ["compiled blocks", "fused optimizer"]),
+        ({"captured": captured(4.0, losses=(math.nan,) * 3)}, False, ["compiled blocks", "fused optimizer"]),  # wrong
+    ],
+)
+def test_all_may_be_tried_at_once_and_one_by_one_where_that_is_not_kept(changed, kept, tried, monkeypatch):
+    monkeypatch.setitem(FOUND, "models", [{**FOUND["models"][0], "convolutions": 0}])
+    script = Given(**{"compiled blocks,fused optimizer": changed, "fused optimizer": {"step_ms": (8.0,) * 7}})
+    ladder, rows = climbed(script, BLOCKS, OPTIMIZER, BY_NAME["channels last"], at_once=True)
+    row = rows["compiled blocks + fused optimizer"]
+    assert row.kept is kept, row.reason
+    assert rows["channels last"].verdict == "not tried", "it is nothing for this script"
+    assert [name for name in rows if name in ("compiled blocks", "fused optimizer")] == tried
+    own = ["compiled blocks", "fused optimizer"] if kept else ["fused optimizer"]
+    assert [rung.name for rung in ladder.kept] == own
+
+
+def test_one_change_alone_is_not_tried_at_once():
+    _, rows = climbed(Given(), OPTIMIZER, at_once=True)
+    assert list(rows) == ["baseline", "fused optimizer"]
+
+
+def test_of_what_is_tried_at_once_that_is_told_which_found_its_place():
+    """Changes that look for their places as the script runs may find none."""
+    script = Given()
+    found = {"fused attention": {"train.py:41": "is_causal=True"}}
+    changes = [BY_NAME[name] for name in ("fused attention", "fused loss", "fused optimizer")]
+    for names in ("fused attention,fused loss,fused optimizer", "fused attention,fused optimizer"):
+        script.runs[names] = {"step_ms": (5.0,) * 7, "places": found}
+    ladder, rows = climbed(script, *changes, at_once=True)
+    assert [rung.name for rung in ladder.kept] == ["fused attention", "fused optimizer"]
+    assert rows["fused attention + fused optimizer"].lines.count("train.py:41: is_causal=True") == 1
+
+
+def test_runs_of_all_at_once_are_counted():
+    bf16 = BY_NAME["bf16 autocast"]
+    found = [
+        climbed(Given(), *rungs, rounds=2, at_once=True)[0].runs_left for rungs in ([OPTIMIZER], [bf16, OPTIMIZER])
+    ]
+    assert found == [(4, 8), (4 + 4, 8 + 32 + 4)]
+
+
 def test_a_run_with_a_precision_alone_is_what_its_roundings_are_held_against():
     script = Given(**{"bf16 autocast": {"step_ms": (5.0,) * 7}})
     _, rows = climbed(script, BY_NAME["bf16 autocast"])

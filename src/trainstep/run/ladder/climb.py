@@ -17,7 +17,7 @@ top of that, or of a rung that needs less memory where only that leaves room.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +48,6 @@ from trainstep.stats import RUN_SPREAD, Ratio, product, ratio_of_runs, verdict
 class Left:
     """A rung that was right and not kept."""
 
-    rung: Rung
     kept: frozenset[str]  # the rungs that it was tried on
     saved_ms: float  # of a step, at most
 
@@ -61,12 +60,20 @@ class Ladder:
         rungs: to try, in this order.
         rounds: how often a rung and what was kept take turns, at most.
         are_named: whether somebody asked for these rungs: they are tried even where memory speaks against them.
+        at_once: whether all of them are tried together first, and one by one only where that is not kept.
     """
 
     def __init__(
-        self, script: Script, rungs: Sequence[Rung] = RUNGS, rounds: int = MOST_ROUNDS, *, are_named: bool = False
+        self,
+        script: Script,
+        rungs: Sequence[Rung] = RUNGS,
+        rounds: int = MOST_ROUNDS,
+        *,
+        are_named: bool = False,
+        at_once: bool = False,
     ) -> None:
-        self.script, self.rungs, self.rounds, self.are_named = script, rungs, rounds, are_named
+        self.script, self.rungs, self.rounds = script, rungs, rounds
+        self.are_named, self.at_once = are_named, at_once
         self.first: Taken | None = None
         self.code = 0  # the first run's exit code
         self.kept: list[Rung] = []
@@ -99,11 +106,15 @@ class Ladder:
         self.judge = judge
         yield self._row("baseline", baseline, repeat, verdict="baseline", kept=True, runs=1)
         place = next((place for place, rung in enumerate(self.rungs) if rung.trades), len(self.rungs))
-        for rung in self.rungs[:place]:
+        singly = self.rungs[:place]
+        if self.at_once and len(every := _compatible(rung for rung in singly if not rung.why_not(self.settings))) > 1:
+            yield (row := self._guarded(self._try_on_top, every))
+            singly = [rung for rung in singly if not row.kept or rung.why_not(self.settings)]
+        for rung in singly:
             yield self.try_rung(rung)
         if left := self._left_together():
             yield self._guarded(self._try_on_top, left)
-        for rung in self.rungs[:place]:
+        for rung in singly:
             if self._may_gain_on_top(rung):
                 yield self.try_rung(rung, ON_TOP)
         for rung in self.rungs[place:]:
@@ -117,8 +128,10 @@ class Ladder:
         tried = [rung for rung in self.rungs if not rung.why_not(self.settings)]
         several, narrow = len(tried) > 1, sum(rung.precision is not None for rung in tried)
         in_turns = 4 * (len(tried) + several)  # B A A B, and the top at the end
-        least = in_turns + DRAWS * narrow
-        return least, self.rounds * (in_turns + 4 * several) + (DRAWS + 1) * narrow
+        most = self.rounds * (in_turns + 4 * several) + (DRAWS + 1) * narrow
+        if self.at_once and several:
+            return 4 + (DRAWS + 1) * narrow, most + 4 * self.rounds
+        return in_turns + DRAWS * narrow, most
 
     def _may_gain_on_top(self, rung: Rung) -> bool:
         """Whether something that is not of its kind was kept since it was tried, and the most that it may have saved is
@@ -131,19 +144,19 @@ class Ladder:
         return not (its_place_is_taken or takes_a_place) and left.saved_ms > RUN_SPREAD * self._top.median_ms
 
     def _left_together(self) -> list[Rung]:
-        """Several rungs that may save something together, by as much as each may have; none where that is nothing.
-
-        They go with what was kept and with each other: of those that take others' places, the later ones.
-        """
+        """Several rungs that go with what was kept and may save something together, by as much as each may have; none
+        where that is nothing."""
         assert self._top is not None, "the baseline was judged"
         kept = {rung.name for rung in self.kept}
         taken = {name for rung in self.kept for name in rung.instead_of}
-        found: list[Left] = []
-        for left in self._left.values():
-            if left.saved_ms > 0 and left.rung.name not in taken and kept.isdisjoint(left.rung.instead_of):
-                found = [*(each for each in found if each.rung.name not in left.rung.instead_of), left]
-        is_something = sum(left.saved_ms for left in found) > RUN_SPREAD * self._top.median_ms
-        return [left.rung for left in found] if len(found) > 1 and is_something else []
+        may_save = {name: left.saved_ms for name, left in self._left.items() if left.saved_ms > 0}
+        found = _compatible(
+            rung
+            for rung in self.rungs
+            if rung.name in may_save and rung.name not in taken and kept.isdisjoint(rung.instead_of)
+        )
+        is_something = sum(may_save[rung.name] for rung in found) > RUN_SPREAD * self._top.median_ms
+        return found if len(found) > 1 and is_something else []
 
     def try_rung(self, rung: Rung, suffix: str = "") -> ScriptRungRow:
         """Run it on what was kept, judge it, and time it if it is right; `suffix` ends its name in the row."""
@@ -165,23 +178,22 @@ class Ladder:
     def _try_on_top(self, rungs: Sequence[Rung]) -> ScriptRungRow:
         assert self._top is not None, "the baseline was judged"
         assert self.judge is not None
-        name, (first, *others) = _named(rungs), rungs
+        name, first = _named(rungs), rungs[0]
         if first.trades and not self.are_named and (why := why_memory_limits_not(self._top.captured)):
             return self._not_tried(first, why)
         replaced = {each for rung in rungs for each in rung.instead_of}
-        together = [*(each for each in self.kept if each.name not in replaced), *rungs]
-        taken = self.script.run(name, together)
+        before = [each for each in self.kept if each.name not in replaced]
+        taken = self.script.run(name, [*before, *rungs])
         if taken.failure or taken.captured is None:
             return self._failed(name, taken)
-        if first.nothing and not others:
-            if not (places := taken.log.facts.get("places", {}).get(name)):
-                return self._not_tried(first, first.nothing)
-            where = ", ".join(f"{line}: {how}" for line, how in sorted(places.items()))
-            together[-1] = replace(first, lines=f"{first.lines} ({where})")
+        made = _made(rungs, taken)
+        if not made:
+            return self._not_tried(first, first.nothing)
+        together = [*before, *made]
         found = self.judge.of(together, taken.captured, self._top.captured)
         if not found.is_right:
             return self._row(name, None, found, status="wrong", reason=str(found), verdict="wrong")
-        return self._timed(together[-len(rungs) :], together, taken, found)
+        return self._timed(made, together, taken, found)
 
     def _try_another_step(self, rungs: Sequence[Rung]) -> ScriptRungRow:
         """Run it where memory has room, and tell its samples per second, if its losses are finite."""
@@ -239,7 +251,7 @@ class Ladder:
             self._smaller = together, taken
         if not keep and gain.interval is not None and len(rungs) == 1:
             at_most = statistics.median(run.median_ms for run in before) * (1 - 1 / gain.interval.high)
-            self._left[name] = Left(rungs[0], frozenset(each.name for each in self.kept), at_most)
+            self._left[name] = Left(frozenset(each.name for each in self.kept), at_most)
         return self._row(
             name,
             taken,
@@ -325,6 +337,25 @@ class Ladder:
         compared = "without dropout" if self.judge and self.judge.drops and found is not None else None
         own = {"workload": self.script.command.name, "rung": rung, "environment": environment, "compared": compared}
         return rung_row(own, taken, found, **more)
+
+
+def _compatible(rungs: Iterable[Rung]) -> list[Rung]:
+    """Those that go together: of two of which one takes the other's place, that one."""
+    found: list[Rung] = []
+    for rung in rungs:
+        found = [*(each for each in found if each.name not in rung.instead_of), rung]
+    return found
+
+
+def _made(rungs: Sequence[Rung], taken: Taken) -> list[Rung]:
+    """The changes that found something to change; those that look for it with the lines where it is."""
+    found = []
+    for rung in rungs:
+        places = taken.log.facts.get("places", {}).get(rung.name, {})
+        where = ", ".join(f"{line}: {how}" for line, how in sorted(places.items()))
+        if places or not rung.nothing:
+            found.append(replace(rung, lines=f"{rung.lines} ({where})") if rung.nothing else rung)
+    return found
 
 
 def _named(rungs: Sequence[Rung]) -> str:
