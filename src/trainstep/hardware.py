@@ -8,11 +8,15 @@ figure but what the driver gives, see `DeviceSpec.memory_gib`. Of the host, how 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.errors import UsageError
 from trainstep.precision import PRECISIONS
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Where Linux tells what a container may have."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,10 @@ def require_device(name: str) -> DeviceSpec:
 
 
 def free_host_bytes() -> int:
-    """Of this machine's memory, what programs can still have, as Linux tells it."""
+    """Of this machine's memory, what programs can still have, as Linux tells it; in a container at most what its limit
+    leaves."""
     said = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(said["MemAvailable"].split()[0]) * 1024
+    free = int(said["MemAvailable"].split()[0]) * 1024
+    with suppress(OSError, ValueError):  # without a limit it says "max"
+        free = min(free, int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text()))
+    return max(free, 0)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LADDER_STEPS = 30
 """Updates of each of a ladder's runs, where no number is given."""
 LEAST_STEPS = 3
-"""Updates of a ladder's run at least: the first two are not timed."""
+"""Updates of a ladder's run at least: the first two of each optimizer are not timed."""
 
 
 @dataclass(frozen=True, kw_only=True)

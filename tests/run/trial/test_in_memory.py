@@ -1,10 +1,12 @@
 """What a run leaves for its judge lies in memory, and on disk where that has no room."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
+from trainstep import hardware
 from trainstep.run.trial import in_memory
 from trainstep.run.trial.in_memory import InMemory, save
 
@@ -43,11 +45,19 @@ def test_what_was_read_stays_when_its_file_is_gone(tmp_path, files):
 
 
 @needs_memory_files
-@pytest.mark.parametrize("why", ["no room", "its reader is gone"])
+@pytest.mark.parametrize("why", ["no room", "no room for all ranks", "no links", "its reader is gone"])
 def test_else_it_is_on_disk(tmp_path, files, monkeypatch, why):
+    if why == "no links":
+
+        def refuse(*_):
+            raise OSError
+
+        monkeypatch.setattr(Path, "symlink_to", refuse)
     files.begin(tmp_path, ["one.pt"])
-    if why == "no room":
-        monkeypatch.setattr(in_memory, "free_host_bytes", lambda: 7999)
+    if why.startswith("no room"):
+        ranks = 2 if why.endswith("ranks") else 1
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        monkeypatch.setattr(in_memory, "free_host_bytes", lambda: 8000 * ranks - 1)
     else:
         files.close()
     save(WEIGHTS, tmp_path / "one.pt", 4000)
@@ -72,3 +82,14 @@ def test_the_next_run_has_files_of_its_own(tmp_path, files):
 def test_a_file_without_a_link_is_written_as_any_other(tmp_path):
     save(WEIGHTS, tmp_path / "one.pt", 4000)
     assert torch.equal(load(tmp_path / "one.pt")["w"], WEIGHTS["w"])
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"), [("max", "0", None), ("9000", "2000", 7000), ("9000", "9500", 0)]
+)
+def test_a_containers_limit_counts(tmp_path, monkeypatch, limit, used, expected):
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{used}\n")
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    found = hardware.free_host_bytes()
+    assert found == expected if expected is not None else found > 2**20

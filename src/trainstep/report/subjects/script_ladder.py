@@ -89,7 +89,7 @@ TABLES = (LADDER,)
 
 
 def rungs(rows: Sequence[Row]) -> list[ScriptRungRow]:
-    """Those that are a change each, the script as it is first."""
+    """Those that are changes, the script as it is first."""
     return [row for row in of_kind(rows, ScriptRungRow) if row.rung not in (TOP, PATCHED)]
 
 
@@ -172,7 +172,7 @@ def patched(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def script_ladder(rows: Sequence[Row]) -> Section | None:
-    """One change per rung, made from outside."""
+    """The changes that were made from outside."""
     every = of_kind(rows, ScriptRungRow)
     if not every:
         return None
@@ -183,8 +183,8 @@ def script_ladder(rows: Sequence[Row]) -> Section | None:
         blocks.append(Charts([Chart("script-ladder", title, caption, partial(waterfall, falls, "ms per step"))]))
     blocks.append(make_table(LADDER, every, "page"))
     lead = (
-        "The script itself is run for each rung, with one change made from outside on what was kept. Its first "
-        "update's gradients, its losses and its weights at the end are held against the script as it is; allowed is "
+        "The script itself is run for each rung, with one change or several made from outside on what was kept. "
+        "Its first update's gradients, its losses and its weights at the end are held against the script as it is; allowed is "
         "twice what random roundings do to the script, plus one rounding. What is wrong is not timed. Ratios are "
         "between runs, which take turns; brackets are 95 % intervals. A larger batch is another step: nothing is held "
         "against it, and it has no speed-up, but samples per second."

@@ -81,6 +81,8 @@ class Ladder:
         self.settings: Mapping[str, Any] = {}
         self._top: Taken | None = None
         self._left: dict[str, Left] = {}  # rungs that were right and not kept
+        self._times_kept = 0
+        self._tried_together: set[tuple[frozenset[str], frozenset[str]]] = set()  # on what was kept, by their names
         self._smaller: tuple[list[Rung], Taken] | None = None  # what is right, needs less memory, and was not kept
         self._speedup = Ratio(1.0, None, between_runs=True)
 
@@ -108,18 +110,21 @@ class Ladder:
         place = next((place for place, rung in enumerate(self.rungs) if rung.trades), len(self.rungs))
         singly = self.rungs[:place]
         if self.at_once and len(every := _compatible(rung for rung in singly if not rung.why_not(self.settings))) > 1:
-            yield (row := self._guarded(self._try_on_top, every))
-            singly = [rung for rung in singly if not row.kept or rung.why_not(self.settings)]
+            yield (row := self._try_together(every))
+            if row.kept:
+                yield from map(self._left_out, (rung for rung in singly if rung.name not in self._names_kept))
+                singly = ()
+            singly = [rung for rung in singly if rung.name not in self._left]  # the only one that found its place
         for rung in singly:
             yield self.try_rung(rung)
         if left := self._left_together():
-            yield self._guarded(self._try_on_top, left)
+            yield self._try_together(left)
         for rung in singly:
             if self._may_gain_on_top(rung):
                 yield self.try_rung(rung, ON_TOP)
         for rung in self.rungs[place:]:
             yield self.try_rung(rung)
-        if len(self.kept) > 1:
+        if len(self.kept) > 1 and self._times_kept > 1:
             yield self._proven()
 
     @property
@@ -131,7 +136,7 @@ class Ladder:
         most = self.rounds * (in_turns + 4 * several) + (DRAWS + 1) * narrow
         if self.at_once and several:
             return 4 + (DRAWS + 1) * narrow, most + 4 * self.rounds
-        return in_turns + DRAWS * narrow, most
+        return in_turns + (DRAWS + 1) * narrow, most
 
     def _may_gain_on_top(self, rung: Rung) -> bool:
         """Whether something that is not of its kind was kept since it was tried, and the most that it may have saved is
@@ -147,8 +152,7 @@ class Ladder:
         """Several rungs that go with what was kept and may save something together, by as much as each may have; none
         where that is nothing."""
         assert self._top is not None, "the baseline was judged"
-        kept = {rung.name for rung in self.kept}
-        taken = {name for rung in self.kept for name in rung.instead_of}
+        kept, taken = self._names_kept, {name for rung in self.kept for name in rung.instead_of}
         may_save = {name: left.saved_ms for name, left in self._left.items() if left.saved_ms > 0}
         found = _compatible(
             rung
@@ -156,7 +160,23 @@ class Ladder:
             if rung.name in may_save and rung.name not in taken and kept.isdisjoint(rung.instead_of)
         )
         is_something = sum(may_save[rung.name] for rung in found) > RUN_SPREAD * self._top.median_ms
-        return found if len(found) > 1 and is_something else []
+        is_new = (kept, frozenset(rung.name for rung in found)) not in self._tried_together
+        return found if len(found) > 1 and is_something and is_new else []
+
+    @property
+    def _names_kept(self) -> frozenset[str]:
+        return frozenset(rung.name for rung in self.kept)
+
+    def _try_together(self, rungs: Sequence[Rung]) -> ScriptRungRow:
+        self._tried_together.add((self._names_kept, frozenset(rung.name for rung in rungs)))
+        return self._guarded(self._try_on_top, rungs)
+
+    def _left_out(self, rung: Rung) -> ScriptRungRow:
+        """The row of a rung that is not among those that were kept at once."""
+        why = rung.why_not(self.settings)
+        if instead := [each.name for each in self.kept if rung.name in each.instead_of]:
+            why = why or f"{instead[0]} takes its place"
+        return self._not_tried(rung, why or rung.nothing)
 
     def try_rung(self, rung: Rung, suffix: str = "") -> ScriptRungRow:
         """Run it on what was kept, judge it, and time it if it is right; `suffix` ends its name in the row."""
@@ -188,7 +208,8 @@ class Ladder:
             return self._failed(name, taken)
         made = _made(rungs, taken)
         if not made:
-            return self._not_tried(first, first.nothing)
+            why = "; ".join(dict.fromkeys(rung.nothing for rung in rungs))
+            return self._row(name, None, status="unsupported", reason=why, verdict="not tried")
         together = [*before, *made]
         found = self.judge.of(together, taken.captured, self._top.captured)
         if not found.is_right:
@@ -244,6 +265,7 @@ class Ladder:
         keep = called == "faster" or (no_slower and _is_smaller(taken, self._top))
         if keep:
             self.kept, self._top, self._speedup = together, taken, speedup
+            self._times_kept += 1
             self._smaller = None  # it stood on what was kept before
             for rung in rungs:
                 self._left.pop(rung.name, None)

@@ -38,7 +38,6 @@ class Judging:
         self._own = _precision_of(settings)
         self.drops = any(model["drops"] for model in settings["models"])
         """Whether it drops something at random; runs are held against each other without."""
-        self._alone: dict[PrecisionName, Captured] = {}  # runs with a change of precision and no other
         self._judge: ScriptJudge | None = None
 
     def begin(self, baseline: Captured) -> ScriptVerdict:
@@ -84,8 +83,6 @@ class Judging:
         """
         if self.drops:
             captured, kept = self._captured(f"{rungs[-1].name}, without dropout", rungs), None
-        if len(rungs) == 1 and rungs[0].precision is not None:
-            self._alone[rungs[0].precision] = captured
         precision = self._precision(rungs)
         found = self._begun.judge(captured, precision, kept)
         if not found.is_judged:
@@ -115,11 +112,9 @@ class Judging:
     def _draw(self, precision: PrecisionName, seed: int | None) -> Captured:
         """The script in a precision, by itself or under random roundings."""
         change = [rung for rung in self._rungs if rung.precision == precision and precision != self._own]
-        if seed is not None:
-            return self._captured(f"roundings of {precision} at random, {seed + 1}", change, (precision, seed))
-        if precision not in self._alone:
-            self._alone[precision] = self._captured(f"the script in {precision}", change)
-        return self._alone[precision]
+        if seed is None:
+            return self._captured(f"the script in {precision}", change)
+        return self._captured(f"roundings of {precision} at random, {seed + 1}", change, (precision, seed))
 
 
 def _precision_of(settings: Mapping[str, Any]) -> PrecisionName:

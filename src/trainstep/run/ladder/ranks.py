@@ -160,7 +160,12 @@ class Leader:
 
 def follow(command: Command, rank: Rank, folder: Path) -> int:
     """Run what the first rank's ladder says until it is over; the exit code, which is the ladder's to tell."""
-    orders, number, files = _shared(folder), 1, InMemory()
+    with closing(InMemory()) as files:
+        return _follow(command, rank, _shared(folder), files)
+
+
+def _follow(command: Command, rank: Rank, orders: Path, files: InMemory) -> int:
+    number = 1
     while True:
         path = orders / f"{number}.json"
         if path.exists():
@@ -180,7 +185,7 @@ def check_one_host(environment: Mapping[str, str]) -> None:
     if here != all_of_them:
         raise UsageError(
             f"--ladder has {here} of {all_of_them} ranks on this host; expected all: it starts them anew for every run "
-            "and compares what they leave on disk. Run it on one host, as torchrun --standalone starts it"
+            "and compares what they leave. Run it on one host, as torchrun --standalone starts it"
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from trainstep.hardware import free_host_bytes
 
 MOST = 0.5
-"""Of the free memory, what a file may take of it."""
+"""Of the free memory, what a file may take of it, together with those that other ranks of the host write meanwhile."""
 
 
 class InMemory:
@@ -26,16 +26,19 @@ class InMemory:
         self._open: dict[Path, int] = {}  # link → what it leads to
 
     def begin(self, folder: Path, names: Iterable[str]) -> None:
-        """Have what is saved under these names in the folder lie in memory. Where a system has no such files, it will
-        be on disk."""
+        """Have what is saved under these names in the folder lie in memory. Where a system has no such files, or the
+        folder no links, it will be on disk."""
         self.close()
         if not hasattr(os, "memfd_create"):
             return
-        for name in names:
-            link = folder / name
-            link.unlink(missing_ok=True)
-            self._open[link] = os.memfd_create(name)
-            link.symlink_to(f"/proc/{os.getpid()}/fd/{self._open[link]}")
+        try:
+            for name in names:
+                link = folder / name
+                link.unlink(missing_ok=True)
+                self._open[link] = os.memfd_create(name)
+                link.symlink_to(f"/proc/{os.getpid()}/fd/{self._open[link]}")
+        except OSError:
+            self.close()
 
     def close(self) -> None:
         """Let go of them, and remove the links, which would lead to whatever is opened next."""
@@ -54,6 +57,7 @@ def save(content: Any, path: Path, size: int) -> None:
     """
     import torch
 
-    if path.is_symlink() and (size > MOST * free_host_bytes() or not os.access(path, os.W_OK)):
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if path.is_symlink() and (ranks * size > MOST * free_host_bytes() or not os.access(path, os.W_OK)):
         path.unlink()
     torch.save(content, path)
