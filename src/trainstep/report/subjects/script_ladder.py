@@ -186,8 +186,8 @@ def script_ladder(rows: Sequence[Row]) -> Section | None:
         "The script itself is run for each rung, with one change or several made from outside on what was kept. "
         "Its first update's gradients, its losses and its weights at the end are held against the script as it is; "
         "allowed is twice what random roundings do to the script, plus one rounding. What is wrong is not timed. "
-        "Ratios are between runs, which take turns; brackets are 95 % intervals. A larger batch is another step: nothing is held "
-        "against it, and it has no speed-up, but samples per second."
+        "Ratios are between runs, which take turns; brackets are 95 % intervals. A larger batch is another step: "
+        "nothing is held against it, and it has no speed-up, but samples per second."
     )
     return Section("script-ladder", "Script's ladder", "What makes the script faster", lead, blocks)
 
