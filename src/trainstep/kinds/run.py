@@ -79,7 +79,7 @@ class RecompilationRow(OfScript, kind="recompilation"):
 
 
 class ScriptRungRow(OfScript, Timed, Checked, kind="script rung"):
-    """One rung of a script's ladder: a change made from outside, whether training is the same, and what it brings.
+    """One rung of a script's ladder: changes made from outside, whether training is the same, and what they bring.
 
     Ratios are between runs. Samples: milliseconds of all runs' steps, the runs' medians, `training_loss` of one run.
     """

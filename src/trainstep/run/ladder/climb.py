@@ -7,8 +7,8 @@ A rung that is faster is built upon, and one that needs less memory if it is cer
 were kept, the top and the script as it is take turns at the end: that ratio is what was proven.
 
 What was right and brought nothing sure may bring something with others of its kind, as where launches set the pace and
-each change leaves some: all of it is tried at once. And it may bring more where a step is shorter: each is tried once
-more on the top, if what it may have saved is of some weight there.
+each change leaves some: all of it is tried at once, or everything is before anything is tried alone. And it may bring
+more where a step is shorter: each is tried once more on the top, if what it may have saved is of some weight there.
 
 A larger batch is no rung of that kind (`larger`): it is held against what was kept by its samples per second alone, on
 top of that, or of a rung that needs less memory where only that leaves room.

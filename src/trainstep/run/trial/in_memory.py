@@ -1,5 +1,5 @@
-"""Files that one process leaves for another, in memory where there is room: several times a model's weights, which a
-disk would take longer to write than the script takes to make them.
+"""Files that one process leaves for another, in memory where there is room: several times a model's weights, which
+need no disk so, and are mapped by the reader and not read.
 
 The process that will read them opens them (`InMemory`), and puts a link to each in a folder. Whoever is to write
 follows the link (`save`). The memory is given back when the reader closes it and has let go of what it read, or ends,
