@@ -1,11 +1,14 @@
 """Numbers that are read late are the same numbers, wherever and however they are used."""
 
 import builtins
+import copy
 import json
 import math
 import pickle
+import statistics
 from typing import ClassVar
 
+import numpy
 import pytest
 import torch
 
@@ -36,11 +39,19 @@ def reads(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "item", torch.Tensor.item)
     monkeypatch.setattr(builtins, "print", builtins.print)
     monkeypatch.setattr("atexit.register", lambda call: None)
+    for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (json.JSONEncoder, "default")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(Reading, "made", [])
     notes = {}
     late = LateReads(notes.__setitem__, lambda tensor: True, Reading)
     late.install()
     return notes, Reading.made, late
+
+
+def at(place, values, value):
+    """The values with another one in a place, as a list."""
+    values[place] = value
+    return values.tolist()
 
 
 def loss(value=1.5):
@@ -95,6 +106,20 @@ def test_a_device_that_is_far_behind_is_waited_for(reads):
         *("{:.3f}".format, "%.2f".__mod__, lambda x: f"{x}", lambda x: round(x, 1), lambda x: sum([x, x]) / 2),
         lambda x: pickle.loads(pickle.dumps(x)),
         lambda x: (x * torch.ones(2)).tolist(),
+        lambda x: (torch.ones(2) * x).tolist(),
+        lambda x: at(1, torch.zeros(2), x),  # as nanoGPT has it
+        lambda x: at(1, numpy.zeros(2), x),
+        lambda x: torch.full((2,), x).tolist(),
+        lambda x: (torch.tensor(x) + torch.tensor([[x, 2.0], [x, 3.0]])).tolist(),
+        lambda x: torch.as_tensor({"a": [x]}["a"], dtype=torch.float64).tolist(),
+        lambda x: torch.nn.utils.clip_grad_norm_([torch.nn.Parameter(torch.ones(2))], x).tolist(),
+        lambda x: numpy.mean([x, 2.0, x]).item(),
+        lambda x: numpy.array([x, 2.0]).dtype.kind,
+        lambda x: json.dumps({"loss": [x]}),
+        lambda x: copy.deepcopy([x])[0] + 1,
+        lambda x: isinstance(x, float) and not isinstance(x, (int, torch.Tensor)) and numpy.isscalar(x),
+        lambda x: x.is_integer(),
+        lambda x: hasattr(x, "detach"),
     ],
 )
 @pytest.mark.parametrize("is_done", [False, True])
@@ -106,9 +131,28 @@ def test_whatever_is_done_with_it_gives_what_it_gave(use, is_done, reads):
     assert (found, type(found)) == (expected, type(expected))
 
 
-def test_what_asks_for_a_float_refuses_it(reads):
+def test_what_asks_for_its_type_refuses_it(reads):
     with pytest.raises(TypeError, match="Later"):
-        json.dumps({"loss": loss().item()})
+        statistics.mean([loss().item(), 2.0])
+
+
+def test_what_was_refused_before_is_refused(reads):
+    with pytest.raises(TypeError, match="set is not JSON serializable"):
+        json.dumps({1})
+    with pytest.raises(RuntimeError, match="dtype of set"):
+        torch.tensor({1})
+    with pytest.raises(AttributeError, match="no attribute 'detach'"):
+        loss().item().detach()
+
+
+def test_tensors_are_made_in_compiled_code_and_on_other_devices_as_before(reads):
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(values):
+        return values + torch.tensor([1.0, 2.0]) + torch.as_tensor(values)
+
+    assert compiled(torch.ones(2)).tolist() == [3.0, 4.0]
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).is_meta
 
 
 def test_other_reads_are_as_they_were(reads):

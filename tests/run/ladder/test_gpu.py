@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.run.ladder.forked import forked_runs  # noqa: F401
 from tests.run.measuring import SCRIPTS, alone
 from trainstep.run.changes.rungs import RUNGS
 from trainstep.run.ladder.climb import Ladder
@@ -12,6 +13,7 @@ from trainstep.run.ladder.single import Script
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and torch finds none"),
+    pytest.mark.usefixtures("forked_runs"),
 ]
 
 

@@ -1,16 +1,19 @@
 """`loss.item()` of a GPU without waiting: a number that is read once somebody needs it.
 
 `item()` returns a `Later`, whose value is on its way to pinned memory. Sums, means and other arithmetic of it are
-`Later` too. Whatever needs the number itself (a comparison, a format, `float`) waits for it then, so a script computes
-what it computed before; only where it checks that a number is a `float`, it may refuse. `print` of a `Later` prints
-when the number is there, in the order of all that is printed. What cannot be put off from outside stays: a number that
-is formatted at once, `print` of a tensor, `float(loss)`, `if loss > 3`, `.cpu()`.
+`Later` too. Whatever needs the number itself (a comparison, a format, `float`, a place in a tensor or an array) waits
+for it then, so a script computes what it computed before. `isinstance` takes a `Later` for a float; code that asks for
+its type, as `statistics` and `decimal` do, refuses it. `print` of a `Later` prints when the number is there, in the
+order of all that is printed. What cannot be put off from outside stays: a number that is formatted at once, `print` of
+a tensor, `float(loss)`, `if loss > 3`, `.cpu()`.
 """
 
 from __future__ import annotations
 
 import atexit
 import builtins
+import functools
+import json
 import operator
 import sys
 from collections import deque
@@ -19,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _device
+from torch.utils._pytree import tree_map
 
 from trainstep.run.watch import hooks
 from trainstep.run.watch.lines import line_of_call, owner_of
@@ -90,6 +95,28 @@ class Later:
         self.readings = tuple(each for each in self.readings if not each.is_done())
         self.depth = 1 + max((each.depth for each in self.operands if isinstance(each, Later)), default=0)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """What `isinstance` goes by."""
+        return float
+
+    def __getattr__(self, name: str) -> Any:
+        """What a float has, such as `is_integer`."""
+        if not hasattr(float, name):
+            raise AttributeError(f"'float' object has no attribute '{name}'")
+        return getattr(self.now(), name)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """What numpy makes arrays of."""
+        import numpy
+
+        return numpy.asarray(self.now(), dtype)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What torch's functions do that are given one."""
+        return function(*_known(args), **_known(kwargs or {}))
+
     def __round__(self, digits: int | None = None) -> Any:
         return round(self.now()) if digits is None else _combined(round, self, digits)
 
@@ -98,6 +125,11 @@ class Later:
 
     def __reduce__(self) -> Any:
         return float, (self.now(),)
+
+
+def _known(values: Any) -> Any:
+    """The same with numbers, waited for, wherever one is in them."""
+    return tree_map(lambda each: each.now() if isinstance(each, Later) else each, values)
 
 
 def _settled(operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -151,8 +183,23 @@ def _is_number(value: Any) -> bool:
 _give_operators()
 
 
+def _taking_later(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.tensor`, which finds out a dtype by types."""
+
+    @functools.wraps(function)
+    def taking(data: Any, **options: Any) -> Any:
+        try:
+            return function(data, **options)
+        except RuntimeError as error:
+            if Later.__name__ not in str(error):
+                raise
+        return function(_known(data), **options)
+
+    return taking
+
+
 class LateReads:
-    """`Tensor.item` and `print`, from `install` on.
+    """`Tensor.item` and `print`, from `install` on, and what refuses a `Later` though it takes floats.
 
     Args:
         note: called with each line that reads, and whether it is read late or still waited for, and where.
@@ -172,7 +219,7 @@ class LateReads:
         self._is_noted: dict[str, bool] = {}  # line → whether it is still waited for
 
     def install(self) -> None:
-        """Replace both."""
+        """Replace them."""
         original = Tensor.item
 
         def item(tensor: Tensor) -> Any:
@@ -187,6 +234,15 @@ class LateReads:
         Tensor.item = item  # type: ignore[assignment,method-assign]
         builtins.print = self._printed
         atexit.register(self.print_all)
+        _device._device_constructors()  # which `with torch.device(…)` knows by what they are now
+        for name in ("tensor", "as_tensor"):
+            setattr(torch, name, _taking_later(getattr(torch, name)))
+        refused: Any = json.JSONEncoder.default
+
+        def default(encoder: json.JSONEncoder, value: Any) -> Any:
+            return value.now() if isinstance(value, Later) else refused(encoder, value)
+
+        json.JSONEncoder.default = default  # type: ignore[method-assign,assignment]
 
     def _is_late(self, tensor: Tensor, frame: Any) -> bool:
         while frame.f_code.co_filename == hooks.__file__:  # which times reads
