@@ -14,7 +14,7 @@ that much (`_headroom`). The rule of every check, twice the plain error plus one
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -30,6 +30,10 @@ HEADROOM = 4.0
 
 VACUOUS = 0.5
 """Gradients that may be this far off, of their own size, say nothing."""
+
+PART = 2**18
+"""Numbers in the host's memory that are looked at together: what is computed of so many lies in memory that was used
+before, and to get new memory takes several times as long as to compute."""
 
 ROWS = 2.0
 """A row may be off by twice what a parameter may: another algorithm has its worst of thousands in another row."""
@@ -69,7 +73,7 @@ class Gradients:
     @cached_property
     def squares(self) -> Mapping[str, float]:
         """‖g‖² of each."""
-        return {name: float(_norm(each)) ** 2 for name, each in self.by_name.items()}
+        return {name: norm(each) ** 2 for name, each in self.by_name.items()}
 
     def check_finite(self, precision: str, *, trained: bool = False) -> None:
         """Raise UsageError where the loss or a gradient, computed in `precision`, is not finite.
@@ -98,6 +102,19 @@ class Error:
     product: float = 0.0
     """⟨x − ref, ref⟩."""
 
+    @staticmethod
+    def between(found: Tensor, reference: Tensor) -> Error:
+        """Of one tensor, held against another of its shape, which is moved to its device."""
+        square = product = 0.0
+        rows = []
+        for own, expected in _in_parts(found, reference.to(found.device)):
+            difference = own - expected
+            product += float((difference * expected).sum(dim=1).sum(dtype=torch.float64))
+            square += float(torch.linalg.vector_norm(difference, dtype=torch.float64)) ** 2
+            rows.append(torch.linalg.vector_norm(difference, dim=1))
+        size = math.sqrt(square)
+        return Error(size, torch.cat(rows).cpu() if _has_rows(found) else torch.tensor([size]), product)
+
 
 @dataclass
 class Rounding:
@@ -110,7 +127,7 @@ class Rounding:
     @staticmethod
     def between(a: Gradients, b: Gradients) -> Rounding:
         """What sets `a` apart from `b`; a gradient that only one of them has is left out."""
-        errors = {name: _error(a.by_name[name], each) for name, each in b.by_name.items() if name in a.by_name}
+        errors = {name: Error.between(a.by_name[name], each) for name, each in b.by_name.items() if name in a.by_name}
         product, square = sum(each.product for each in errors.values()), sum(b.squares.values())
         return Rounding(abs(a.loss - b.loss), abs(product / square) if square else 0.0, errors)
 
@@ -216,22 +233,22 @@ def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: f
         if expected is None or own is None:
             alone = own if expected is None else expected
             assert alone is not None
-            error_square += float(_norm(alone)) ** 2
+            error_square += norm(alone) ** 2
             product -= reference.squares.get(name, 0.0)
             worst = max(worst, (math.inf, 1.0, 0.0, name))
             continue
-        error, known = _error(own, expected), plain.by_name.get(name)
-        norm, count = math.sqrt(reference.squares[name]), expected.numel()
+        error, known = Error.between(own, expected), plain.by_name.get(name)
+        length, count = math.sqrt(reference.squares[name]), expected.numel()
         product += error.product
         floor = rounding * typical
-        size = max(norm, floor * math.sqrt(count))
+        size = max(length, floor * math.sqrt(count))
         usual = known.norm if known else 0.0
         allowed = 2 * _headroom(count) * usual + rounding * size
         error_square, allowed_square = error_square + error.norm**2, allowed_square + usual**2
         worst = max(worst, _share(error.norm, allowed, size, name), key=_nan_first)
         if known is not None and error.rows.numel() > 1:
             sizes = reference.rows[name].clamp(
-                min=max(norm / math.sqrt(len(error.rows)), floor * math.sqrt(count / len(error.rows)))
+                min=max(length / math.sqrt(len(error.rows)), floor * math.sqrt(count / len(error.rows)))
             )
             usual_rows = max(usual / size if size else 0.0, float((known.rows / sizes).nan_to_num().max())) * sizes
             most = ROWS * 2 * _headroom(count / len(error.rows)) * usual_rows + rounding * sizes
@@ -269,17 +286,25 @@ def _headroom(count: float) -> float:
     return 1 + HEADROOM / math.sqrt(2 * count)
 
 
-def _error(found: Tensor, reference: Tensor) -> Error:
-    expected = reference.to(found.device)
-    difference = found - expected
-    product = float((difference * expected).sum(dtype=torch.float64))
-    return Error(float(_norm(difference)), _rows(difference), product)
+def _has_rows(tensor: Tensor) -> bool:
+    return tensor.dim() > 1 and tensor.shape[0] > 1
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    whole = tensor.dim() < 2 or tensor.shape[0] < 2
-    flat = tensor.reshape(1, -1) if whole else tensor.reshape(tensor.shape[0], -1)
+    flat = tensor.reshape(tensor.shape[0] if _has_rows(tensor) else 1, -1)
     return torch.linalg.vector_norm(flat, dim=1).cpu()
+
+
+def _in_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Matrices of whole rows, or of parts of a single one; on a GPU all at once."""
+    flat = [each.reshape(each.shape[0] if _has_rows(each) else 1, -1) for each in tensors]
+    rows, columns = flat[0].shape
+    if flat[0].is_cuda or flat[0].numel() <= PART:
+        yield tuple(flat)
+    elif rows > 1:
+        yield from zip(*(each.split(max(1, PART // columns)) for each in flat), strict=True)
+    else:
+        yield from zip(*(each.split(PART, dim=1) for each in flat), strict=True)
 
 
 def dense(gradient: Tensor) -> Tensor:
@@ -287,5 +312,7 @@ def dense(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
-def _norm(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64)
+def norm(tensor: Tensor) -> float:
+    """‖x‖, summed in float64."""
+    parts = (torch.linalg.vector_norm(part, dtype=torch.float64) for (part,) in _in_parts(tensor))
+    return math.hypot(*map(float, parts))

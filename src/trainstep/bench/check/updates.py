@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainstep.bench.check.gradients import Error, norm
 from trainstep.updating import UpdatesInBackward
 
 ROUNDING = 2.0**-24
@@ -125,7 +126,7 @@ def compare_updates(
     worst = UpdateError()
     for name, reference in expected.items():
         expected_there = reference.to(found[name].device)
-        error, moved = float((found[name] - expected_there).norm()), float(expected_there.norm())
+        error, moved = Error.between(found[name], expected_there).norm, norm(expected_there)
         allowed = 2 * UPDATES * unit * (sizes[name] + moved) + 2 * LOST_BITS * ROUNDING * moved
         worst = max(worst, UpdateError(error / (moved or 1), allowed / (moved or 1), name), key=lambda each: each.share)
     return worst

@@ -25,7 +25,7 @@ from itertools import zip_longest
 import torch
 
 from trainstep.bench.check import allowed_error, larger, one_rounding
-from trainstep.bench.check.gradients import HEADROOM, VACUOUS, Deviation, Rounding, compare
+from trainstep.bench.check.gradients import HEADROOM, VACUOUS, Deviation, Error, Rounding, compare, norm
 from trainstep.bench.check.reference import DRAWS, FLOAT32_LOSES
 from trainstep.bench.check.updates import UpdateError, compare_updates
 from trainstep.precision import PrecisionName
@@ -232,6 +232,6 @@ def _moved_apart(found: Captured, reference: Captured) -> float:
         return math.inf
     square = error = 0.0
     for name, expected in reference.moved.items():
-        square += float(torch.linalg.vector_norm(expected, dtype=torch.float64)) ** 2
-        error += float(torch.linalg.vector_norm(found.moved[name] - expected, dtype=torch.float64)) ** 2
+        square += norm(expected) ** 2
+        error += Error.between(found.moved[name], expected).norm ** 2
     return math.sqrt(error / square) if square else (math.inf if error else 0.0)
