@@ -8,9 +8,10 @@ import torch
 
 from trainstep import hardware
 from trainstep.run.trial import in_memory
-from trainstep.run.trial.in_memory import InMemory, save
+from trainstep.run.trial.in_memory import InMemory, make_room
+from trainstep.run.trial.tensor_file import TensorFile, read
 
-WEIGHTS = {"w": torch.arange(1000.0)}
+WEIGHTS = torch.arange(1000.0)
 
 needs_memory_files = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="this system has no files that are in memory alone"
@@ -24,24 +25,31 @@ def files():
     found.close()
 
 
-def load(path):
-    return torch.load(path, weights_only=True, mmap=True)
+def save(path):
+    make_room(path, WEIGHTS.nbytes)
+    file = TensorFile(path)
+    file.add("all", {"w": WEIGHTS.shape})["w"].copy_(WEIGHTS)
+    file.finish({})
+
+
+def weights_in(path):
+    return read(path)[0]["all"]["w"]
 
 
 @needs_memory_files
 def test_what_was_read_stays_when_its_file_is_gone(tmp_path, files):
-    files.begin(tmp_path, ["one.pt", "two.pt"])
+    files.begin(tmp_path, ["one", "two"])
     pid = os.fork()
     if not pid:  # another process writes
-        save(WEIGHTS, tmp_path / "one.pt", 4000)
+        save(tmp_path / "one")
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    assert (tmp_path / "one.pt").is_symlink()
-    found = load(tmp_path / "one.pt")
-    (tmp_path / "one.pt").unlink()
+    assert (tmp_path / "one").is_symlink()
+    found = weights_in(tmp_path / "one")
+    (tmp_path / "one").unlink()
     files.close()
-    assert torch.equal(found["w"], WEIGHTS["w"])
-    assert not (tmp_path / "two.pt").exists(), "nothing holds it any more"
+    assert torch.equal(found, WEIGHTS)
+    assert not (tmp_path / "two").exists(), "nothing holds it any more"
 
 
 @needs_memory_files
@@ -53,16 +61,16 @@ def test_else_it_is_on_disk(tmp_path, files, monkeypatch, why):
             raise OSError
 
         monkeypatch.setattr(Path, "symlink_to", refuse)
-    files.begin(tmp_path, ["one.pt"])
+    files.begin(tmp_path, ["one"])
     if why.startswith("no room"):
         ranks = 2 if why.endswith("ranks") else 1
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         monkeypatch.setattr(in_memory, "free_host_bytes", lambda: 8000 * ranks - 1)
     else:
         files.close()
-    save(WEIGHTS, tmp_path / "one.pt", 4000)
-    assert not (tmp_path / "one.pt").is_symlink()
-    assert torch.equal(load(tmp_path / "one.pt")["w"], WEIGHTS["w"])
+    save(tmp_path / "one")
+    assert not (tmp_path / "one").is_symlink()
+    assert torch.equal(weights_in(tmp_path / "one"), WEIGHTS)
 
 
 @needs_memory_files
@@ -71,17 +79,17 @@ def test_the_next_run_has_files_of_its_own(tmp_path, files):
     before = len(os.listdir("/proc/self/fd"))
     for folder in folders:
         folder.mkdir()
-        files.begin(folder, ["one.pt"])
-        save(WEIGHTS, folder / "one.pt", 4000)
-    assert [(folder / "one.pt").exists() for folder in folders] == [False, True]
+        files.begin(folder, ["one"])
+        save(folder / "one")
+    assert [(folder / "one").exists() for folder in folders] == [False, True]
     assert len(os.listdir("/proc/self/fd")) == before + 1
     files.begin(tmp_path, ())
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_file_without_a_link_is_written_as_any_other(tmp_path):
-    save(WEIGHTS, tmp_path / "one.pt", 4000)
-    assert torch.equal(load(tmp_path / "one.pt")["w"], WEIGHTS["w"])
+    save(tmp_path / "one")
+    assert torch.equal(weights_in(tmp_path / "one"), WEIGHTS)
 
 
 @pytest.mark.parametrize(

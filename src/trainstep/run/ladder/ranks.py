@@ -23,7 +23,7 @@ from typing import Any
 
 from trainstep.errors import UsageError
 from trainstep.run.supervise import GRACE_S, Command, Rank, run_script
-from trainstep.run.trial.capture import END, FIRST
+from trainstep.run.trial.capture import FILE
 from trainstep.run.trial.in_memory import InMemory
 
 SEED = 0
@@ -74,7 +74,7 @@ def carry_out(order: Order, command: Command, rank: Rank, files: InMemory) -> in
     others = [each for each in range(rank.world_size) if each != rank.rank]
     captured = order.captured(rank.rank)
     captured.mkdir(parents=True, exist_ok=True)
-    files.begin(captured, (FIRST, END) if order.is_judged else ())
+    files.begin(captured, (FILE,) if order.is_judged else ())
     kept = str(captured.resolve()) if order.is_judged else None
     with order.output(rank.rank).open("wb") as output:
         return run_script(

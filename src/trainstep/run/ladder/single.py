@@ -20,7 +20,7 @@ from trainstep.run.changes.rungs import Rung
 from trainstep.run.ladder.ranks import Failed, Leader, Order
 from trainstep.run.rows import script_records
 from trainstep.run.supervise import Command
-from trainstep.run.trial.capture import END, FIRST, Captured, of_all_ranks, read_captured
+from trainstep.run.trial.capture import FILE, Captured, of_all_ranks, read_captured
 from trainstep.run.watch.log import RankLog, log_path, read_log
 
 LEAST_S, SLOWEST = 120.0, 10.0
@@ -187,8 +187,7 @@ class Script:
     def _drop_captured(self, order: Order) -> None:
         """What was captured is as large as the model."""
         for rank in range(self.leader.rank.world_size):
-            for name in (FIRST, END):
-                (order.captured(rank) / name).unlink(missing_ok=True)
+            (order.captured(rank) / FILE).unlink(missing_ok=True)
 
     def _copied(self, place: Path) -> Path:
         """A copy of the working directory; links stay links."""

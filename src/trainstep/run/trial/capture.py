@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from trainstep.batches import tensors_of
-from trainstep.bench.check.gradients import Gradients, dense
-from trainstep.run.trial.in_memory import save
+from trainstep.bench.check.gradients import Gradients, dense, norm
+from trainstep.run.trial.in_memory import make_room
+from trainstep.run.trial.tensor_file import ITEM, TensorFile, read
 
-FIRST, END = "first.pt", "end.pt"
+FILE = "captured"
+GRADIENTS, MOVED, FIRST_MOVED = GROUPS = "gradients", "moved", "first_moved"
 DIGEST = 16
 """Bytes of a checksum."""
 
@@ -68,8 +70,8 @@ class Capture:
         self._seen: list[Optimizer] = []
         self._updates: list[int] = []  # of each of these
         self._names: dict[int, str] = {}  # of parameters
-        self._gradients: dict[str, Tensor] = {}
-        self._initial: dict[str, tuple[Tensor, Tensor]] = {}  # the parameter, and what it was
+        self._file: TensorFile | None = None
+        self._initial: dict[str, tuple[Tensor, Tensor]] = {}  # the parameter, and what it was, in the place of `MOVED`
         self._first_moved: dict[str, Tensor] = {}
         self._by_optimizer: dict[int, list[str]] = {}  # optimizer's place → names whose first update is not over
         self._checksum = hashlib.blake2b(digest_size=DIGEST)
@@ -106,30 +108,36 @@ class Capture:
         self._seen.append(optimizer)
         self._updates.append(1)
         if self._folder is not None:
+            start = time.monotonic()
             self._see_first_step(optimizer, self._folder)
+            self.took_s += time.monotonic() - start
         return 1
 
     def _see_first_step(self, optimizer: Optimizer, folder: Path) -> None:
-        start, own = time.monotonic(), self._by_optimizer.setdefault(len(self._seen) - 1, [])
+        named = {
+            self._name_of(parameter, f"{len(self._seen)}.{place}.{number}"): parameter
+            for place, group in enumerate(optimizer.param_groups)
+            for number, parameter in enumerate(group["params"])
+        }
+        values = {name: _own(parameter.detach()) for name, parameter in named.items()}
+        gradients = {name: dense(_own(each.grad.detach())) for name, each in named.items() if each.grad is not None}
+        shapes = {name: value.shape for name, value in values.items()}
+        if self._file is None:
+            make_room(folder / FILE, len(GROUPS) * ITEM * sum(shape.numel() for shape in shapes.values()))
+            self._file = TensorFile(folder / FILE)
         scale = getattr(optimizer, "grad_scale", None)  # fused ones take it off themselves
         factor = 1.0 if scale is None else 1.0 / float(scale)
-        for place, group in enumerate(optimizer.param_groups):
-            for number, parameter in enumerate(group["params"]):
-                name = self._name_of(parameter, f"{len(self._seen)}.{place}.{number}")
-                own.append(name)
-                value = _own(parameter.detach())
-                self._initial[name] = parameter, value.to("cpu", torch.float32, copy=True)
-                if parameter.grad is not None:
-                    gradient = dense(_own(parameter.grad.detach())).to("cpu", torch.float32, copy=True)
-                    self._gradients[name] = gradient.mul_(factor)
+        for name, place in self._file.add(GRADIENTS, {name: each.shape for name, each in gradients.items()}).items():
+            place.copy_(gradients[name]).mul_(factor)
+        before = self._file.add(MOVED, shapes)
+        for name, place in before.items():
+            place.copy_(values[name])
+            self._initial[name] = named[name], place
         with ThreadPoolExecutor() as pool:
-            for digest in pool.map(_digest, [self._initial[name][1] for name in own]):
+            for digest in pool.map(_digest, before.values()):
                 self._checksum.update(digest)
-        weights = self._checksum.hexdigest()
-        loss = math.fsum(float(each) for each in self._losses[0]) if self._losses else math.nan
-        found = {"loss": loss, "gradients": self._gradients, "weights": weights}
-        save(found, folder / FIRST, _size(self._gradients))
-        self.took_s += time.monotonic() - start
+        self._first_moved |= self._file.add(FIRST_MOVED, shapes)
+        self._by_optimizer[len(self._seen) - 1] = list(named)
 
     def finish(self, updates: int) -> None:
         """The script ends after so many updates."""
@@ -138,16 +146,14 @@ class Capture:
         self._is_finished, start = True, time.monotonic()
         for place in list(self._by_optimizer):
             self._see_first_update(place)
-        moved = {name: self._moved(name) for name in self._initial}
-        found = {
-            "losses": [math.fsum(float(each) for each in update) for update in self._losses],
-            "moved": moved,
-            "first_moved": self._first_moved,
-            "sizes": {name: float(before.norm()) for name, (_, before) in self._initial.items()},
-            "updates": updates,
-            **self._memory(),
-        }
-        save(found, self._folder / END, _size(moved) + _size(self._first_moved))
+        sizes = {name: norm(before) for name, (_, before) in self._initial.items()}
+        found = torch.empty(max((before.numel() for _, before in self._initial.values()), default=0))
+        for name, (_, before) in self._initial.items():
+            before.copy_(self._put_moved(name, found[: before.numel()].view_as(before)))
+        assert self._file is not None, "an optimizer was seen"
+        losses = [math.fsum(float(each) for each in update) for update in self._losses]
+        own = {"loss": losses[0] if losses else math.nan, "weights": self._checksum.hexdigest(), "losses": losses}
+        self._file.finish(own | {"sizes": sizes, "updates": updates} | self._memory())
         self.took_s += time.monotonic() - start
 
     def _memory(self) -> dict[str, float | None]:
@@ -177,12 +183,12 @@ class Capture:
     def _see_first_update(self, place: int) -> None:
         """An optimizer steps again, or will no more."""
         for name in self._by_optimizer.pop(place, []):
-            self._first_moved[name] = self._moved(name)
+            self._put_moved(name, self._first_moved[name])
 
-    def _moved(self, name: str) -> Tensor:
+    def _put_moved(self, name: str, out: Tensor) -> Tensor:
         """How far a parameter is from what it was."""
         value, before = self._initial[name]
-        return _own(value.detach()).to("cpu", torch.float32, copy=True).sub_(before)
+        return out.copy_(_own(value.detach())).sub_(before)
 
     def _name_of(self, parameter: Tensor, place: str) -> str:
         """As its model calls it, the same in every run; else its place in the optimizer."""
@@ -196,10 +202,6 @@ class Capture:
 
 def _digest(value: Tensor) -> bytes:
     return hashlib.blake2b(value.reshape(-1).view(torch.uint8).numpy().data, digest_size=DIGEST).digest()
-
-
-def _size(tensors: Mapping[str, Tensor]) -> int:
-    return sum(each.nbytes for each in tensors.values())
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
@@ -265,22 +267,12 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 def read_captured(folder: Path) -> Captured | None:
     """What a run left in its folder; None where it ended before its first update, or did not end in peace.
 
-    Tensors are not read yet but mapped: they stay where they are, also once their files are removed.
+    Tensors are not read yet but mapped: they stay where they are, also once their file is removed.
     """
     try:
-        first = torch.load(folder / FIRST, weights_only=True, mmap=True)
-        end = torch.load(folder / END, weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError):
+        groups, facts = read(folder / FILE)
+    except (OSError, ValueError):
         return None
-    return Captured(
-        Gradients(first["loss"], first["gradients"]),
-        first["weights"],
-        tuple(end["losses"]),
-        end["moved"],
-        end["first_moved"],
-        end["sizes"],
-        end["updates"],
-        end["peak_gib"],
-        end["fixed_gib"],
-        end["limit_gib"],
-    )
+    gradients, moved, first_moved = (groups.get(name, {}) for name in GROUPS)
+    loss, losses = facts.pop("loss"), tuple(facts.pop("losses"))
+    return Captured(Gradients(loss, gradients), losses=losses, moved=moved, first_moved=first_moved, **facts)

@@ -2,8 +2,8 @@
 need no disk so, and are mapped by the reader and not read.
 
 The process that will read them opens them (`InMemory`), and puts a link to each in a folder. Whoever is to write
-follows the link (`save`). The memory is given back when the reader closes it and has let go of what it read, or ends,
-however it does. Importing this imports no torch.
+follows the link, if what it writes has room there (`make_room`). The memory is given back when the reader closes it and
+has let go of what it read, or ends, however it does. Importing this imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from trainstep.hardware import free_host_bytes
 
@@ -49,15 +48,12 @@ class InMemory:
             os.close(descriptor)
 
 
-def save(content: Any, path: Path, size: int) -> None:
-    """`torch.save`, to where a link at `path` leads if that can be written and has room; else to a file there.
+def make_room(path: Path, size: int) -> None:
+    """Have what is written to `path` go where a link there leads, if that can be written and has room; else to a file.
 
     Args:
         size: of the content, in bytes.
     """
-    import torch
-
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if path.is_symlink() and (ranks * size > MOST * free_host_bytes() or not os.access(path, os.W_OK)):
         path.unlink()
-    torch.save(content, path)
