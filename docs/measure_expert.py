@@ -57,20 +57,20 @@ PAIRS = {
         Script("Trainer, Llama of 1.2 B, 4 × 1,024 tokens", LIBRARIES / "llama_1b.py", ("FOLDER", "plain", "60")),
         ("FOLDER", "expert", "60"),
         "TF32 matmuls,fused optimizer,bf16 autocast,our FlashAttention,compiled blocks,compiled model,pinned memory",
-        "`bf16`, `tf32`, `torch_compile`, fused AdamW",
+        "bf16, tf32, torch_compile, fused AdamW",
     ),
     "vit_large": Pair(
         Script("plain loop, ViT-L/16 of timm, 64 images", LIBRARIES / "vit_large.py", ("plain", "60")),
         ("expert", "60"),
         "TF32 matmuls,fused optimizer,bf16 autocast,our FlashAttention,compiled blocks,compiled model,pinned memory,"
         "late reads",
-        "TF32, bf16 autocast, fused AdamW, `torch.compile`, pinned memory, a loss read every ten steps",
+        "TF32, bf16 autocast, fused AdamW, torch.compile, pinned memory, a loss read every ten steps",
     ),
     "nanogpt": Pair(
         Script("nanoGPT's train.py, 124 M, 4 × 12 × 1,024 tokens", Path("train.py"), NANOGPT),
         NANOGPT,
         "TF32 matmuls,fused optimizer,bf16 autocast,our FlashAttention,compiled blocks,pinned memory,late reads",
-        "the script's own settings: bf16 autocast, TF32, SDPA, fused AdamW, `torch.compile`, pinned batches",
+        "the script's own settings: bf16 autocast, TF32, SDPA, fused AdamW, torch.compile, pinned batches",
     ),
 }
 

@@ -15,6 +15,7 @@ from tables import (
     RESULTS,
     NotMeasuredError,
     attention,
+    experts,
     facts,
     faults,
     fused,
@@ -47,7 +48,7 @@ REPORTS = {
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 SUBJECTS = (
     *(facts, steps, attention, parallel, limits, models, profile, plan, trust, load, mutants),
-    *(faults, fused, hosts, run),
+    *(experts, faults, fused, hosts, run),
 )
 TABLES = {name: table for subject in SUBJECTS for name, table in subject.TABLES.items()}
 """Name in a page → what makes the table."""

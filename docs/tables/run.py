@@ -14,7 +14,7 @@ SHOWN = 0.05
 """Phases of at least this share of all phases' medians are named."""
 
 
-def _kept(name: str) -> tuple[str, dict[str, dict[str, Any]]]:
+def kept(name: str) -> tuple[str, dict[str, dict[str, Any]]]:
     """Where and when they were measured, and the scripts with what came out."""
     path = RESULTS / name
     if not path.exists():
@@ -26,14 +26,15 @@ def _kept(name: str) -> tuple[str, dict[str, dict[str, Any]]]:
             raise DirtyError(f"docs/results/{path.name} is of a commit with changes; commit, and measure again")
         said.add(f"torch {cell['torch']}, {cell['date']}, commit {cell['commit']}")
     devices = {
-        cell.get("device", f"a CPU of {cell['cores']} cores that other work shared") for cell in scripts.values()
+        cell["device"] if "device" in cell else f"a CPU of {cell['cores']} cores that other work shared"
+        for cell in scripts.values()
     }
     return f"{', '.join(sorted(devices))}; {'; '.join(sorted(said))}", scripts
 
 
 def scripts(name: str) -> Table:
     """Each script's steps, phases and findings, and how far phases are from the same script's timers by hand."""
-    where, found = _kept(name)
+    where, found = kept(name)
     lines = []
     for script in found.values():
         if "failed" in script:
