@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from trainstep.errors import UnsupportedError
 from trainstep.randomness import DRAWING
@@ -182,13 +181,16 @@ class _State:
         return [(target, before) for target, before in self._held if not _is_same(before, _read(target))]
 
     def changed_buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """The buffers that were written to, with their values before. Batch norm does so without a trace."""
+        """The buffers that were written to, with their values before.
+
+        `torch.nn.functional.batch_norm` writes to running statistics without a trace, whosever they are: to vectors.
+        """
         return [
             (module, name, value)
             for module, name, buffer, version, value in self._buffers
             if buffer._version != version
             or module._buffers.get(name) is not buffer
-            or (isinstance(module, _NormBase) and module.training)
+            or (buffer.dim() == 1 and buffer.is_floating_point())
         ]
 
     def tensor_changed(self) -> str:
