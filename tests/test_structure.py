@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "updating": {"blocks", "errors", "policies"},
     "training_step": {
         *("batches", "blocks", "casting", "checkpointing", "config", "errors", "policies", "precision", "updating"),
-        "workload",
+        *("weights", "workload"),
     },
     "parallel": {"blocks", "errors"},
     "parallel/zero": {"errors", "parallel"},

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from trainstep import weights
-from trainstep.weights import copied_to_host
+from trainstep.weights import copied_to_host, load, tensors_of
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="copies of a GPU's tensors are what is looked at")
 
@@ -56,3 +56,32 @@ def test_copies_of_a_gpus_tensors_are_page_locked(monkeypatch, limit, is_shared)
     assert all(each.is_pinned() for each in copies.values() if each.numel())
     buffers = {each.untyped_storage().data_ptr() for each in copies.values() if each.numel()}
     assert (len(buffers) == 1) is is_shared
+
+
+class Caching(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.register_buffer("cache", torch.zeros(0, 3))
+        self.register_buffer("mask", None)
+
+    def forward(self, x):
+        self.cache = torch.cat([self.cache, x])
+        self.mask = torch.ones(3) if self.mask is None else self.mask
+        return self.norm(x) * self.mask
+
+
+def test_buffers_are_put_back_whatever_forward_made_of_them():
+    """The cache has grown, and the mask was not there."""
+    module = torch.nn.Sequential(Caching())
+    state = copied_to_host(tensors_of(module))
+    mean = module[0].norm.running_mean
+    module(torch.randn(4, 3))
+    load(module, state)
+    assert module[0].norm.running_mean is mean, "in place"
+    found = tensors_of(module)
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert torch.equal(found.pop("0.mask"), torch.ones(3))
+    assert found.keys() == state.keys()
+    module(torch.randn(4, 3))
+    assert not state["0.cache"].numel(), "it is a copy"

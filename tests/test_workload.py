@@ -177,6 +177,37 @@ def test_fp16_gradients_are_unscaled_for_the_check():
     assert (gradients["fp16"] - gradients["fp32"]).norm() / gradients["fp32"].norm() < 2e-3
 
 
+def test_fp16_gradients_are_unscaled_each_time_and_for_the_update_after_them():
+    found = []
+    for precision in ("fp32", "fp16"):
+        step = TrainingStep(toy(), StepConfig(device="cpu", precision=precision))
+        weight = step.module[0].weight
+        for _ in range(2):
+            step.gradients(step.next_batch())
+            found.append(float(weight.grad.norm()))
+            step.optimizer.zero_grad()
+        step.optimizer.register_step_pre_hook(lambda *_, weight=weight: found.append(float(weight.grad.norm())))
+        step(step.next_batch())
+    assert found[3:] == pytest.approx(found[:3], rel=2e-3)
+
+
+def test_a_pass_that_overflows_in_fp16_leaves_no_trace_in_buffers():
+    def buffers(precision, factor):
+        torch.manual_seed(0)
+        module, seen = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), []
+        module.register_forward_hook(lambda *_: seen.append(1))
+        batches, loss = [(torch.randn(4, 8),)], lambda out, batch: out.square().mean() * factor
+        workload = Workload(module, batches, loss, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+        step = TrainingStep(workload, StepConfig(device="cpu", precision=precision))
+        step.gradients(step.next_batch())
+        return module[1], len(seen)
+
+    (plain, _), (found, passes) = buffers("fp32", 1), buffers("fp16", 100)
+    assert passes > 1
+    assert found.num_batches_tracked == 1
+    assert torch.allclose(found.running_mean, plain.running_mean, atol=1e-3)
+
+
 def test_tf32_is_not_pretended_on_a_cpu():
     with pytest.raises(UnsupportedError, match="tf32 needs an NVIDIA GPU"):
         TrainingStep(toy(), StepConfig(device="cpu", precision="tf32"))

@@ -34,6 +34,7 @@ from trainstep.errors import UnsupportedError, UsageError
 from trainstep.policies import INSTEAD
 from trainstep.precision import PRECISIONS
 from trainstep.updating import UpdatesInBackward
+from trainstep.weights import load_buffers
 from trainstep.workload import Workload, WorkloadSource, has_bf16_weights, resolve_device
 
 ACTIVATION_BUDGET = 0.8
@@ -215,12 +216,15 @@ class TrainingStep:
     def gradients(self, batch: Any) -> Tensor:
         """Forward and backward only, leaving unscaled gradients in `.grad`; returns the detached loss.
 
-        In fp16 the scale is lowered until nothing overflows, as the scaler does over the first steps of training.
+        In fp16 the scale is lowered until nothing overflows, as the scaler does over the first steps of training. What
+        a pass that overflowed made of the module's buffers is undone.
         """
+        buffers = {} if self.scaler is None else {name: each.clone() for name, each in self.module.named_buffers()}
         with matmul_precision(self.config.precision):
             loss = self._differentiate(batch, no_phases)
             while self.scaler is not None and self._overflows(self.scaler):
                 self.optimizer.zero_grad(set_to_none=True)
+                load_buffers(self.module, buffers)
                 loss = self._differentiate(batch, no_phases)
         return loss
 
@@ -231,6 +235,7 @@ class TrainingStep:
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         values = [each if each.layout == torch.strided else each.coalesce().values() for each in gradients]
         if scale <= 1 or all(bool(each.isfinite().all()) for each in values):
+            scaler.update(scale)  # it forgets that these are unscaled: those of the next pass are not
             return False
         scaler.update(scale / 2)
         return True

@@ -25,10 +25,28 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy parameters and buffers into the module, whatever their dtype is there."""
+    """Copy parameters and buffers into the module, whatever their dtype is there; see `load_buffers`."""
     with torch.no_grad():
-        for name, value in tensors_of(module).items():
+        for name, value in module.named_parameters():
             value.copy_(state[name])
+    load_buffers(module, state)
+
+
+def load_buffers(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy buffers into the module, whatever their dtype is there.
+
+    One that has another shape by now, as a cache that grows, is replaced by a copy. One that was not there yet, as a
+    mask that the first forward makes, stays.
+    """
+    with torch.no_grad():
+        for name, value in [*module.named_buffers()]:
+            if name not in state:
+                continue
+            if value.shape == state[name].shape:
+                value.copy_(state[name])
+            else:
+                owner, _, key = name.rpartition(".")
+                module.get_submodule(owner)._buffers[key] = state[name].to(value.device, value.dtype, copy=True)
 
 
 def copied_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
