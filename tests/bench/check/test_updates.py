@@ -41,6 +41,14 @@ def test_another_setting_is_another_optimizer(change):
     assert not held(moved(torch.optim.AdamW, **(OPTIONS | change))).is_right
 
 
+def test_gradients_come_in_the_strides_of_their_parameter():
+    """As autograd makes them; a fused optimizer takes both for alike, and would mix up their elements."""
+    named = {name: torch.nn.Parameter(value.clone()) for name, value in WEIGHTS.items()}
+    named["matrix"].data = WEIGHTS["matrix"].T.contiguous().T
+    found = take_updates(torch.optim.AdamW(named.values(), fused=True, **OPTIONS), named.items(), GRADIENTS)
+    assert held(found).is_right
+
+
 def test_updates_in_backward_are_made_in_a_backward_pass_of_these_gradients():
     """To the bit those of updates after backward, of each parameter that has a gradient, and of no other."""
     backward = []

@@ -86,7 +86,7 @@ def take_updates(
                 continue  # copying it to a GPU again would take longer than the update
             parameter.grad = None
             if name in given:
-                parameter.grad = given[name].to(parameter.device, parameter.dtype, copy=True)
+                parameter.grad = torch.empty_like(parameter).copy_(given[name])  # its strides, as autograd has them
                 versions[name] = parameter.grad._version
         if in_backward is None:
             optimizer.step()
