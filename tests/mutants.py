@@ -36,7 +36,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "src/trainstep"
-STEP = ("step", "step_random", "step_reference")
+STEP = ("step", "step_buffers", "step_random", "step_reference")
 """Tests of `bench/check/step.py`."""
 WITHOUT_PAGES = "-knot page and not section and not chart and not table"
 """The rules of the findings need no page, which takes seconds."""
@@ -47,8 +47,9 @@ JUDGES = {
     "bench/ladder.py": ("tests/bench/test_ladder.py",),
     "bench/check/__init__.py": ("tests/bench/check/test_check.py",),
     "bench/check/attention.py": ("tests/bench/check/test_attention.py",),
+    "bench/check/buffers.py": ("tests/bench/check/test_buffers.py",),
     "bench/check/dropout.py": ("tests/bench/check/test_dropout.py",),
-    "bench/check/gradients.py": ("tests/bench/check/test_gradients.py",),
+    "bench/check/gradients.py": ("tests/bench/check/test_gradients.py", "tests/bench/check/test_buffers.py"),
     "bench/check/reference.py": tuple(
         f"tests/bench/check/test_{name}.py" for name in ("reference", "reproducible", *STEP)
     ),

@@ -9,6 +9,8 @@ may be as far off as the worst row of its parameter was in the plain computation
 A norm of n independent errors exceeds its expectation by 1 + z/√(2n) as often as a normal variable exceeds z. With
 z = 4 a parameter of one element may be off by four times the plain computation's error, and one of a million by just
 that much (`_headroom`). The rule of every check, twice the plain error plus one rounding, comes on top.
+
+Buffers that the pass changes are held against the reference's in the same way (`bench.check.buffers`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.bench.check import larger
+from trainstep.bench.check.buffers import NO_BUFFERS, Buffers, apart
 from trainstep.errors import UsageError
 from trainstep.weights import copied_to_host
 
@@ -41,29 +44,31 @@ ROWS = 2.0
 
 @dataclass(frozen=True)
 class Gradients:
-    """Loss and gradients of one batch, in float32."""
+    """Loss and gradients of one batch, in float32, and what its pass made of buffers."""
 
     loss: float
     by_name: Mapping[str, Tensor]
+    buffers: Buffers = NO_BUFFERS
+    """What the pass made of the module's buffers, where that is looked at."""
 
     @staticmethod
-    def of(loss: Tensor | float, module: nn.Module) -> Gradients:
+    def of(loss: Tensor | float, module: nn.Module, buffers: Buffers = NO_BUFFERS) -> Gradients:
         """What backward left in the module's `.grad`; they are taken off it, not copied."""
         by_name = {}
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
                 by_name[name], parameter.grad = dense(parameter.grad).float(), None
-        return Gradients(float(loss), by_name)
+        return Gradients(float(loss), by_name, buffers)
 
     def on_host(self) -> Gradients:
         """The same in the host's memory."""
-        moved = Gradients(self.loss, copied_to_host(self.by_name))
+        moved = Gradients(self.loss, copied_to_host(self.by_name), self.buffers)
         vars(moved).update(squares=self.squares, rows=self.rows)  # taken where that is fast
         return moved
 
     def on(self, device: torch.device) -> Gradients:
         """The same on this device; what is there already is not copied."""
-        return Gradients(self.loss, {name: each.to(device) for name, each in self.by_name.items()})
+        return Gradients(self.loss, {name: each.to(device) for name, each in self.by_name.items()}, self.buffers)
 
     @cached_property
     def rows(self) -> Mapping[str, Tensor]:
@@ -118,18 +123,21 @@ class Error:
 
 @dataclass
 class Rounding:
-    """The most that rounding did to a loss and gradients, over everything it was measured on."""
+    """The most that rounding did to a loss, gradients and buffers, over everything it was measured on."""
 
     loss: float = 0.0
     scale: float = 0.0
     by_name: dict[str, Error] = field(default_factory=dict)
+    buffers: dict[str, float] = field(default_factory=dict)
+    """How far each buffer is off, as `Apart.error`."""
 
     @staticmethod
     def between(a: Gradients, b: Gradients) -> Rounding:
         """What sets `a` apart from `b`; a gradient that only one of them has is left out."""
         errors = {name: Error.between(a.by_name[name], each) for name, each in b.by_name.items() if name in a.by_name}
         product, square = sum(each.product for each in errors.values()), sum(b.squares.values())
-        return Rounding(abs(a.loss - b.loss), abs(product / square) if square else 0.0, errors)
+        buffers = {name: each.error for name, each in apart(a.buffers, b.buffers)}
+        return Rounding(abs(a.loss - b.loss), abs(product / square) if square else 0.0, errors, buffers)
 
     @staticmethod
     def most(several: Iterable[Rounding]) -> Rounding:
@@ -141,6 +149,8 @@ class Rounding:
                 known = found.by_name.get(name, error)
                 rows = torch.maximum(known.rows, error.rows).nan_to_num(nan=math.inf, posinf=math.inf)
                 found.by_name[name] = Error(larger(known.norm, error.norm), rows)
+            for name, off in one.buffers.items():
+                found.buffers[name] = larger(found.buffers.get(name, 0.0), off)
         return found
 
     def plus(self, other: Rounding) -> Rounding:
@@ -149,7 +159,9 @@ class Rounding:
         for name, error in other.by_name.items():
             known = errors.get(name)
             errors[name] = error if known is None else Error(known.norm + error.norm, known.rows + error.rows)
-        return Rounding(self.loss + other.loss, self.scale + other.scale, errors)
+        names = self.buffers.keys() | other.buffers.keys()
+        buffers = {name: self.buffers.get(name, 0.0) + other.buffers.get(name, 0.0) for name in names}
+        return Rounding(self.loss + other.loss, self.scale + other.scale, errors, buffers)
 
     def relative(self, to: Gradients) -> float:
         """Of all gradients together, as a part of these."""
@@ -159,7 +171,8 @@ class Rounding:
     def times(self, factor: float) -> Rounding:
         """All of it, larger."""
         errors = {name: Error(factor * each.norm, factor * each.rows) for name, each in self.by_name.items()}
-        return Rounding(factor * self.loss, factor * self.scale, errors)
+        buffers = {name: factor * off for name, off in self.buffers.items()}
+        return Rounding(factor * self.loss, factor * self.scale, errors, buffers)
 
 
 @dataclass(frozen=True)
@@ -175,7 +188,8 @@ class Deviation:
     """|⟨g, g_ref⟩ / ⟨g_ref, g_ref⟩ − 1| over all parameters."""
     scale_allowed: float
     worst: float
-    """The error of the parameter, or the row of one, that uses most of what it is allowed, relative to its gradient."""
+    """The error of the parameter, the row of one or the buffer that uses most of what it is allowed, relative to its
+    gradient, or to the buffer's change."""
     worst_allowed: float
     worst_name: str
     note: str = ""
@@ -215,7 +229,7 @@ class Deviation:
 
 
 def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: float) -> Deviation:
-    """Hold loss and gradients against the reference's; a gradient that is missing on one side is off by its norm.
+    """Hold loss, gradients and buffers against the reference's; a gradient that one side lacks is off by its norm.
 
     Args:
         plain: what the plain computation in the same precision is off by.
@@ -257,6 +271,9 @@ def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: f
             worst = max(
                 worst, _share(float(error.rows[row]), float(most[row]), float(sizes[row]), place), key=_nan_first
             )
+    for name, buffer in apart(found.buffers, reference.buffers):
+        allowed = 2 * _headroom(buffer.count) * plain.buffers.get(name, 0.0) + buffer.rounded(rounding)
+        worst = max(worst, _share(buffer.error, allowed, buffer.change or 1.0, f"buffer {name}"), key=_nan_first)
     size, loss_size = math.sqrt(square), abs(reference.loss) or 1.0
     _, worst_error, worst_allowed, worst_name = worst
     return Deviation(

@@ -4,7 +4,7 @@ The plain step is the workload's own model in float32, eager, nothing replaced. 
 initial weights, and with those it has after some training, because at the start attention's gradients are a few per
 cent of all and a mistake in them is hard to see; there with another batch, as a mistake may be in some batches alone.
 Its gradients are taken in float64 where the model runs in it, so that float32's own error is measured too; else
-float32's stand in. Both updates of the optimizer are taken here as well.
+float32's stand in. What the pass makes of buffers goes with them. Both updates of the optimizer are taken here as well.
 
 How far another precision may be off is measured, not assumed: the plain step in that precision, and the same with
 roundings drawn at random (`RandomRounding`). Where the plain step is further off than its roundings explain, something
@@ -24,8 +24,9 @@ from torch import Tensor
 
 from trainstep.batches import fingerprint, map_tensors
 from trainstep.bench.check import one_rounding
+from trainstep.bench.check.buffers import Watched, unlike
 from trainstep.bench.check.gradients import Deviation, Gradients, Rounding, compare
-from trainstep.bench.check.reproducible import check_same_gradients, check_same_weights
+from trainstep.bench.check.reproducible import REPEATS, check_same_gradients, check_same_weights
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.bench.check.updates import take_updates
 from trainstep.bench.outcome import Failure, attempt
@@ -59,10 +60,12 @@ class Place:
 
 
 def gradients_at(step: TrainingStep, batch: Any) -> Gradients:
-    """Loss and gradients of a batch with the step's weights as they are; random numbers start from one seed."""
+    """Loss and gradients of a batch with the step's weights as they are, and what became of its buffers; random numbers
+    start from one seed."""
+    buffers = Watched(step.module)
     with from_seed(step.config.seed, [step.device]):
         loss = step.gradients(batch)
-    return Gradients.of(loss, step.module)
+    return Gradients.of(loss, step.module, buffers.changes())
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,10 @@ class Reference:
             found.check_finite(config.precision, trained=bool(plain))
             plain.append(found.on_host())
         del step, batch, found
+        self._unsteady: frozenset[str] = frozenset()
         self.batches_differ = self._build_again(places, states[0], batches[0], plain[0])
         """Whether a second build gets other batches."""
+        plain = [self._steady(each) for each in plain]
         exact = self._exact(states, batches, plain)
         self.is_exact = exact is not None
         """Whether the gradients are float64's."""
@@ -145,8 +150,18 @@ class Reference:
         step = build_step(self.source, self.config)
         own = next(iter(places(step)))
         check_same_weights(state, tensors_of(step.module))
-        check_same_gradients(known, self._differentiate(step, step.place(batch)), self.config.precision)
+        again = self._differentiate(step, step.place(batch))
+        check_same_gradients(known, again, self.config.precision)
+        self._unsteady = unlike(known.buffers, again.buffers, max(REPEATS, one_rounding(self.config.precision)))
         return fingerprint(own) != fingerprint(batch)
+
+    def _at(self, step: TrainingStep, batch: Any) -> Gradients:
+        """What is compared, there."""
+        return self._steady(self._differentiate(step, step.place(batch)))
+
+    def _steady(self, found: Gradients) -> Gradients:
+        """The same without buffers that a second build changes otherwise."""
+        return dataclasses.replace(found, buffers=found.buffers.without(self._unsteady)) if self._unsteady else found
 
     def _exact(
         self, states: Sequence[Mapping[str, Tensor]], batches: Sequence[Any], plain: Sequence[Gradients]
@@ -176,7 +191,7 @@ class Reference:
         for state, batch, known in zip(states, batches, plain, strict=True):
             double = map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
             load(step.module, state)
-            exact = self._differentiate(step, step.place(double))
+            exact = self._at(step, double)
             if not compare(exact, known, Rounding(), FLOAT32_AT_MOST).is_right:
                 return None
             found.append(exact.on_host())
@@ -248,7 +263,7 @@ class Reference:
         """What is wrong, and whether the plain step in this precision has it too, within its own roundings."""
         step = self._rounded_step(*form)
         load(step.module, self.places[place].state)
-        plain = self._differentiate(step, step.place(self.places[place].batch))
+        plain = self._at(step, self.places[place].batch)
         if not compare(found, plain, known.random, one_rounding(form[0])).is_right:
             return deviation
         return dataclasses.replace(deviation, note=f"so is the plain step in {form[0]}, {OWN_ARITHMETIC}")
@@ -275,7 +290,7 @@ class Reference:
         """The same from `DRAWS` random roundings, or from twice as many as before."""
         draws = min(2 * known.draws, MORE_DRAWS) or DRAWS
         load(step.module, place.state)
-        plain = self._differentiate(step, step.place(place.batch))
+        plain = self._at(step, place.batch)
         random = known.random
         for seed in range(known.draws, draws):
             random = Rounding.most([random, Rounding.between(self._drawn(step, place, seed), plain)])
@@ -290,7 +305,7 @@ class Reference:
         """One random rounding's."""
         with uncompiled(), RandomRounding(step.config.precision, seed):
             load(step.module, place.state)
-            return self._differentiate(step, step.place(place.batch))
+            return self._at(step, place.batch)
 
     def _narrowing(self) -> list[Rounding]:
         """What the rounding of weights alone does in each place, computed as the reference is.
@@ -304,7 +319,7 @@ class Reference:
             with torch.no_grad():
                 for parameter in step.module.parameters():
                     parameter.copy_(parameter.to(torch.bfloat16))
-            found.append(Rounding.between(self._differentiate(step, step.place(place.batch)), place.gradients))
+            found.append(Rounding.between(self._at(step, place.batch), place.gradients))
         return found
 
 

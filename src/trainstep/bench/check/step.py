@@ -1,11 +1,11 @@
-"""Is a training step right? Its loss, gradients and updates, held against the plain step of the same workload.
+"""Is a training step right? Its loss, gradients, buffers and updates, held against the same workload's plain step.
 
 A step is judged three times, and no speed is shown of one that fails any:
 
 1. In float32, whatever its precision: what it changes otherwise (attention, compilation, loss, checkpointing) shows
    there at about 1e-5. The precision itself is not judged here.
 2. In its own precision, per parameter and per row, at twice what the plain step is off by in that precision plus one
-   rounding (`Reference.compare`).
+   rounding (`Reference.compare`). So are buffers that the pass changes, such as running statistics (`buffers`).
 3. Twelve updates of its optimizer from the reference's weights and gradients, at float32's tolerance, or at that of the
    16 bits that weights are stored in (`updates`).
 
