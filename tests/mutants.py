@@ -49,6 +49,7 @@ JUDGES = {
     "bench/check/attention.py": ("tests/bench/check/test_attention.py",),
     "bench/check/buffers.py": ("tests/bench/check/test_buffers.py",),
     "bench/check/dropout.py": ("tests/bench/check/test_dropout.py",),
+    "bench/check/parts.py": ("tests/bench/check/test_parts.py",),
     "bench/check/gradients.py": ("tests/bench/check/test_gradients.py", "tests/bench/check/test_buffers.py"),
     "bench/check/reference.py": tuple(
         f"tests/bench/check/test_{name}.py" for name in ("reference", "reproducible", *STEP)

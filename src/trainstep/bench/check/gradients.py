@@ -16,7 +16,7 @@ Buffers that the pass changes are held against the reference's in the same way (
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from trainstep.bench.check import larger
 from trainstep.bench.check.buffers import NO_BUFFERS, Buffers, apart
+from trainstep.bench.check.parts import as_rows, has_rows, in_parts, norm
 from trainstep.errors import UsageError
 from trainstep.weights import copied_to_host
 
@@ -33,10 +34,6 @@ HEADROOM = 4.0
 
 VACUOUS = 0.5
 """Gradients that may be this far off, of their own size, say nothing."""
-
-PART = 2**18
-"""Numbers in the host's memory that are looked at together: what is computed of so many lies in memory that was used
-before, and to get new memory takes several times as long as to compute."""
 
 ROWS = 2.0
 """A row may be off by twice what a parameter may: another algorithm has its worst of thousands in another row."""
@@ -73,7 +70,7 @@ class Gradients:
     @cached_property
     def rows(self) -> Mapping[str, Tensor]:
         """‖row‖ of each slice along the first dimension."""
-        return {name: _rows(each) for name, each in self.by_name.items()}
+        return {name: torch.linalg.vector_norm(as_rows(each), dim=1).cpu() for name, each in self.by_name.items()}
 
     @cached_property
     def squares(self) -> Mapping[str, float]:
@@ -112,13 +109,13 @@ class Error:
         """Of one tensor, held against another of its shape, which is moved to its device."""
         square = product = 0.0
         rows = []
-        for own, expected in _in_parts(found, reference.to(found.device)):
+        for own, expected in in_parts(found, reference.to(found.device)):
             difference = own - expected
             product += float((difference * expected).sum(dim=1).sum(dtype=torch.float64))
             square += float(torch.linalg.vector_norm(difference, dtype=torch.float64)) ** 2
             rows.append(torch.linalg.vector_norm(difference, dim=1))
         size = math.sqrt(square)
-        return Error(size, torch.cat(rows).cpu() if _has_rows(found) else torch.tensor([size]), product)
+        return Error(size, torch.cat(rows).cpu() if has_rows(found) else torch.tensor([size]), product)
 
 
 @dataclass
@@ -303,33 +300,6 @@ def _headroom(count: float) -> float:
     return 1 + HEADROOM / math.sqrt(2 * count)
 
 
-def _has_rows(tensor: Tensor) -> bool:
-    return tensor.dim() > 1 and tensor.shape[0] > 1
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    flat = tensor.reshape(tensor.shape[0] if _has_rows(tensor) else 1, -1)
-    return torch.linalg.vector_norm(flat, dim=1).cpu()
-
-
-def _in_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Matrices of whole rows, or of parts of a single one; on a GPU all at once."""
-    flat = [each.reshape(each.shape[0] if _has_rows(each) else 1, -1) for each in tensors]
-    rows, columns = flat[0].shape
-    if flat[0].is_cuda or flat[0].numel() <= PART:
-        yield tuple(flat)
-    elif rows > 1:
-        yield from zip(*(each.split(max(1, PART // columns)) for each in flat), strict=True)
-    else:
-        yield from zip(*(each.split(PART, dim=1) for each in flat), strict=True)
-
-
 def dense(gradient: Tensor) -> Tensor:
     """An embedding's gradient may be sparse."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
-
-
-def norm(tensor: Tensor) -> float:
-    """‖x‖, summed in float64."""
-    parts = (torch.linalg.vector_norm(part, dtype=torch.float64) for (part,) in _in_parts(tensor))
-    return math.hypot(*map(float, parts))

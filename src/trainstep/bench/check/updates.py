@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainstep.bench.check.gradients import Error, norm
+from trainstep.bench.check.gradients import Error
+from trainstep.bench.check.parts import norm
 from trainstep.updating import UpdatesInBackward
 
 ROUNDING = 2.0**-24

@@ -25,7 +25,8 @@ from itertools import zip_longest
 import torch
 
 from trainstep.bench.check import allowed_error, larger, one_rounding
-from trainstep.bench.check.gradients import HEADROOM, VACUOUS, Deviation, Error, Rounding, compare, norm
+from trainstep.bench.check.gradients import HEADROOM, VACUOUS, Deviation, Error, Rounding, compare
+from trainstep.bench.check.parts import norm
 from trainstep.bench.check.reference import DRAWS, FLOAT32_LOSES
 from trainstep.bench.check.updates import UpdateError, compare_updates
 from trainstep.precision import PrecisionName

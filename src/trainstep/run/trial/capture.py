@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from trainstep.batches import tensors_of
-from trainstep.bench.check.gradients import Gradients, dense, norm
+from trainstep.bench.check.gradients import Gradients, dense
+from trainstep.bench.check.parts import norm
 from trainstep.run.trial.in_memory import make_room
 from trainstep.run.trial.tensor_file import ITEM, TensorFile, read
 

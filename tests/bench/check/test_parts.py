@@ -1,0 +1,82 @@
+"""Tensors in parts are the same tensors, whatever their shape."""
+
+import math
+
+import pytest
+import torch
+
+from trainstep.bench.check import parts
+from trainstep.bench.check.gradients import Error
+from trainstep.bench.check.parts import PART, in_parts, norm
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "expected"),
+    [
+        ((5, 4), 8, [(2, 4), (2, 4), (1, 4)]),
+        ((5, 4), 11, [(2, 4), (2, 4), (1, 4)]),
+        ((5, 4), 3, [(1, 4)] * 5),
+        ((2, 4), 4, [(1, 4)] * 2),
+        ((2, 4), 8, [(2, 4)]),
+        ((5, 4), 20, [(5, 4)]),
+        ((2, 3, 4), 12, [(1, 12), (1, 12)]),
+        ((7,), 3, [(1, 3), (1, 3), (1, 1)]),
+        ((1, 7), 3, [(1, 3), (1, 3), (1, 1)]),
+        ((1, 2, 2), 3, [(1, 3), (1, 1)]),
+        ((), 3, [(1, 1)]),
+        ((0,), 3, [(1, 0)]),
+        ((0, 3), 3, [(1, 0)]),
+        ((PART + 1,), PART, [(1, 2**18), (1, 1)]),
+    ],
+)
+def test_parts_are_whole_rows_or_of_a_single_one(monkeypatch, shape, size, expected):
+    monkeypatch.setattr(parts, "PART", size)
+    values = drawn(*shape)
+    found = [*in_parts(values, 2 * values)]
+    assert [each.shape for each, _ in found] == [torch.Size(each) for each in expected]
+    assert torch.equal(torch.cat([each.flatten() for each, _ in found]), values.flatten())
+    assert all(torch.equal(other, 2 * each) for each, other in found)
+
+
+@pytest.mark.parametrize(("one", "other"), [((4, 9), (9, 4)), ((7,), (4,))])
+def test_tensors_of_other_shapes_are_refused(monkeypatch, one, other):
+    monkeypatch.setattr(parts, "PART", 3)
+    with pytest.raises(ValueError, match="argument"):
+        [*in_parts(drawn(*one), drawn(*other))]
+
+
+@pytest.mark.parametrize("shape", [(50, 40), (2000,), (1, 2000), (1, 40, 50), (20, 10, 10), ()])
+def test_what_is_found_in_parts_is_what_is_found_of_all(monkeypatch, shape):
+    found, expected = drawn(*shape), drawn(*shape, seed=1)
+    whole, size = Error.between(found, expected), norm(expected)
+    monkeypatch.setattr(parts, "PART", 64)
+    in_many = Error.between(found, expected)
+    assert norm(expected) == pytest.approx(size, rel=1e-12) == pytest.approx(float(expected.double().norm()), rel=1e-12)
+    difference = found.double() - expected.double()
+    for error in (whole, in_many):
+        assert error.norm == pytest.approx(float(difference.norm()), rel=1e-6)
+        assert error.product == pytest.approx(float((difference * expected).sum()), rel=1e-5)
+        assert error.rows.numel() == (shape[0] if len(shape) > 1 else 1)
+    assert torch.allclose(in_many.rows, whole.rows, rtol=1e-6)
+    assert math.hypot(*in_many.rows.tolist()) == pytest.approx(in_many.norm, rel=1e-5)
+
+
+def test_what_is_no_number_is_none_in_parts(monkeypatch):
+    monkeypatch.setattr(parts, "PART", 3)
+    values = drawn(9)
+    values[4] = math.nan
+    assert math.isnan(norm(values))
+    assert math.isnan(Error.between(values, drawn(9)).norm)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and torch finds none")
+def test_on_a_gpu_all_is_one_part(monkeypatch):
+    monkeypatch.setattr(parts, "PART", 3)
+    found, expected = drawn(5, 4).cuda(), drawn(5, 4, seed=1).cuda()
+    assert [each.shape for (each,) in in_parts(found)] == [(5, 4)]
+    assert Error.between(found, expected).norm == pytest.approx(Error.between(found.cpu(), expected).norm, rel=1e-6)
