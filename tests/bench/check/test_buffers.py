@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainstep.bench.check.buffers import NO_BUFFERS, Apart, Buffers, Watched, apart, unlike
+from trainstep.bench.check.buffers import NO_BUFFERS, Apart, Buffers, Watched, apart, joined, unlike
 from trainstep.bench.check.gradients import Gradients, Rounding, compare
 
 
@@ -157,3 +157,29 @@ def test_buffers_that_two_passes_make_alike():
     assert unlike(first, Buffers({}, {}, frozenset(), first.modules), 1e-3) == {"a", "b"}
     broken = {"a": first.after["a"] * math.nan, "b": first.after["b"]}
     assert unlike(first, dataclasses.replace(first, after=broken), 1e-3) == {"a"}
+
+
+def test_what_is_watched_may_be_small_on_the_host_and_called_otherwise():
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(5))
+    watched = Watched(module, 4, on_host=True, called=lambda name: f"model 2.{name}")
+    module[0](torch.randn(8, 4))
+    found = watched.changes()
+    names = {f"model 2.0.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert found.after.keys() == names
+    assert found.unchanged == {"model 2.1.num_batches_tracked"}, "the other two are larger"
+    assert found.modules == {"model 2.0", "model 2.1"}
+
+
+def test_several_modules_are_joined():
+    changed = []
+    for name in ("a", "b"):
+        module = nn.ModuleDict({"norm": nn.BatchNorm1d(3), "other": nn.BatchNorm1d(3)})
+        watched = Watched(module, called=lambda each, name=name: f"{name}.{each}")
+        module["norm"](torch.randn(8, 3))
+        changed.append(watched.changes())
+    found = joined(changed)
+    assert found.before == {**changed[0].before, **changed[1].before}
+    assert found.after == {**changed[0].after, **changed[1].after}
+    assert len(found.after) == len(found.unchanged) == 6
+    assert found.modules == {"a.norm", "a.other", "b.norm", "b.other"}
+    assert joined([]) == NO_BUFFERS

@@ -1,6 +1,7 @@
 """Running statistics and the like, that a step changes: planted wrongs are caught, and right steps are right."""
 
 import dataclasses
+import itertools
 import math
 from functools import partial, partialmethod
 
@@ -321,6 +322,18 @@ def test_a_buffer_that_the_plain_step_does_not_repeat_is_left_out():
     assert all(not place.gradients.buffers.after for place in reference.places)
     assert "noise" in reference.places[0].gradients.buffers.unchanged
     assert Reference(source(), CPU)._unsteady == frozenset()
+
+
+@pytest.mark.parametrize(("apart", "is_compared"), [(1e-4, True), (1e-2, False)])
+def test_what_sums_in_another_order_may_do_is_repeated(apart, is_compared):
+    """On a GPU, between two builds."""
+    builds = itertools.count()
+
+    def make():
+        moves = 1 + apart * (next(builds) % 2)
+        return Leaves({"sums": torch.zeros(4)}, lambda module, _: module.sums.add_(moves))
+
+    assert Reference(source_of(make), CPU)._unsteady == (frozenset() if is_compared else {"sums"})
 
 
 def test_gradients_of_a_module_without_buffers_have_none():

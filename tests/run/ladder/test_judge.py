@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from trainstep.bench.check.buffers import Buffers
 from trainstep.bench.check.gradients import Deviation, Gradients
 from trainstep.bench.check.updates import UpdateError
 from trainstep.run.ladder.judge import Part, ScriptJudge, ScriptVerdict
@@ -27,6 +28,15 @@ def run_of(noise=0.0, seed=0, *, factor=1.0, losses=(1.0, 0.9, 0.8), grows=0.0, 
     sizes = dict.fromkeys(BASE, 1.0)
     first = {name: moved * value for name, value in BASE.items()}
     return Captured(Gradients(drifted[0], gradients), weights, drifted, ends, first, sizes, len(losses), None)
+
+
+def with_buffers(run, mean=0.1, count=1, seed=0):
+    """Of a batch norm in its first update: what it made of running statistics of 0."""
+    noise = 1 + 1e-6 * torch.randn(8, generator=torch.Generator().manual_seed(seed))
+    before = {"norm.mean": torch.zeros(8), "norm.count": torch.tensor(0)}
+    after = {"norm.mean": mean * noise, "norm.count": torch.tensor(count)}
+    buffers = Buffers(before, after, frozenset(), frozenset({"norm"}))
+    return dataclasses.replace(run, gradients=dataclasses.replace(run.gradients, buffers=buffers))
 
 
 class Draws:
@@ -443,3 +453,39 @@ def test_an_update_is_held_against_that_of_the_run_it_was_changed_from():
     found = judge_by().judge(like(gradients=off, first_moved={"u": 3.0, "v": 1.0}), "fp32", kept)
     assert found.update.error == 0.5
     assert judge_by().judge(like(first_moved={"u": 2.0, "v": 1.0}), "fp32", kept).update is None
+
+
+def draws_with_buffers(precision, seed):
+    return with_buffers(run_of(1e-6, 99 if seed is None else 10 + seed), seed=99 if seed is None else 10 + seed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mean": 0.19, "count": 2}, "buffer norm.count"),
+        ({"mean": 0.19}, "buffer norm.mean off by 0.9 of"),
+        ({"mean": 0.101}, "buffer norm.mean off by 0.01 of"),
+        ({"count": 0}, "buffer norm.count"),
+    ],
+)
+def test_buffers_are_held_against_the_scripts(changes, words):
+    judge = ScriptJudge(with_buffers(run_of()), [with_buffers(run_of())], "fp32", draws_with_buffers)
+    assert judge.of_repeat().is_right
+    assert judge.judge(with_buffers(run_of(1e-6, 1), seed=1), "fp32").is_right
+    found = judge.judge(with_buffers(run_of(1e-6, 1), **changes), "fp32")
+    assert not found.is_right
+    assert words in str(found)
+
+
+def test_in_fp16_a_pass_that_overflowed_may_have_moved_buffers():
+    judge = ScriptJudge(with_buffers(run_of()), [with_buffers(run_of())], "fp16", draws_with_buffers)
+    assert judge.judge(with_buffers(run_of(1e-6, 1), mean=0.19, count=2), "fp16").is_right
+    assert not judge.judge(with_buffers(run_of(1e-1, 1)), "fp16").is_right
+
+
+def test_buffers_that_the_script_does_not_repeat_are_left_out():
+    repeat = with_buffers(run_of(), mean=0.2)
+    judge = ScriptJudge(with_buffers(run_of()), [repeat], "fp32", draws_with_buffers)
+    assert judge.of_repeat().is_right
+    assert judge.judge(with_buffers(run_of(1e-6, 1), mean=0.3), "fp32").is_right
+    assert not judge.judge(with_buffers(run_of(1e-6, 1), mean=0.3, count=2), "fp32").is_right, "that it does repeat"

@@ -29,3 +29,18 @@ def test_models_are_seen_once_before_their_first_training_call():
     finally:
         outermost.remove()
     assert nn.Module.__call__ is call
+
+
+def test_parts_whose_class_has_a_call_of_its_own_are_no_models(monkeypatch):
+    """As the watch gives one to the class of another model, made of the call that it found."""
+    model, other, seen = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2), []
+    outermost = Outermost()
+    outermost.on_first.append(seen.append)
+    outermost.install()
+    try:
+        call = nn.Linear.__call__
+        monkeypatch.setattr(nn.Linear, "__call__", lambda self, *args: call(self, *args), raising=False)
+        other(model(torch.ones(2)))
+        assert seen == [model, other]
+    finally:
+        outermost.remove()

@@ -46,6 +46,26 @@ def test_a_group_is_added_to_and_the_last_of_equal_names_counts(tmp_path):
     assert torch.equal(found["y"], second["y"])
 
 
+def test_numbers_of_other_types_are_read_as_they_were(tmp_path):
+    values = {
+        "count": torch.tensor(2**40 + 1),
+        "is": torch.tensor([True, False, True]),
+        "half": torch.randn(3, 5).to(torch.bfloat16),
+        "double": torch.randn(7, dtype=torch.float64),
+        "complex": torch.randn(2, 2, dtype=torch.complex64),
+        "no one": torch.zeros(0, 4, dtype=torch.int8),
+    }
+    file = TensorFile(tmp_path / "file")
+    file.add("a", {"odd": (3,)}, torch.uint8)
+    for name, value in values.items():
+        file.add("a", {name: value.shape}, value.dtype)[name].copy_(value)
+    file.finish({})
+    found = read(tmp_path / "file")[0]["a"]
+    for name, value in values.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
+        assert torch.equal(found[name], value)
+
+
 def test_what_is_written_later_is_there_too(tmp_path):
     file = TensorFile(tmp_path / "file")
     (place,) = file.add("a", {"x": (3,)}).values()

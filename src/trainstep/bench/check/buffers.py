@@ -13,13 +13,14 @@ which a small change of a large value is lost in. Whole numbers, such as the cou
 drawn roundings change them, as they do to counts of tokens that are sent to an expert.
 
 Not compared are buffers that the reference's pass leaves alone, that it gives another shape (a cache that grows), that
-it does not make twice alike (`unlike`), and those of modules that the other side does not have.
+it does not make twice alike (`unlike`), those of modules that the other side does not have, and what is no plain
+tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,22 +55,54 @@ NO_BUFFERS = Buffers({}, {}, frozenset(), frozenset())
 
 
 class Watched:
-    """A module's buffers as they are now."""
+    """A module's buffers as they are now.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = {name: value.detach().clone() for name, value in module.named_buffers()}
+    Args:
+        module: whose.
+        most: elements; larger buffers are left out.
+        on_host: whether copies lie in the host's memory, not where the buffers do.
+        called: by its name in the module, what a buffer is called.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        most: float = math.inf,
+        *,
+        on_host: bool = False,
+        called: Callable[[str], str] = lambda name: name,
+    ) -> None:
+        self._module, self._most, self._on_host, self._called = module, most, on_host, called
+        self._before = {name: value.to(value.device, copy=True) for name, value in self._now()}
+
+    def _now(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self._module.named_buffers():
+            if type(value) is Tensor and value.layout == torch.strided and value.numel() <= self._most:
+                yield self._called(name), value.detach().cpu() if self._on_host else value.detach()
 
     def changes(self) -> Buffers:
         """What became of them since; those that were not there, or have another shape or type by now, are left out."""
         now = {
             name: value
-            for name, value in self._module.named_buffers()
+            for name, value in self._now()
             if name in self._before and _form(value) == _form(self._before[name])
         }
         changed = [name for name, value in now.items() if not _is_same(value, self._before[name])]
         before, after = (copied_to_host({name: each[name] for name in changed}) for each in (self._before, now))
         return Buffers(before, after, frozenset(now.keys() - after.keys()), frozenset(map(_owner, self._before)))
+
+
+def joined(several: Iterable[Buffers]) -> Buffers:
+    """Of several modules, whose buffers are called by different names."""
+    found = NO_BUFFERS
+    for each in several:
+        found = Buffers(
+            {**found.before, **each.before},
+            {**found.after, **each.after},
+            found.unchanged | each.unchanged,
+            found.modules | each.modules,
+        )
+    return found
 
 
 @dataclass(frozen=True)

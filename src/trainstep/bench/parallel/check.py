@@ -6,7 +6,9 @@
    wrong after ten. An optimizer that adapts hides a factor: five steps of AdamW are the same with gradients × 100.
 2. Twelve updates of its optimizer, every gradient filled with one constant, which is the same for shards and wholes, at
    float32's tolerance (`bench.check.updates`).
-3. Loss and parameters after `STEPS` steps of training: state, buckets and buffers that go wrong over steps.
+3. Loss and parameters after `STEPS` steps of training: state and buckets that go wrong over steps.
+
+What modules make of buffers of their own, such as running statistics, is each rank's: it is not compared.
 
 A scheme that shards weights gathers them in the type it computes in: more of it rounds than under autocast alone, and
 how much more is measured in one process (`Reference.compare`).

@@ -1,11 +1,13 @@
-"""Is a changed script the same training? Held against the script as it is: the first update's gradients, the loss of
-every update, and how far all weights have moved at the end.
+"""Is a changed script the same training? Held against the script as it is: the first update's gradients, what models
+have made of their buffers by then, the loss of every update, and how far all weights have moved at the end.
 
 Gradients are compared as the judge of steps compares them (`bench.check.gradients`): per parameter, per row and by
-their scale. What they may be off by is measured on the script itself: it is run again with results rounded once more at
-random (`RandomRounding`), all else being as the script has it. A change of precision is judged by the script with that
-change alone and random roundings on top, whose difference is what roundings in that precision do; what the change
-itself is off by counts only where roundings explain it. As everywhere, twice that and one rounding are allowed.
+their scale. So are buffers (`bench.check.buffers`), but not in fp16, where a pass that overflows moves them once more,
+and not those that the script does not repeat. What all may be off by is measured on the script itself: it is run again
+with results rounded once more at random (`RandomRounding`), all else being as the script has it. A change of precision
+is judged by the script with that change alone and random roundings on top, whose difference is what roundings in that
+precision do; what the change itself is off by counts only where roundings explain it. As everywhere, twice that and one
+rounding are allowed.
 
 An optimizer that gets the very gradients that it got before is held to its first update as well, at float32's
 tolerance (`bench.check.updates`): what it does otherwise shows there long before it shows in the weights at the end.
@@ -25,9 +27,11 @@ from itertools import zip_longest
 import torch
 
 from trainstep.bench.check import allowed_error, larger, one_rounding
+from trainstep.bench.check.buffers import NO_BUFFERS, unlike
 from trainstep.bench.check.gradients import HEADROOM, VACUOUS, Deviation, Error, Rounding, compare
 from trainstep.bench.check.parts import norm
 from trainstep.bench.check.reference import DRAWS, FLOAT32_LOSES
+from trainstep.bench.check.reproducible import REPEATS
 from trainstep.bench.check.updates import UpdateError, compare_updates
 from trainstep.precision import PrecisionName
 from trainstep.run.trial.capture import Captured
@@ -142,11 +146,12 @@ class ScriptJudge:
     """
 
     def __init__(self, reference: Captured, repeats: Iterable[Captured], own: PrecisionName, draw: Draw) -> None:
-        self.reference, self.repeats, self.own, self._draw = reference, list(repeats), own, draw
+        self.repeats, self.own, self._draw = list(repeats), own, draw
+        self.reference = _steady(reference, self.repeats, max(REPEATS, one_rounding(own)))
         self._usual: dict[PrecisionName, _Usual] = {}
-        self._plain: dict[PrecisionName, Captured] = {own: reference}
+        self._plain: dict[PrecisionName, Captured] = {own: self.reference}
         self._changed: dict[PrecisionName, _Apart] = {}  # what a change of precision alone is off by
-        self._repeated = [_Apart.between(each, reference) for each in self.repeats]
+        self._repeated = [_Apart.between(each, self.reference) for each in self.repeats]
 
     def of_repeat(self) -> ScriptVerdict:
         """Of the script run again: whether it repeats itself to within rounding."""
@@ -195,7 +200,8 @@ class ScriptJudge:
 
     def _verdict(self, found: Captured, precision: PrecisionName, usual: _Usual) -> ScriptVerdict:
         one, factor = one_rounding(precision), FLOAT32_LOSES if precision == "fp32" else 1.0
-        deviation = compare(found.gradients, self.reference.gradients, usual.gradients.times(factor), one)
+        gradients = replace(found.gradients, buffers=NO_BUFFERS) if precision == "fp16" else found.gradients
+        deviation = compare(gradients, self.reference.gradients, usual.gradients.times(factor), one)
         losses = Part(0.0, one)
         most = 0.0
         for apart, known in zip_longest(_losses_apart(found, self.reference), usual.losses, fillvalue=0.0):
@@ -206,6 +212,13 @@ class ScriptJudge:
             losses = Part(math.inf, 0.0)
         moved = Part(_moved_apart(found, self.reference), allowed_error(factor * usual.moved, one))
         return ScriptVerdict(deviation, losses, moved, found.weights == self.reference.weights)
+
+
+def _steady(reference: Captured, repeats: Iterable[Captured], tolerance: float) -> Captured:
+    """The same without buffers that the script does not repeat."""
+    own = reference.gradients.buffers
+    names = frozenset[str]().union(*(unlike(own, each.gradients.buffers, tolerance) for each in repeats))
+    return replace(reference, gradients=replace(reference.gradients, buffers=own.without(names)))
 
 
 def _severity(part: Part) -> tuple[bool, float]:

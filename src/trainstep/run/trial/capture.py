@@ -1,5 +1,6 @@
 """What a run of a script is judged by, written to its folder: the gradients of the first update as the optimizer sees
-them, the loss of every update, and how far the weights have moved at the end.
+them, what models made of their buffers until then, the loss of every update, and how far the weights have moved at the
+end.
 
 Copies are made in each optimizer's first two updates and after the last, in steps that are not timed; in between a loss
 is kept on its device. A run that nobody judges copies nothing: hashing, moving and writing several times the weights
@@ -23,13 +24,17 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from trainstep.batches import tensors_of
+from trainstep.bench.check.buffers import NO_BUFFERS, Buffers, Watched, joined
 from trainstep.bench.check.gradients import Gradients, dense
 from trainstep.bench.check.parts import norm
 from trainstep.run.trial.in_memory import make_room
-from trainstep.run.trial.tensor_file import ITEM, TensorFile, read
+from trainstep.run.trial.tensor_file import TensorFile, read
 
 FILE = "captured"
 GRADIENTS, MOVED, FIRST_MOVED = GROUPS = "gradients", "moved", "first_moved"
+BEFORE, AFTER = "buffers before", "buffers after"
+LARGEST_BUFFER = 2**20
+"""Elements of the largest that is looked at: masks and tables may be larger than weights, and do not change."""
 DIGEST = 16
 """Bytes of a checksum."""
 
@@ -38,7 +43,7 @@ DIGEST = 16
 class Captured:
     """What one run left."""
 
-    gradients: Gradients  # of every optimizer's first step, with the loss of the first update
+    gradients: Gradients  # of every optimizer's first step, with the loss of the first update and buffers until then
     weights: str  # a checksum of what the optimizers were given to train, before their first step
     losses: tuple[float, ...]  # of each update: summed where gradients are accumulated
     moved: dict[str, Tensor]  # how far each parameter was moved in all
@@ -66,12 +71,14 @@ class Capture:
     def __init__(self, folder: Path | None) -> None:
         self._folder, self._process = folder, os.getpid()
         self.roots: list[nn.Module] = []
+        self._watched: list[Watched] = []
         self._losses: list[list[Tensor]] = []
         self._closed = True  # whether the next loss begins an update
         self._seen: list[Optimizer] = []
         self._updates: list[int] = []  # of each of these
         self._names: dict[int, str] = {}  # of parameters
         self._file: TensorFile | None = None
+        self._buffers = NO_BUFFERS  # what became of them until the first step
         self._initial: dict[str, tuple[Tensor, Tensor]] = {}  # the parameter, and what it was, in the place of `MOVED`
         self._first_moved: dict[str, Tensor] = {}
         self._by_optimizer: dict[int, list[str]] = {}  # optimizer's place → names whose first update is not over
@@ -84,6 +91,16 @@ class Capture:
     def optimizers(self) -> list[Optimizer]:
         """Those that have begun to step."""
         return self._seen
+
+    def see_model(self, root: nn.Module) -> None:
+        """A model is about to be called in training for the first time."""
+        self.roots.append(root)
+        if self._folder is None or os.getpid() != self._process:
+            return
+        prefix = f"model {len(self.roots)}." if len(self.roots) > 1 else ""
+        self._watched.append(
+            Watched(root, LARGEST_BUFFER, on_host=True, called=lambda name: prefix + _without_wrappers(name))
+        )
 
     def see_loss(self, tensors: Any) -> None:
         """What a backward pass begins at."""
@@ -124,8 +141,12 @@ class Capture:
         gradients = {name: dense(_own(each.grad.detach())) for name, each in named.items() if each.grad is not None}
         shapes = {name: value.shape for name, value in values.items()}
         if self._file is None:
-            make_room(folder / FILE, len(GROUPS) * ITEM * sum(shape.numel() for shape in shapes.values()))
+            numbers = sum(shape.numel() for shape in shapes.values())
+            make_room(folder / FILE, len(GROUPS) * torch.float32.itemsize * numbers)
             self._file = TensorFile(folder / FILE)
+            self._buffers = joined(each.changes() for each in self._watched)
+            _add(self._file, BEFORE, self._buffers.before)
+            _add(self._file, AFTER, self._buffers.after)
         scale = getattr(optimizer, "grad_scale", None)  # fused ones take it off themselves
         factor = 1.0 if scale is None else 1.0 / float(scale)
         for name, place in self._file.add(GRADIENTS, {name: each.shape for name, each in gradients.items()}).items():
@@ -154,6 +175,7 @@ class Capture:
         assert self._file is not None, "an optimizer was seen"
         losses = [math.fsum(float(each) for each in update) for update in self._losses]
         own = {"loss": losses[0] if losses else math.nan, "weights": self._checksum.hexdigest(), "losses": losses}
+        own["buffers"] = {"unchanged": sorted(self._buffers.unchanged), "modules": sorted(self._buffers.modules)}
         self._file.finish(own | {"sizes": sizes, "updates": updates} | self._memory())
         self.took_s += time.monotonic() - start
 
@@ -196,9 +218,21 @@ class Capture:
         if not self._names:
             for number, root in enumerate(self.roots):
                 for name, each in root.named_parameters():
-                    short = name.replace("_orig_mod.", "").removeprefix("module.")
+                    short = _without_wrappers(name)
                     self._names.setdefault(id(each), short if number == 0 else f"{short} of model {number + 1}")
         return self._names.get(id(parameter), f"parameter {place}")
+
+
+def _without_wrappers(name: str) -> str:
+    """As the model calls it that is compiled or wrapped."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _add(file: TensorFile, group: str, tensors: Mapping[str, Tensor]) -> None:
+    for dtype in {each.dtype for each in tensors.values()}:
+        shapes = {name: each.shape for name, each in tensors.items() if each.dtype == dtype}
+        for name, place in file.add(group, shapes, dtype).items():
+            place.copy_(tensors[name])
 
 
 def _digest(value: Tensor) -> bytes:
@@ -227,7 +261,8 @@ def of_all_ranks(found: Sequence[Captured]) -> Captured:
     """What the ranks of one run left, in the order of their numbers, as one.
 
     Where all have the same weights and gradients, as data parallel training has them, the first rank's stand for all.
-    Else each rank's count by themselves: parts of the same parameters, or what went wrong.
+    Else each rank's count by themselves: parts of the same parameters, or what went wrong. Buffers are the first
+    rank's.
     """
     first, *others = found
     moved = [(each.weights, each.gradients.by_name, each.moved, each.first_moved) for each in found]
@@ -243,7 +278,9 @@ def of_all_ranks(found: Sequence[Captured]) -> Captured:
 
     return Captured(
         Gradients(
-            math.fsum(each.gradients.loss for each in found) / len(found), every(lambda each: each.gradients.by_name)
+            math.fsum(each.gradients.loss for each in found) / len(found),
+            every(lambda each: each.gradients.by_name),
+            first.gradients.buffers,
         ),
         " ".join(each.weights for each in found),
         tuple(math.fsum(losses) / len(found) for losses in zip(*(each.losses for each in found), strict=False)),
@@ -275,5 +312,7 @@ def read_captured(folder: Path) -> Captured | None:
     except (OSError, ValueError):
         return None
     gradients, moved, first_moved = (groups.get(name, {}) for name in GROUPS)
-    loss, losses = facts.pop("loss"), tuple(facts.pop("losses"))
-    return Captured(Gradients(loss, gradients), losses=losses, moved=moved, first_moved=first_moved, **facts)
+    loss, losses, names = facts.pop("loss"), tuple(facts.pop("losses")), facts.pop("buffers")
+    changed = groups.get(BEFORE, {}), groups.get(AFTER, {})
+    buffers = Buffers(*changed, frozenset(names["unchanged"]), frozenset(names["modules"]))
+    return Captured(Gradients(loss, gradients, buffers), losses=losses, moved=moved, first_moved=first_moved, **facts)

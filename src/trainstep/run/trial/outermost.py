@@ -24,15 +24,16 @@ class Outermost:
         self.on_first: list[Callable[[nn.Module], object]] = []
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._original: Callable[..., Any] = nn.Module.__call__
-        self._is_on = False
+        self._is_on = self._is_within = False
 
     def install(self) -> None:
         """Look from here on."""
         self._is_on, original = True, self._original
 
         def outermost(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_on:
+            if not self._is_on or self._is_within:  # some class may have kept `looking` as its own
                 return original(module, *args, **kwargs)
+            self._is_within = True
             self._put(original)
             try:
                 if torch.is_grad_enabled() and module not in self._seen and _trains(module):
@@ -41,6 +42,7 @@ class Outermost:
                         tell(module)
                 return original(module, *args, **kwargs)
             finally:
+                self._is_within = False
                 if self._is_on:
                     self._put(looking)
 

@@ -1,4 +1,4 @@
-"""A file of float32 tensors that are filled where they lie, mapped by whoever writes it and by whoever reads it.
+"""A file of tensors that are filled where they lie, mapped by whoever writes it and by whoever reads it.
 
 Each group of tensors is a stretch of the file that begins at a page. What is known at the end, and where all tensors
 are, comes last, as JSON; a file without that end is not whole. A copy of several times a model's weights is made once
@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ITEM = 4
-"""Bytes of a number."""
 ENDING = b"trainstep tensors"
 _LENGTH = 8  # bytes in which the JSON's length is told
 
@@ -33,27 +31,30 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self._file = path.open("w+b")
         self._end = 0
-        self._index: dict[str, dict[str, tuple[int, Sequence[int]]]] = {}  # group → name → first number, shape
+        self._index: dict[str, dict[str, tuple[int, Sequence[int], str]]] = {}  # group → name → start, shape, dtype
 
-    def add(self, group: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """Zeros of these shapes, which are the file's content whatever is written into them. A group may be added to;
-        of equal names in it the last counts.
+    def add(
+        self, group: str, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
+        """Zeros of these shapes, which are the file's content whatever is written into them. A group may be added to,
+        in another dtype too; of equal names in it the last counts.
 
         Raises:
             OSError: there is no room.
         """
         start = -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         counts = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
-        size = ITEM * sum(counts.values())
+        size = dtype.itemsize * sum(counts.values())
         if size:
             _reserve(self._file.fileno(), start, size)
-            flat = torch.frombuffer(mmap.mmap(self._file.fileno(), size, offset=start), dtype=torch.float32)
+            flat = torch.frombuffer(mmap.mmap(self._file.fileno(), size, offset=start), dtype=dtype)
         else:
-            flat = torch.empty(0)
+            flat = torch.empty(0, dtype=dtype)
         self._end, first, found = start + size, 0, {}
         for name, count in counts.items():
             found[name] = flat[first : first + count].view(tuple(shapes[name]))
-            self._index.setdefault(group, {})[name] = start // ITEM + first, tuple(shapes[name])
+            place = start + first * dtype.itemsize, tuple(shapes[name]), str(dtype).removeprefix("torch.")
+            self._index.setdefault(group, {})[name] = place
             first += count
         return found
 
@@ -89,10 +90,12 @@ def read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
             raise ValueError(f"{path} has no end: whoever wrote it did not come to that")
         file.seek(size - tail - int.from_bytes(length, "little"))
         content = json.loads(file.read(int.from_bytes(length, "little")))
-    flat = torch.from_file(str(path), shared=False, size=size // ITEM, dtype=torch.float32)
+    flat = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
 
-    def there(first: int, shape: Sequence[int]) -> Tensor:
-        return flat[first : first + torch.Size(shape).numel()].view(tuple(shape))
+    def there(start: int, shape: Sequence[int], name: str) -> Tensor:
+        dtype: torch.dtype = getattr(torch, name)
+        end = start + torch.Size(shape).numel() * dtype.itemsize
+        return flat[start:end].view(dtype).view(tuple(shape)) if end > start else torch.empty(tuple(shape), dtype=dtype)
 
     groups = {
         group: {name: there(*place) for name, place in every.items()} for group, every in content["index"].items()

@@ -67,7 +67,7 @@ class Trial:
         self._capture = Capture(None if captured is None else Path(captured))
         self._outermost, self._settings = Outermost(), Settings()
         self.on_first_call = self._outermost.on_first
-        self.on_first_call += [self._capture.roots.append, self._settings.see_model]
+        self.on_first_call += [self._capture.see_model, self._settings.see_model]
         if self._task["without_dropout"]:
             from trainstep.bench.check.dropout import without_dropout
 
