@@ -4,6 +4,7 @@ import builtins
 import copy
 import json
 import math
+import numbers
 import pickle
 import statistics
 from typing import ClassVar
@@ -39,7 +40,9 @@ def reads(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "item", torch.Tensor.item)
     monkeypatch.setattr(builtins, "print", builtins.print)
     monkeypatch.setattr("atexit.register", lambda call: None)
-    for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (json.JSONEncoder, "default")):
+    monkeypatch.setattr(torch.Tensor, "__setitem__", torch.Tensor.__setitem__)
+    made = [(torch, name) for name in ("tensor", "as_tensor", "full", "full_like", "where")]
+    for owner, name in (*made, (json.JSONEncoder, "default")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(Reading, "made", [])
     notes = {}
@@ -109,7 +112,8 @@ def test_a_device_that_is_far_behind_is_waited_for(reads):
         lambda x: (torch.ones(2) * x).tolist(),
         lambda x: at(1, torch.zeros(2), x),  # as nanoGPT has it
         lambda x: at(1, numpy.zeros(2), x),
-        lambda x: torch.full((2,), x).tolist(),
+        lambda x: torch.full((2,), x).tolist() + torch.full_like(torch.ones(2), fill_value=x).tolist(),
+        lambda x: torch.where(torch.tensor([True, False]), x, 0.0).tolist(),
         lambda x: (torch.tensor(x) + torch.tensor([[x, 2.0], [x, 3.0]])).tolist(),
         lambda x: torch.as_tensor({"a": [x]}["a"], dtype=torch.float64).tolist(),
         lambda x: torch.nn.utils.clip_grad_norm_([torch.nn.Parameter(torch.ones(2))], x).tolist(),
@@ -117,7 +121,12 @@ def test_a_device_that_is_far_behind_is_waited_for(reads):
         lambda x: numpy.array([x, 2.0]).dtype.kind,
         lambda x: json.dumps({"loss": [x]}),
         lambda x: copy.deepcopy([x])[0] + 1,
-        lambda x: isinstance(x, float) and not isinstance(x, (int, torch.Tensor)) and numpy.isscalar(x),
+        lambda x: isinstance(x, numbers.Real) and not isinstance(x, (int, torch.Tensor)) and numpy.isscalar(x),
+        lambda x: json.dumps({"loss": [x]}, indent=1),
+        lambda x: (numpy.ones(2, numpy.float32) * x).dtype.name,
+        lambda x: (numpy.float32(0.1) + x).dtype.name,
+        lambda x: numpy.add(numpy.ones(2), x, out=numpy.zeros(2)).tolist(),
+        lambda x: math.trunc(x) + math.floor(x) + math.ceil(x),
         lambda x: x.is_integer(),
         lambda x: hasattr(x, "detach"),
     ],
@@ -134,6 +143,8 @@ def test_whatever_is_done_with_it_gives_what_it_gave(use, is_done, reads):
 def test_what_asks_for_its_type_refuses_it(reads):
     with pytest.raises(TypeError, match="Later"):
         statistics.mean([loss().item(), 2.0])
+    with pytest.raises(TypeError, match="Later"):
+        torch.ones(2).fill_(loss().item())
 
 
 def test_what_was_refused_before_is_refused(reads):
@@ -153,6 +164,31 @@ def test_tensors_are_made_in_compiled_code_and_on_other_devices_as_before(reads)
     assert compiled(torch.ones(2)).tolist() == [3.0, 4.0]
     with torch.device("meta"):
         assert torch.tensor([1.0]).is_meta
+    assert pickle.loads(pickle.dumps(torch.tensor))([1.0]).tolist() == [1.0], "as a loader's workers get it"
+    assert torch.jit.script(scripted)(2.0).tolist() == [2.0]
+
+
+def scripted(value: float):
+    return torch.tensor([value])
+
+
+def test_compiled_code_takes_it_as_before(reads):
+    value = loss().item()
+    assert isinstance(value, Later)
+    compiled = torch.compile(lambda values, number: values * number + number, backend="eager")
+    assert compiled(torch.ones(2), value).tolist() == [3.0, 3.0]
+
+
+def test_what_waits_to_be_printed_is_as_it_was(reads, capsys):
+    _, made, late = reads
+    values, tensor = [1], torch.zeros(2)
+    print("loss", loss().item())
+    print(values, tensor)
+    values.append(2)
+    tensor += 1
+    made[0].done = True
+    late.print_all()
+    assert capsys.readouterr().out == "loss 1.5\n[1] tensor([0., 0.])\n"
 
 
 def test_other_reads_are_as_they_were(reads):

@@ -9,8 +9,10 @@ by m of the way, and ‖b_ref‖ may be a hundred times that. One that stands st
 a side that began elsewhere is off, too.
 
 What roundings do is measured, as it is for gradients. They add to that the rounding of the value in which it is stored,
-which a small change of a large value is lost in. Whole numbers, such as the count of batches, must be equal, unless the
-drawn roundings change them, as they do to counts of tokens that are sent to an expert.
+which a small change of a large value is lost in, and what sums in another order make of it (`SUMS`): random roundings
+average out over a batch, and the mean of inputs that are zero on average is nothing but the order of their sum. Whole
+numbers, such as the count of batches, must be equal, unless the drawn roundings change them, as they do to counts of
+tokens that are sent to an expert.
 
 Not compared are buffers that the reference's pass leaves alone, that it gives another shape (a cache that grows), that
 it does not make twice alike (`unlike`), those of modules that the other side does not have, and what is no plain
@@ -21,12 +23,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from trainstep.weights import copied_to_host
+
+SUMS = 1e-5
+"""What sums over a batch in another order may move a buffer by, as a part of the largest of its module in root mean
+square. Gradients were seen to be that far apart on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +83,9 @@ class Watched:
 
     def _now(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self._module.named_buffers():
-            if type(value) is Tensor and value.layout == torch.strided and value.numel() <= self._most:
-                yield self._called(name), value.detach().cpu() if self._on_host else value.detach()
+            if _is_plain(value) and value.numel() <= self._most:
+                own = value.detach().resolve_conj()
+                yield self._called(name), own.cpu() if self._on_host else own
 
     def changes(self) -> Buffers:
         """What became of them since; those that were not there, or have another shape or type by now, are left out."""
@@ -117,14 +124,21 @@ class Apart:
     """Of its elements."""
     stored: float | None
     """What one rounding of the value, in the format in which it is stored, makes; None for whole numbers."""
+    typical: float = 0.0
+    """A norm of as many elements as large as those of the module's largest buffer."""
 
     def rounded(self, rounding: float) -> float:
-        """What one rounding of a precision, relative, and that of the value make; nothing for whole numbers."""
-        return 0.0 if self.stored is None else rounding * self.change + self.stored
+        """What one rounding of a precision, relative, that of the value, and sums in another order make; nothing for
+        whole numbers."""
+        return 0.0 if self.stored is None else rounding * self.change + self.stored + SUMS * self.typical
 
 
 def apart(found: Buffers, reference: Buffers) -> Iterator[tuple[str, Apart]]:
     """Each buffer that the reference's pass changed and that the other side has, or should have, by name."""
+    largest: dict[str, float] = {}
+    for name, expected in reference.after.items():
+        if not _is_whole(expected):
+            largest[_owner(name)] = max(largest.get(_owner(name), 0.0), _norm(expected) / math.sqrt(expected.numel()))
     for name, expected in reference.after.items():
         if name in found.after:
             own = found.after[name]
@@ -134,7 +148,8 @@ def apart(found: Buffers, reference: Buffers) -> Iterator[tuple[str, Apart]]:
             own = None
         else:
             continue
-        yield name, _apart(own, expected, reference.before[name])
+        typical = largest.get(_owner(name), 0.0) * math.sqrt(expected.numel())
+        yield name, replace(_apart(own, expected, reference.before[name]), typical=typical)
 
 
 def unlike(first: Buffers, second: Buffers, tolerance: float) -> frozenset[str]:
@@ -155,8 +170,18 @@ def _apart(own: Tensor | None, expected: Tensor, before: Tensor) -> Apart:
     start = _wide(before).nan_to_num(posinf=0.0, neginf=0.0)  # as of a smallest number so far
     change = float(torch.where(is_there, reference - start, 0.0).norm())
     eps = [torch.finfo(each.dtype).eps for each in (own, expected) if each is not None and not _is_whole(each)]
-    stored = max(eps) * float(torch.where(is_there, reference, 0.0).norm()) if eps else None
+    stored = max(eps) * _norm(expected) if eps else None
     return Apart(error, change, expected.numel(), stored)
+
+
+def _norm(tensor: Tensor) -> float:
+    """Over what is finite."""
+    values = _wide(tensor)
+    return float(torch.where(values.isfinite(), values, 0.0).norm())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_meta)
 
 
 def _is_whole(tensor: Tensor) -> bool:

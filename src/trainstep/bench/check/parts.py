@@ -23,7 +23,8 @@ def has_rows(tensor: Tensor) -> bool:
 
 def as_rows(tensor: Tensor) -> Tensor:
     """As a matrix of these slices, or of a single row."""
-    return tensor.reshape(tensor.shape[0] if has_rows(tensor) else 1, -1)
+    rows = tensor.shape[0] if has_rows(tensor) else 1
+    return tensor.reshape(rows, tensor.numel() // rows)
 
 
 def in_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -33,7 +34,7 @@ def in_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if flat[0].is_cuda:
         yield tuple(flat)
         return
-    size, dim = (max(1, PART // columns), 0) if rows > 1 else (PART, 1)
+    size, dim = (max(1, PART // max(1, columns)), 0) if rows > 1 else (PART, 1)
     yield from zip(*(each.split(size, dim) for each in flat), strict=True)
 
 

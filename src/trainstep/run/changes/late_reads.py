@@ -2,10 +2,10 @@
 
 `item()` returns a `Later`, whose value is on its way to pinned memory. Sums, means and other arithmetic of it are
 `Later` too. Whatever needs the number itself (a comparison, a format, `float`, a place in a tensor or an array) waits
-for it then, so a script computes what it computed before. `isinstance` takes a `Later` for a float; code that asks for
-its type, as `statistics` and `decimal` do, refuses it. `print` of a `Later` prints when the number is there, in the
-order of all that is printed. What cannot be put off from outside stays: a number that is formatted at once, `print` of
-a tensor, `float(loss)`, `if loss > 3`, `.cpu()`.
+for it then, so a script computes what it computed before. It is a `numbers.Real`; code that asks whether it is a
+`float`, as `statistics`, `decimal` and methods of tensors such as `fill_` do, refuses it. `print` of a `Later` prints
+when the number is there, in the order of all that is printed. What cannot be put off from outside stays: a number that
+is formatted at once, `print` of a tensor, `float(loss)`, `if loss > 3`, `.cpu()`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import atexit
 import builtins
 import functools
 import json
+import math
+import numbers
 import operator
 import sys
 from collections import deque
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.jit import _builtins
 from torch.utils import _device
 from torch.utils._pytree import tree_map
 
@@ -81,11 +84,12 @@ class Later:
 
     def now(self) -> Any:
         """The number, waited for where that is necessary."""
+        operands = self.operands  # before the number, which another thread may find out meanwhile
         if self._number is None:
             if not self.is_there():
                 self.on_wait()
-            known = [each.now() if isinstance(each, Later) else each for each in self.operands]
-            self._number = self.function(*known)
+            number = self.function(*(each.now() if isinstance(each, Later) else each for each in operands))
+            self._number = number
             self.operands = self.readings = ()
         return self._number
 
@@ -94,11 +98,6 @@ class Later:
         self.operands = _settled(self.operands)
         self.readings = tuple(each for each in self.readings if not each.is_done())
         self.depth = 1 + max((each.depth for each in self.operands if isinstance(each, Later)), default=0)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """What `isinstance` goes by."""
-        return float
 
     def __getattr__(self, name: str) -> Any:
         """What a float has, such as `is_integer`."""
@@ -112,10 +111,9 @@ class Later:
 
         return numpy.asarray(self.now(), dtype)
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What torch's functions do that are given one."""
-        return function(*_known(args), **_known(kwargs or {}))
+    def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        """What numpy computes with it, in the dtype that a float gives."""
+        return getattr(function, method)(*_known(args), **_known(kwargs))
 
     def __round__(self, digits: int | None = None) -> Any:
         return round(self.now()) if digits is None else _combined(round, self, digits)
@@ -172,7 +170,7 @@ def _give_operators() -> None:
             return function(self.now(), other.now() if isinstance(other, Later) else other)
 
         setattr(Later, f"__{name}__", compared)
-    for needed in (float, int, bool, complex, hash, repr, str):
+    for needed in (float, int, bool, complex, hash, repr, str, math.trunc, math.floor, math.ceil):
         setattr(Later, f"__{needed.__name__}__", lambda self, needed=needed: needed(self.now()))
 
 
@@ -181,20 +179,22 @@ def _is_number(value: Any) -> bool:
 
 
 _give_operators()
+numbers.Real.register(Later)  # as tensorboard and numpy ask
 
 
 def _taking_later(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.tensor`, which finds out a dtype by types."""
+    """One of torch's functions that go by types, such as `torch.tensor`."""
 
     @functools.wraps(function)
-    def taking(data: Any, **options: Any) -> Any:
+    def taking(*args: Any, **options: Any) -> Any:
         try:
-            return function(data, **options)
-        except RuntimeError as error:
+            return function(*args, **options)
+        except (RuntimeError, TypeError) as error:
             if Later.__name__ not in str(error):
                 raise
-        return function(_known(data), **options)
+        return function(*_known(args), **_known(options))
 
+    taking.__module__, taking.__qualname__ = "torch", function.__name__  # as it is pickled
     return taking
 
 
@@ -231,12 +231,20 @@ class LateReads:
                 self._note(line, LATE)
             return Later(reading.number, (), (reading,), lambda: self._waited(line))
 
+        put: Any = Tensor.__setitem__
+
+        def __setitem__(tensor: Tensor, place: Any, value: Any) -> None:
+            put(tensor, place, value.now() if isinstance(value, Later) else value)
+
         Tensor.item = item  # type: ignore[assignment,method-assign]
+        Tensor.__setitem__ = __setitem__  # type: ignore[assignment,method-assign]
         builtins.print = self._printed
         atexit.register(self.print_all)
         _device._device_constructors()  # which `with torch.device(…)` knows by what they are now
-        for name in ("tensor", "as_tensor"):
-            setattr(torch, name, _taking_later(getattr(torch, name)))
+        for name in ("tensor", "as_tensor", "full", "full_like", "where"):
+            taking = _taking_later(getattr(torch, name))
+            setattr(torch, name, taking)
+            _builtins._register_builtin(taking, f"aten::{name}")  # of torch.jit
         refused: Any = json.JSONEncoder.default
 
         def default(encoder: json.JSONEncoder, value: Any) -> Any:
@@ -260,7 +268,8 @@ class LateReads:
         is_late = any(isinstance(each, Later) and not each.is_there() for each in values)
         self.print_all(only_there=True)
         if to_screen and (is_late or self._waiting):
-            self._waiting.append((values, options))
+            now = tuple(each if isinstance(each, Later) else str(each) for each in values)  # it may be changed later
+            self._waiting.append((now, {**options, "file": sys.stdout}))
         else:
             self._print(*values, **options)
 

@@ -97,10 +97,12 @@ class Capture:
         self.roots.append(root)
         if self._folder is None or os.getpid() != self._process:
             return
+        start = time.monotonic()
         prefix = f"model {len(self.roots)}." if len(self.roots) > 1 else ""
         self._watched.append(
             Watched(root, LARGEST_BUFFER, on_host=True, called=lambda name: prefix + _without_wrappers(name))
         )
+        self.took_s += time.monotonic() - start
 
     def see_loss(self, tensors: Any) -> None:
         """What a backward pass begins at."""
@@ -141,7 +143,9 @@ class Capture:
         gradients = {name: dense(_own(each.grad.detach())) for name, each in named.items() if each.grad is not None}
         shapes = {name: value.shape for name, value in values.items()}
         if self._file is None:
-            numbers = sum(shape.numel() for shape in shapes.values())
+            known = {id(each): each for root in self.roots for each in root.parameters()}
+            known |= {id(each): each for each in named.values()}
+            numbers = sum(_own(each.detach()).numel() for each in known.values())  # other optimizers may come
             make_room(folder / FILE, len(GROUPS) * torch.float32.itemsize * numbers)
             self._file = TensorFile(folder / FILE)
             self._buffers = joined(each.changes() for each in self._watched)

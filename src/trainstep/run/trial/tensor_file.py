@@ -29,7 +29,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w+b")
+        self._path, self._file = path, path.open("w+b")
         self._end = 0
         self._index: dict[str, dict[str, tuple[int, Sequence[int], str]]] = {}  # group → name → start, shape, dtype
 
@@ -47,7 +47,8 @@ class TensorFile:
         size = dtype.itemsize * sum(counts.values())
         if size:
             _reserve(self._file.fileno(), start, size)
-            flat = torch.frombuffer(mmap.mmap(self._file.fileno(), size, offset=start), dtype=dtype)
+            whole = torch.from_file(str(self._path), shared=True, size=start + size, dtype=torch.uint8)
+            flat = whole[start:].view(dtype)
         else:
             flat = torch.empty(0, dtype=dtype)
         self._end, first, found = start + size, 0, {}

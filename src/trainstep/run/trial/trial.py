@@ -67,7 +67,7 @@ class Trial:
         self._capture = Capture(None if captured is None else Path(captured))
         self._outermost, self._settings = Outermost(), Settings()
         self.on_first_call = self._outermost.on_first
-        self.on_first_call += [self._capture.see_model, self._settings.see_model]
+        self.on_first_call += [self._see_model, self._settings.see_model]
         if self._task["without_dropout"]:
             from trainstep.bench.check.dropout import without_dropout
 
@@ -95,6 +95,10 @@ class Trial:
             with self._hooks.aside():
                 self._capture.finish(self._finder.ended)
             self._log.write("facts", {"places": self.places, "judge_s": self._capture.took_s})
+
+    def _see_model(self, module: Any) -> None:
+        with self._hooks.aside():
+            self._capture.see_model(module)
 
     def _see_loss(self, tensors: Any) -> None:
         self._capture.see_loss(tensors)
