@@ -21,7 +21,7 @@ class Plain(nn.Module):
 def after(change, **buffers):
     """What a pass that is `change(module)` makes of these."""
     module = Plain(**{name: value.clone() for name, value in buffers.items()})
-    watched = Watched(module)
+    watched = Watched(module, on_host=True)
     change(module)
     return watched.changes()
 
@@ -73,7 +73,7 @@ def test_of_modules_inside_of_modules():
     def inside(name, **buffers):
         module = Plain()
         module.add_module(name, Plain(**{key: value.clone() for key, value in buffers.items()}))
-        watched = Watched(module)
+        watched = Watched(module, on_host=True)
         adds(1)(module)
         return watched.changes()
 
@@ -100,7 +100,7 @@ def test_sums_in_another_order_are_judged_by_the_modules_largest_buffer(size, is
             {"norm": Plain(mean=torch.zeros(4), count=torch.tensor(0)), "other": Plain(b=torch.ones(4))}
         )
         module["norm"].register_buffer("variance", torch.zeros(2))
-        watched = Watched(module)
+        watched = Watched(module, on_host=True)
         module["norm"].mean.fill_(mean)
         module["norm"].variance.fill_(variance)
         module["norm"].count.add_(1_000_000)
@@ -207,7 +207,7 @@ def test_several_modules_are_joined():
     changed = []
     for name in ("a", "b"):
         module = nn.ModuleDict({"norm": nn.BatchNorm1d(3), "other": nn.BatchNorm1d(3)})
-        watched = Watched(module, called=lambda each, name=name: f"{name}.{each}")
+        watched = Watched(module, on_host=True, called=lambda each, name=name: f"{name}.{each}")
         module["norm"](torch.randn(8, 3))
         changed.append(watched.changes())
     found = joined(changed)

@@ -488,4 +488,6 @@ def test_buffers_that_the_script_does_not_repeat_are_left_out():
     judge = ScriptJudge(with_buffers(run_of()), [repeat], "fp32", draws_with_buffers)
     assert judge.of_repeat().is_right
     assert judge.judge(with_buffers(run_of(1e-6, 1), mean=0.3), "fp32").is_right
+    nearly = ScriptJudge(with_buffers(run_of()), [with_buffers(run_of(), mean=0.10001)], "fp32", draws_with_buffers)
+    assert "norm.mean" in nearly.reference.gradients.buffers.after, "sums in another order"
     assert not judge.judge(with_buffers(run_of(1e-6, 1), mean=0.3, count=2), "fp32").is_right, "that it does repeat"

@@ -75,7 +75,7 @@ class Watched:
         module: nn.Module,
         most: float = math.inf,
         *,
-        on_host: bool = False,
+        on_host: bool,
         called: Callable[[str], str] = lambda name: name,
     ) -> None:
         self._module, self._most, self._on_host, self._called = module, most, on_host, called

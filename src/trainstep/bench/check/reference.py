@@ -62,7 +62,7 @@ class Place:
 def gradients_at(step: TrainingStep, batch: Any) -> Gradients:
     """Loss and gradients of a batch with the step's weights as they are, and what became of its buffers; random numbers
     start from one seed."""
-    buffers = Watched(step.module)
+    buffers = Watched(step.module, on_host=False)
     with from_seed(step.config.seed, [step.device]):
         loss = step.gradients(batch)
     return Gradients.of(loss, step.module, buffers.changes())
