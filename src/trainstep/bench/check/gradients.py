@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from trainstep.bench.check import larger
 from trainstep.bench.check.buffers import NO_BUFFERS, Buffers, apart
-from trainstep.bench.check.parts import as_rows, has_rows, in_parts, norm
+from trainstep.bench.check.parts import as_rows, in_parts, norm
 from trainstep.errors import UsageError
 from trainstep.weights import copied_to_host
 
@@ -107,15 +107,13 @@ class Error:
     @staticmethod
     def between(found: Tensor, reference: Tensor) -> Error:
         """Of one tensor, held against another of its shape, which is moved to its device."""
-        square = product = 0.0
-        rows = []
-        for own, expected in in_parts(found, reference.to(found.device)):
+        product = 0.0
+        squares = torch.zeros(len(as_rows(found)), dtype=torch.float64, device=found.device)
+        for rows, (own, expected) in in_parts(found, reference.to(found.device)):
             difference = own - expected
             product += float((difference * expected).sum(dim=1).sum(dtype=torch.float64))
-            square += float(torch.linalg.vector_norm(difference, dtype=torch.float64)) ** 2
-            rows.append(torch.linalg.vector_norm(difference, dim=1))
-        size = math.sqrt(square)
-        return Error(size, torch.cat(rows).cpu() if has_rows(found) else torch.tensor([size]), product)
+            squares[rows] += torch.linalg.vector_norm(difference, dim=1, dtype=torch.float64).square()
+        return Error(math.sqrt(squares.sum()), squares.sqrt().float().cpu(), product)
 
 
 @dataclass
