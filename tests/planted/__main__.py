@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 
-from tests.planted import attention, parallel, step, train
+from tests.planted import attention, buffers, parallel, step, train
 from tests.planted.right import RIGHT
 from tests.workers import Workers
 from trainstep.bench import ladder
@@ -42,7 +42,7 @@ from trainstep.workload import WorkloadSource
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "docs" / "results" / "planted.json"
-BASE, WRONG = step.BASE, step.WRONG
+BASE, WRONG = step.BASE, step.WRONG | buffers.WRONG
 SOME = 6
 """Every so manieth planted step is put through the commands themselves."""
 Found = tuple[bool, float | None]
@@ -113,14 +113,14 @@ def steps() -> Iterator[Case]:
     """Training steps: wrong in every precision, in bf16 alone, and right ones."""
 
     @functools.cache
-    def judges() -> tuple[StepCheck, Sized]:
-        judge, sized = StepCheck(step.PLAIN, BASE), Sized(step.PLAIN, BASE)
+    def judges(plain: WorkloadSource) -> tuple[StepCheck, Sized]:
+        judge, sized = StepCheck(plain, BASE), Sized(plain, BASE)
         judge.judge(BASE)  # the plain step, which is the reference of all
         sized._references = judge._references
         return judge, sized
 
     def wrong(both: step.Planted, planted: step.Planted) -> Found:
-        judge, sized = judges()
+        judge, sized = judges(both.plain)
         judge.source, sized.source = planted.source(), both.source()
         found = judge.judge(dataclasses.replace(BASE, **planted.change))
         if planted.only_in is None:

@@ -1,4 +1,4 @@
-"""Training steps that are wrong on purpose, and right ones that look unusual: what the check of steps is held against.
+"""Training steps that are wrong on purpose: what the check of steps is held against.
 
 A wrong step is the built-in model with something done to it where the changed step is built (fused attention), in both
 precisions or in bf16 alone. Some are wrong in forward, some in the gradient alone, with a right forward, some only
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,18 +37,20 @@ class Planted:
     """What makes the step a changed one."""
     only_in: str | None = None
     """A precision in which alone it is wrong; None for all."""
+    plain: WorkloadSource = PLAIN
+    """The same, right."""
 
     def source(self) -> WorkloadSource:
         """The workload, wrong where the step is changed."""
 
         def build(step: StepConfig) -> Workload:
-            workload = PLAIN.build(step)
+            workload = self.plain.build(step)
             changed = all(getattr(step, name) == value for name, value in self.change.items())
             if not changed or self.only_in not in (None, step.precision):
                 return workload
             return self.apply(workload) or workload
 
-        return WorkloadSource(PLAIN.name, build, MODEL)
+        return replace(self.plain, build=build)
 
 
 def gradient(names: str, factor: float, rows: slice = slice(None)) -> Callable[[Workload], None]:
@@ -316,4 +318,4 @@ WRONG: dict[str, Planted] = {
 
 def in_bf16_alone(planted: Planted) -> Planted:
     """The same, wrong in bf16 and right in float32."""
-    return Planted(planted.apply, planted.change | BF16, only_in="bf16")
+    return replace(planted, change=planted.change | BF16, only_in="bf16")
