@@ -2,11 +2,14 @@
 
 import builtins
 import copy
+import io
 import json
 import math
 import numbers
 import pickle
+import sqlite3
 import statistics
+from collections import OrderedDict
 from typing import ClassVar
 
 import numpy
@@ -41,7 +44,7 @@ def reads(monkeypatch):
     monkeypatch.setattr(builtins, "print", builtins.print)
     monkeypatch.setattr("atexit.register", lambda call: None)
     monkeypatch.setattr(torch.Tensor, "__setitem__", torch.Tensor.__setitem__)
-    made = [(torch, name) for name in ("tensor", "as_tensor", "full", "full_like", "where")]
+    made = [(torch, name) for name in ("tensor", "as_tensor", "full", "full_like", "where", "save")]
     for owner, name in (*made, (json.JSONEncoder, "default")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(Reading, "made", [])
@@ -55,6 +58,17 @@ def at(place, values, value):
     """The values with another one in a place, as a list."""
     values[place] = value
     return values.tolist()
+
+
+class Unlike(dict):
+    """Some type of a script's own."""
+
+
+def saved(checkpoint):
+    """As it is loaded."""
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 def loss(value=1.5):
@@ -129,6 +143,9 @@ def test_a_device_that_is_far_behind_is_waited_for(reads):
         lambda x: math.trunc(x) + math.floor(x) + math.ceil(x),
         lambda x: x.is_integer(),
         lambda x: hasattr(x, "detach"),
+        lambda x: (*divmod(x, 1), *divmod(7, x), *divmod(x, x)),
+        lambda x: sqlite3.connect(":memory:").execute("select ?", (x,)).fetchone()[0],
+        lambda x: saved({"loss": x, "history": OrderedDict(losses=[(1, x)])}),
     ],
 )
 @pytest.mark.parametrize("is_done", [False, True])
@@ -154,6 +171,16 @@ def test_what_was_refused_before_is_refused(reads):
         torch.tensor({1})
     with pytest.raises(AttributeError, match="no attribute 'detach'"):
         loss().item().detach()
+
+
+def test_a_checkpoint_of_anything_else_is_saved_as_it_is(reads):
+    shared, kept = [1.0], {"own": Unlike()}
+    kept["a"] = kept["b"] = shared
+    file = io.BytesIO()
+    torch.save(kept, file)
+    found = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert found["a"] is found["b"]
+    assert isinstance(found["own"], Unlike)
 
 
 def test_tensors_are_made_in_compiled_code_and_on_other_devices_as_before(reads):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.jit import _builtins
 from torch.utils import _device
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trainstep.run.watch import hooks
 from trainstep.run.watch.lines import line_of_call, owner_of
@@ -120,6 +120,16 @@ class Later:
 
     def __format__(self, how: str) -> str:
         return format(self.now(), how)
+
+    def __divmod__(self, other: Any) -> Any:
+        return divmod(self.now(), other)
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return divmod(other, self.now())
+
+    def __conform__(self, protocol: object) -> Any:
+        """What sqlite3 keeps."""
+        return self.now()
 
     def __reduce__(self) -> Any:
         return float, (self.now(),)
@@ -245,6 +255,15 @@ class LateReads:
             taking = _taking_later(getattr(torch, name))
             setattr(torch, name, taking)
             _builtins._register_builtin(taking, f"aten::{name}")  # of torch.jit
+        save = torch.save
+
+        @functools.wraps(save)
+        def saved(obj: object, *args: Any, **options: Any) -> None:
+            """A checkpoint of numbers, which `torch.load` gives back with `weights_only` too."""
+            has_some = any(isinstance(each, Later) for each in tree_leaves(obj))
+            save(_known(obj) if has_some else obj, *args, **options)
+
+        torch.save = saved
         refused: Any = json.JSONEncoder.default
 
         def default(encoder: json.JSONEncoder, value: Any) -> Any:
