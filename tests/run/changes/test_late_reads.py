@@ -6,9 +6,11 @@ import io
 import json
 import math
 import numbers
+import os
 import pickle
 import sqlite3
 import statistics
+import weakref
 from collections import OrderedDict
 from typing import ClassVar
 
@@ -16,6 +18,7 @@ import numpy
 import pytest
 import torch
 
+from trainstep.run.changes import late_reads
 from trainstep.run.changes.late_reads import AT_ONCE, LATE, Later, LateReads
 
 
@@ -37,9 +40,8 @@ class Reading:
         return self.value
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """Every tensor of this file is as if on a GPU; what is noted, and the readings."""
+def installed(monkeypatch, is_meant=lambda tensor: True, reading=Reading, note=lambda line, how: None):
+    """Late reads until the end of the test, and the readings that it makes."""
     monkeypatch.setattr(torch.Tensor, "item", torch.Tensor.item)
     monkeypatch.setattr(builtins, "print", builtins.print)
     monkeypatch.setattr("atexit.register", lambda call: None)
@@ -48,10 +50,18 @@ def reads(monkeypatch):
     for owner, name in (*made, (json.JSONEncoder, "default")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(Reading, "made", [])
-    notes = {}
-    late = LateReads(notes.__setitem__, lambda tensor: True, Reading)
+    late = LateReads(note, is_meant, reading)
     late.install()
-    return notes, Reading.made, late
+    return late, Reading.made
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Every tensor of this file is as if on a GPU; what is noted, and the readings."""
+    monkeypatch.setattr("os.register_at_fork", lambda **calls: None)
+    notes = {}
+    late, made = installed(monkeypatch, note=notes.__setitem__)
+    return notes, made, late
 
 
 def at(place, values, value):
@@ -241,14 +251,42 @@ def test_prints_keep_their_order_and_wait_for_nothing(reads, capsys):
     assert [each.waited for each in made] == [0, 1]
 
 
+def test_a_process_that_is_forked_knows_all_numbers_and_has_nothing_to_print(monkeypatch, capsys):
+    at_fork = []
+    monkeypatch.setattr("os.register_at_fork", lambda **calls: at_fork.append(calls["before"]))
+    late, made = installed(monkeypatch)
+    kept, forgotten = loss(2.5).item(), loss(3.5).item()
+    print("loss", loss().item())
+    nobodys = weakref.ref(made.pop(1))
+    del forgotten
+    assert nobodys() is None, "what nobody wants is not waited for"
+    (before,) = at_fork
+    before()
+    assert capsys.readouterr().out == "loss 1.5\n"
+    assert [each.done for each in made] == [True, True]
+    late.print_all()
+    assert (kept, capsys.readouterr().out) == (2.5, "")
+
+
+@pytest.mark.gpu
+def test_a_forked_process_can_read_what_was_read_late(monkeypatch):
+    at_fork = []
+    monkeypatch.setattr("os.register_at_fork", lambda **calls: at_fork.append(calls["before"]))
+    installed(monkeypatch, lambda tensor: tensor.is_cuda, late_reads.Reading)
+    torch.cuda._sleep(10**8)
+    later = (torch.ones((), device="cuda") * 3).item()
+    at_fork[0]()
+    child = os.fork()
+    if not child:
+        os._exit(0 if later.is_there() and later + 1 == 4 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_not_waited_for(monkeypatch):
     """It is given a second of work before the number that is read, and is still at it afterwards."""
-    monkeypatch.setattr(torch.Tensor, "item", torch.Tensor.item)
-    monkeypatch.setattr(builtins, "print", builtins.print)
-    monkeypatch.setattr("atexit.register", lambda call: None)
-    notes = {}
-    LateReads(notes.__setitem__).install()
+    monkeypatch.setattr("os.register_at_fork", lambda **calls: None)
+    installed(monkeypatch, lambda tensor: tensor.is_cuda, late_reads.Reading)
     value = torch.ones((), device="cuda", requires_grad=True)
     torch.cuda._sleep(10**9)
     later = (value * 3).item()

@@ -17,10 +17,12 @@ import json
 import math
 import numbers
 import operator
+import os
 import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -46,15 +48,18 @@ class Reading:
             self._host.copy_(tensor.detach().reshape(()), non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record()
+        self._number: float | None = None
 
     def is_done(self) -> bool:
         """Whether it has arrived."""
-        return self._event.query()
+        return self._number is not None or self._event.query()
 
     def number(self) -> float:
-        """Wait for it."""
-        self._event.synchronize()
-        return float(self._host)
+        """Wait for it; a second time, which may be in a forked process without a GPU, it is known."""
+        if self._number is None:
+            self._event.synchronize()
+            self._number = float(self._host)
+        return self._number
 
 
 class Later:
@@ -227,6 +232,7 @@ class LateReads:
         self._waiting: deque[tuple[tuple[Any, ...], dict[str, Any]]] = deque()  # what is to be printed
         self._print: Callable[..., None] = print
         self._is_noted: dict[str, bool] = {}  # line → whether it is still waited for
+        self._begun: WeakSet[Any] = WeakSet()  # readings that somebody may want yet
 
     def install(self) -> None:
         """Replace them."""
@@ -236,6 +242,7 @@ class LateReads:
             if torch.compiler.is_compiling() or not self._is_late(tensor, sys._getframe(1)):
                 return original(tensor)
             line, reading = line_of_call(), self._reading(tensor)
+            self._begun.add(reading)
             if line not in self._is_noted:
                 self._is_noted[line] = False
                 self._note(line, LATE)
@@ -250,6 +257,8 @@ class LateReads:
         Tensor.__setitem__ = __setitem__  # type: ignore[assignment,method-assign]
         builtins.print = self._printed
         atexit.register(self.print_all)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(before=self._before_fork)
         _device._device_constructors()  # which `with torch.device(…)` knows by what they are now
         for name in ("tensor", "as_tensor", "full", "full_like", "where"):
             taking = _taking_later(getattr(torch, name))
@@ -270,6 +279,12 @@ class LateReads:
             return value.now() if isinstance(value, Later) else refused(encoder, value)
 
         json.JSONEncoder.default = default  # type: ignore[method-assign,assignment]
+
+    def _before_fork(self) -> None:
+        """A worker of a loader can ask no GPU, and would print what waits once more."""
+        self.print_all()
+        for reading in list(self._begun):
+            reading.number()
 
     def _is_late(self, tensor: Tensor, frame: Any) -> bool:
         while frame.f_code.co_filename == hooks.__file__:  # which times reads
