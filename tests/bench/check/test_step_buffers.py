@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.bench.check import source_of, verdict_of
+from tests.planted.buffers import biased, momentum, moves, norms
 from trainstep.bench.check.buffers import NO_BUFFERS, apart
 from trainstep.bench.check.gradients import Rounding, compare
 from trainstep.bench.check.reference import Reference, gradients_at
@@ -64,10 +65,6 @@ def source(make=Net, change=lambda module: None, only_in=None, factor=1.0):
     return WorkloadSource("normed", build)
 
 
-def norms(module):
-    return [each for each in module.modules() if isinstance(each, nn.BatchNorm1d)]
-
-
 def each_norm(act, hook="register_forward_pre_hook"):
     """Something that every batch norm does before or after it runs; `data` leaves no trace that backward looks for."""
 
@@ -85,17 +82,8 @@ def each_norm(act, hook="register_forward_pre_hook"):
 after_each = partial(each_norm, hook="register_forward_hook")
 
 
-def moves(norm, x):
-    F.batch_norm(x, norm.running_mean, norm.running_var, training=True, momentum=norm.momentum)
-
-
 def counts(norm, x):
     norm.num_batches_tracked += 1
-
-
-def biased(norm, x):
-    """The variance as it is divided by, not as it is kept: times 15/16."""
-    norm.running_var.data -= norm.momentum * x.var(0) / 16
 
 
 def halves(norm, x):
@@ -107,14 +95,6 @@ def computed_again(module):
     """As torch's activation checkpointing does it."""
     for block in module.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-
-def momentum(value, which=slice(None)):
-    def change(module):
-        for norm in norms(module)[which]:
-            norm.momentum = value
-
-    return change
 
 
 def set_off(module):

@@ -19,14 +19,14 @@ PART = 2**15 - 1
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """As a matrix of slices along the first dimension; of a single row where there are no two."""
+    """As a matrix (rows, numbers of each) of slices along the first dimension; (1, numel) where there are no two."""
     rows = max(1, tensor.shape[0]) if tensor.dim() > 1 else 1
     return tensor.reshape(rows, tensor.numel() // rows)
 
 
 def in_parts(*tensors: Tensor) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
     """Matrices of whole rows, or of parts of a single one, the same of each of these tensors of equal shapes, and which
-    of the rows they are of.
+    rows of `as_rows` they are of; on the host `PART` numbers at most, on a GPU all at once.
 
     Raises:
         ValueError: their shapes are not equal.

@@ -214,7 +214,8 @@ def _taking_later(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LateReads:
-    """`Tensor.item` and `print`, from `install` on, and what refuses a `Later` though it takes floats.
+    """`Tensor.item` and `print`, from `install` on, and what refuses a `Later` though it takes floats. Before a process
+    forks all numbers are waited for.
 
     Args:
         note: called with each line that reads, and whether it is read late or still waited for, and where.
