@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import Waitable, all_gather_slices, all_to_all, slice_of
+from trainstep.parallel.fsdp.copies import Copies
 
 TransportName = Literal["auto", "collectives", "peer-copies"]
 """auto: peer-copies between GPUs of one host that can read each other's memory, else collectives."""
@@ -151,24 +153,27 @@ class PeerCopies:
     def gather_of(self, tensors: Sequence[Tensor]) -> Start:
         rounds = list(_rounds([tensor.numel() // self._ranks for tensor in tensors], self._slice_bytes))
 
-        @cache  # made once, as the host has a copy to start every few microseconds; and late, when there is storage
-        def pairs(number: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+        def pieces(number: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
             """Of a round: the rank's pieces in its outbox, and here in their places."""
             outbox = self._memory.buffers[rank]
-            return [
-                (outbox[start : start + part.stop - part.start], slice_of(tensors[index], rank, self._ranks)[part])
-                for index, part, start in rounds[number]
-            ]
+            staged = [outbox[start : start + part.stop - part.start] for _, part, start in rounds[number]]
+            return staged, [slice_of(tensors[index], rank, self._ranks)[part] for index, part, _ in rounds[number]]
+
+        @cache  # views are made once, as the host has a gather to start every few hundred microseconds; and late, when
+        # there is storage
+        def made(number: int) -> tuple[tuple[list[Tensor], list[Tensor]], Copies]:
+            """Of a round: the outbox and what goes there, and the copies from the others'."""
+            others = [pieces(number, rank) for rank in self._others]
+            sources, targets = (list(chain.from_iterable(each)) for each in zip(*others, strict=True))
+            return pieces(number, self._rank), Copies(targets, sources)
 
         def start() -> None:
             torch.ops.trainstep_peer_copies.all_gather(tensors, self._ranks)
             for number in range(len(rounds)):
-                for outbox, mine in pairs(number, self._rank):
-                    outbox.copy_(mine)
+                (outbox, mine), from_others = made(number)
+                torch._foreach_copy_(outbox, mine)
                 self._memory.barrier(_GATHER)
-                for rank in self._others:
-                    for outbox, theirs in pairs(number, rank):
-                        theirs.copy_(outbox)
+                from_others.start()
                 self._memory.barrier(_GATHER)
 
         return start
