@@ -68,6 +68,9 @@ class BenchParallel(OneModel):
     replicas: commas(int) = ()  # type: ignore[valid-type]
     """Of hybrid schemes (hsdp, torch-hsdp), each sharded over consecutive ranks; by default one on each host, or two on
     a single one. Several numbers are measured beside each other."""
+    also_compile: commas(CompileMode) = ()  # type: ignore[valid-type]
+    """Further values of --compile: every scheme is measured with each of them too, in the same run, and held against
+    the same one process."""
     rounds: int = 3
     """How often each is built and timed, in turns, in an order drawn anew each time; ratios to torch's count a round as
     one sample from 3 up."""
@@ -91,7 +94,12 @@ class BenchParallel(OneModel):
                 source = on_all_ranks(process, self.source)
                 config = on_all_ranks(process, lambda: self.own_step(source))
                 schemes = on_all_ranks(process, lambda: self.schemes(process))
-                cases = [ParallelCase(source, config, each, self.warmup, self.steps) for each in schemes]
+                steps = [dataclasses.replace(config, compile=each) for each in (config.compile, *self.also_compile)]
+                cases = [
+                    ParallelCase(source, step, scheme, self.warmup, self.steps)
+                    for step in dict.fromkeys(steps)
+                    for scheme in schemes
+                ]
                 records = run_cases(cases, process, self.out if self.trace else None, rounds=self.rounds)
                 return _first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
             except AgreedError as error:  # all ranks have it, so they leave the group in order, and one says it

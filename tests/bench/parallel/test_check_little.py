@@ -186,6 +186,18 @@ def test_each_scheme_is_judged_and_what_is_known_of_the_model_comes_with_it(alon
     assert (found.allow_unused, found.share_difference) == (False, 0.0)
 
 
+def test_compiled_or_not_a_scheme_is_held_against_one_process_that_computed_once(alone):
+    cases = [ParallelCase(SOURCE, dataclasses.replace(CONFIG, compile=each), FLAT) for each in ("off", "blocks")]
+    judged = {case: f"judged with compile {case.config.compile}" for case in cases}
+    with (
+        mock.patch.object(check, "expected", side_effect=check.expected) as computed,
+        mock.patch.object(check, "agreement", side_effect=lambda case, wanted, process: judged[case]),
+    ):
+        found = compare_with_one_process(cases, alone)
+    assert found.cases == judged
+    assert computed.call_count == 1
+
+
 @pytest.mark.parametrize(
     ("loss", "status", "reason"),
     [
@@ -340,6 +352,6 @@ def test_all_ranks_know_what_the_first_has_found(two):
     assert (elsewhere.num_parameters, elsewhere.frozen, elsewhere.share_difference) == (0, 0, None)
     assert first["apart"].schemes[FLAT].gradients.is_right, "the first rank's are"
     assert str(first["apart"].schemes[FLAT]).endswith("its ranks have different parameters")
-    assert first["no_kernel"] == second["no_kernel"]
+    assert first["no_kernel"].schemes == second["no_kernel"].schemes
     assert first["no_kernel"].schemes[SINGLE].reason.startswith(FAILED)
     assert first["mistaken"] == second["mistaken"] == "the loss wants labels; give it some"

@@ -133,7 +133,7 @@ def _rounds(process, fails_on):
     right, source = parallel.build, builtin_source("little", MODEL)
     schemes = ("single", "flat", "torch-ddp", "bucketed-1")
     cases = [ParallelCase(source, CONFIG, SCHEMES[scheme], warmup=1, steps=2) for scheme in schemes]
-    right_ones = {case.scheme: None for case in cases}
+    right_ones = dict.fromkeys(cases)
     known = Comparison(right_ones, 1, 0, False)
     with (
         quick(),
@@ -172,7 +172,7 @@ def _killed_in_the_second_round(process, path):
 
     measure, measured, source = run.measure, [], builtin_source("little", MODEL)
     cases = [ParallelCase(source, CONFIG, SCHEMES[scheme], warmup=1, steps=6) for scheme in ("flat", "torch-ddp")]
-    known = Comparison({case.scheme: None for case in cases}, 1, 0, False)
+    known = Comparison(dict.fromkeys(cases), 1, 0, False)
     with (
         quick(),
         mock.patch.object(run, "measure", fails_later),

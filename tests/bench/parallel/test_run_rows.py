@@ -10,7 +10,15 @@ from tests.bench.parallel import agreement, deviation
 from trainstep.bench.outcome import Failure
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.ratios import ratio_rows
-from trainstep.bench.parallel.run import RankMeasurement, Timed, moments, parallel_row, planned_bytes, with_exposed
+from trainstep.bench.parallel.run import (
+    RankMeasurement,
+    Timed,
+    _ratios,
+    moments,
+    parallel_row,
+    planned_bytes,
+    with_exposed,
+)
 from trainstep.config import SIZES, ModelConfig, StepConfig
 from trainstep.kinds import ParallelRow
 from trainstep.measure.collectives import Collective
@@ -72,6 +80,16 @@ def test_what_communication_costs_is_beyond_the_step_without_wherever_that_was_t
     rows = [timed("flat", (20.0,)), timed("single", (15.0,)), row("fsdp", Failure("failed", "so"))]
     assert [each.exposed_ms for each in with_exposed(rows)] == [5.0, None, None]
     assert [each.exposed_ms for each in with_exposed(rows[:1])] == [None]
+
+
+def test_what_is_compiled_is_held_against_what_is():
+    eager = [timed("single", (15.0,)), timed("flat", (20.0,)), timed("torch-ddp", (24.0,))]
+    compiled = [replace(timed(name, (ms,)), compile="blocks") for name, ms in (("flat", 6.0), ("torch-ddp", 8.0))]
+    single = replace(timed("single", (5.0,)), compile="blocks")
+    assert [each.exposed_ms for each in with_exposed([*eager, *compiled, single])] == [None, 5.0, 9.0, 1.0, 3.0, None]
+    assert [each.exposed_ms for each in with_exposed([*eager, *compiled])][3:] == [None, None]
+    ratios = [(each.compile, each.ratio) for each in _ratios([*eager, *compiled])]
+    assert ratios == [("off", pytest.approx(20 / 24)), ("blocks", pytest.approx(6 / 8))]
 
 
 def test_each_of_ours_stands_beside_the_fastest_setting_of_its_peers():

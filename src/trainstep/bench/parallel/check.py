@@ -153,9 +153,9 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All schemes, each beside one process."""
+    """All cases, each beside one process."""
 
-    schemes: Mapping[Scheme, Agreement | Failure | None]
+    cases: Mapping[ParallelCase, Agreement | Failure | None]
     """None for single: it trains on its own batch alone, another model, and has only a time to compare with."""
     num_parameters: int
     """Of the model, on rank 0; 0 on others."""
@@ -166,30 +166,36 @@ class Comparison:
     share_difference: float | None = None
     """How far a batch's gradients are from the mean of its shares', relative; None but on rank 0."""
 
+    @property
+    def schemes(self) -> Mapping[Scheme, Agreement | Failure | None]:
+        """The same by scheme, where each is of one case."""
+        return {case.scheme: found for case, found in self.cases.items()}
+
 
 def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) -> Comparison:
-    """Judge every scheme on all ranks, beside one process on rank 0. All ranks call it.
+    """Judge every case on all ranks, beside one process on rank 0. All ranks call it.
 
-    Where one process cannot train on the whole batch, that is every scheme's failure.
+    They may differ in scheme and compilation: one process computes the same for all of them. Where it cannot train on
+    the whole batch, that is every scheme's failure.
 
     Raises:
         AgreedError: the workload cannot be trained for a reason that its author can mend.
     """
     wanted, allow_unused = expected_on_first_rank(cases[0], process)
     if isinstance(wanted, Failure):
-        return Comparison(dict.fromkeys((case.scheme for case in cases), wanted), 0, 0, allow_unused)
-    schemes: dict[Scheme, Agreement | Failure | None] = {}
+        return Comparison(dict.fromkeys(cases, wanted), 0, 0, allow_unused)
+    judged: dict[ParallelCase, Agreement | Failure | None] = {}
     for case in cases:
         if not case.scheme.communicates:
-            schemes[case.scheme] = None
+            judged[case] = None
             continue
         tried = dataclasses.replace(case, allow_unused=allow_unused)
         found = attempt_on_all_ranks(partial(agreement, tried, wanted, process), process)
-        schemes[case.scheme] = found if isinstance(found, Failure) else found[0]
+        judged[case] = found if isinstance(found, Failure) else found[0]
     if wanted is None:
-        return Comparison(schemes, 0, 0, allow_unused)
+        return Comparison(judged, 0, 0, allow_unused)
     count = sum(value.numel() for value in wanted.trained.parameters.values())
-    return Comparison(schemes, count, wanted.trained.frozen, allow_unused, wanted.share_difference)
+    return Comparison(judged, count, wanted.trained.frozen, allow_unused, wanted.share_difference)
 
 
 def expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expected | Failure | None, bool]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,8 @@ from trainstep.training_step import TrainingStep
 def run_cases(
     cases: Sequence[ParallelCase], process: Process, traces: Path | None = None, *, rounds: int = 1
 ) -> Iterator[ParallelRow | ParallelRatioRow | ParallelTraceRow | ParallelFamilyRow | SoFar]:
-    """Measure schemes, all of one workload and configuration. All ranks must iterate; rank 0 gets the rows.
+    """Measure schemes, all of one workload and configuration but for compilation. All ranks must iterate; rank 0 gets
+    the rows.
 
     After every round come the rows of what has been measured so far, so that a run that is killed leaves them.
 
@@ -75,22 +76,25 @@ def run_cases(
     cases = [dataclasses.replace(each, source=source) for each in cases]
     comparison = compare_with_one_process(cases, process)
     beside = {"batches": batches, "share_difference": comparison.share_difference}
-    known = [dataclasses.replace(each, allow_unused=comparison.allow_unused) for each in cases]
-    agreements = {case: comparison.schemes[case.scheme] for case in known}
+    agreements = {
+        dataclasses.replace(case, allow_unused=comparison.allow_unused): found
+        for case, found in comparison.cases.items()
+    }
     results: Mapping[ParallelCase, Result] = {}
     rows: dict[ParallelCase, ParallelRow] = {}
     for results in time_in_turns(agreements, process, rounds):
         if process.rank == 0:
             counts = {"num_parameters": comparison.num_parameters, "frozen": comparison.frozen}
             rows = {case: parallel_row(case, process, each, **counts, beside=beside) for case, each in results.items()}
-            yield SoFar([*with_exposed(list(rows.values())), *ratio_rows(list(rows.values()))])
+            yield SoFar([*with_exposed(list(rows.values())), *_ratios(rows.values())])
     if process.rank == 0:
         yield from with_exposed(list(rows.values()))
-        yield from ratio_rows(list(rows.values()))
+        yield from _ratios(rows.values())
     if traces is None:
         return
-    for case in [each for each in known if isinstance(results[each], Timed)]:
-        file = traces / f"trace-{case.scheme.label}.json.gz"
+    for case in [each for each in agreements if isinstance(results[each], Timed)]:
+        compiled = f"-{case.config.compile}" if case.config.compile != cases[0].config.compile else ""
+        file = traces / f"trace-{case.scheme.label}{compiled}.json.gz"
         found = attempt_on_all_ranks(partial(traced_step, partial(case.build, process), process, file), process)
         if process.rank == 0:
             yield from trace_rows(rows[case], found, trace=file.name)
@@ -273,11 +277,21 @@ def step_ms(rank: RankMeasurement) -> float:
 
 def with_exposed(rows: Sequence[ParallelRow]) -> Iterator[ParallelRow]:
     """The rows, those of schemes that communicate with what they take beyond the step without, where that was timed."""
-    single = next((row.step_ms for row in rows if not SCHEMES[row.scheme].communicates), None)
+    singles = {row.compile: row.step_ms for row in rows if not SCHEMES[row.scheme].communicates}
     for row in rows:
+        single = singles.get(row.compile)
         if single is not None and row.step_ms is not None and SCHEMES[row.scheme].communicates:
             row = dataclasses.replace(row, exposed_ms=row.step_ms - single)
         yield row
+
+
+def _ratios(rows: Iterable[ParallelRow]) -> Iterator[ParallelRatioRow]:
+    """Each beside the peer that is compiled alike."""
+    alike: dict[str | None, list[ParallelRow]] = {}
+    for row in rows:
+        alike.setdefault(row.compile, []).append(row)
+    for group in alike.values():
+        yield from ratio_rows(group)
 
 
 def _sent(call: Collective, world_size: int) -> float:
