@@ -57,7 +57,7 @@ FORWARD = 4 * 2 * 3 * 16 * 16 * 8
         ("trainstep::flash_attention_forward", tensors(*QKV, scalars=("", "", "", "True", "0.1", "4", "", "")), None,
          4 * Q_BYTES),
         ("trainstep::flash_attention_forward",
-         tensors(*QKV, ((2, 16), "int"), scalars=("", "", "", "False", "0.1", "", "", "")),
+         tensors(*QKV, ((2, 16), "int"), scalars=("", "", "", "False", "0.1", "", "", "", "True")),
          None, 4 * Q_BYTES + 2 * 16 * 4),
         ("trainstep::flash_attention_forward", tensors(*QKV, scalars=("", "", "", "True", "0.1", "", "", "2.0")),
          FORWARD / 2, 4 * Q_BYTES),

@@ -4,6 +4,8 @@ The operators carry shapes for tracing (`register_fake`) and the gradient (their
 what torch.compile, activation checkpointing and CUDA graphs need. Saved are q, k, v, o and the log-sum-exp only.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from trainstep.attention import documents
 from trainstep.attention.inputs import describe
 from trainstep.attention.scoring import Scoring, checked
-from trainstep.attention.triton import Launcher, backward, forward
+from trainstep.attention.triton import Launcher, Launching, backward, forward
 from trainstep.attention.tuned import hopper_tile_for, tile_for
 from trainstep.errors import UnsupportedError, refuse_create_graph
 
@@ -107,7 +109,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         )  # fmt: skip
         _require_supported(q, k, v)
         settings = _settings(q, scoring)
-        o, lse = forward_op(q, k, v, *settings)
+        is_recorded = not torch.compiler.is_compiling() and bool(ctx.next_functions)
+        o, lse = forward_op(q, k, v, *settings, is_recorded)
         _save(ctx, q, k, v, o, lse, *settings)
         return cast(Tensor, o)
 
@@ -153,11 +156,12 @@ def four_dims(t: Tensor) -> Tensor:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None = None,
-    bounds: Tensor | None = None, softcap: float | None = None,
+    bounds: Tensor | None = None, softcap: float | None = None, is_recorded: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Checked inputs of any number of dimensions → o in q's shape and dtype, lse (float32, q.shape[:-1]).
 
-    bounds: of documents, as `documents.bounds` makes them.
+    bounds: of documents, as `documents.bounds` makes them. is_recorded: a backward will follow; where forward's kernel
+    is new, backward's are compiled with it.
     """
     band, hopper_knows = () if bounds is None else (bounds,), _hopper_knows(q, k, window, bounds, softcap)
     shape, (sign, magnitude) = q.shape, _split_scale(scale)
@@ -165,15 +169,17 @@ def _forward(
         q, k, v = four_dims(q if sign == 1 else q * sign), four_dims(k), four_dims(v)
         o = torch.empty_like(q)
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        scoring = is_causal, magnitude, window, bounds, softcap
+        later = partial(_launches_to_come, q, k, v, o, lse, *scoring) if is_recorded else None
         if hopper_knows and runs_hopper_kernels(q):
             from trainstep.attention.hopper import forward as hopper_forward
 
             q, k, v = map(for_copy_engine, (q, k, v))
             tile = hopper_tile_for("forward", q.shape[-1], is_causal)
-            hopper_forward.launch_forward((q, k, v, o, lse), is_causal, magnitude, tile, window)
+            hopper_forward.launch_forward((q, k, v, o, lse), is_causal, magnitude, tile, window, later=later)
         else:
-            portable = tile_for("forward", q, is_causal)
-            forward.launch_forward((q, k, v, o, lse, *band), is_causal, magnitude, portable, window, softcap)
+            tensors, portable = (q, k, v, o, lse, *band), tile_for("forward", q, is_causal)
+            forward.launch_forward(tensors, is_causal, magnitude, portable, window, softcap, later=later)
     return o.reshape(shape), lse.reshape(shape[:-1])
 
 
@@ -182,39 +188,56 @@ def _gradients(
     window: int | None = None, bounds: Tensor | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What `_forward` took and returned, and do (q's shape) → dq, dk, dv in the inputs' shapes and dtype."""
-    band, hopper_knows = () if bounds is None else (bounds,), _hopper_knows(q, k, window, bounds, softcap)
     q_shape, k_shape, (sign, magnitude) = q.shape, k.shape, _split_scale(scale)
     with torch.cuda.device(q.device):
         q, k, v, o, do = (four_dims(t) for t in (q if sign == 1 else q * sign, k, v, o, do))
         lse = lse.reshape(q.shape[:-1]).contiguous()
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        if hopper_knows and sums_dq_in_any_order(q):
-            from trainstep.attention.hopper import backward as hopper_backward
-
-            q, k, v, do = map(for_copy_engine, (q, k, v, do))
-            tensors = (q, k, v, o, do, lse, d_q, d_k, d_v)
-            hopper_backward.launch_backward(tensors, is_causal, magnitude, window)
-        elif hopper_knows and window is None and runs_hopper_kernels(q):
-            from trainstep.attention.hopper import dkdv as hopper_dkdv
-            from trainstep.attention.hopper import dq as hopper_dq
-
-            q, k, v, do = map(for_copy_engine, (q, k, v, do))
-            dq_tile, dkdv_tile = (hopper_tile_for(kernel, q.shape[-1], is_causal) for kernel in ("dq", "dkdv"))
-            stat = hopper_dq.empty_statistics(q, dq_tile)
-            Launcher.in_turn(
-                (hopper_dq.launch_dq, (q, k, v, do, o, lse, stat, d_q), (is_causal, magnitude, dq_tile)),
-                (hopper_dkdv.launch_dkdv, (q, k, v, do, stat, d_k, d_v), (is_causal, magnitude, dkdv_tile)),
-            )
-        else:
-            dq_portable, dkdv_portable = (tile_for(kernel, q, is_causal) for kernel in ("dq", "dkdv"))
-            delta = torch.empty_like(lse)
-            ours, theirs = (q, k, v, o, do, lse, delta, d_q, *band), (q, k, v, do, lse, delta, d_k, d_v, *band)
-            Launcher.in_turn(
-                (backward.launch_dq, ours, (is_causal, magnitude, dq_portable, window, softcap)),
-                (backward.launch_dkdv, theirs, (is_causal, magnitude, dkdv_portable, window, softcap)),
-            )
+        tensors = (q, k, v, o, do, lse, d_q, d_k, d_v)
+        Launcher.in_turn(*_backward_launches(tensors, is_causal, magnitude, window, bounds, softcap))
         d_q = d_q.reshape(q_shape)
         return (d_q if sign == 1 else d_q * sign), d_k.reshape(k_shape), d_v.reshape(k_shape)
+
+
+def _backward_launches(
+    tensors: Sequence[Tensor], is_causal: bool, scale: float, window: int | None, bounds: Tensor | None,
+    softcap: float | None,
+) -> Sequence[Launching]:  # fmt: skip
+    """How q, k, v, o, do and lse make the last of the tensors: dq, dk, dv. All have four dimensions; scale > 0.
+
+    What the launches hand on to each other lies where dq does.
+    """
+    q, k, v, o, do, lse, d_q, d_k, d_v = tensors
+    hopper_knows = _hopper_knows(q, k, window, bounds, softcap)
+    if hopper_knows and sums_dq_in_any_order(q):
+        from trainstep.attention.hopper import backward as hopper_backward
+
+        q, k, v, do = map(for_copy_engine, (q, k, v, do))
+        return hopper_backward.backward_launches((q, k, v, o, do, lse, d_q, d_k, d_v), is_causal, scale, window)
+    if hopper_knows and window is None and runs_hopper_kernels(q):
+        from trainstep.attention.hopper import dkdv as hopper_dkdv
+        from trainstep.attention.hopper import dq as hopper_dq
+
+        q, k, v, do = map(for_copy_engine, (q, k, v, do))
+        dq_tile, dkdv_tile = (hopper_tile_for(kernel, q.shape[-1], is_causal) for kernel in ("dq", "dkdv"))
+        stat = hopper_dq.empty_statistics(d_q, dq_tile)
+        return (
+            (hopper_dq.launch_dq, (q, k, v, do, o, lse, stat, d_q), (is_causal, scale, dq_tile)),
+            (hopper_dkdv.launch_dkdv, (q, k, v, do, stat, d_k, d_v), (is_causal, scale, dkdv_tile)),
+        )
+    dq_portable, dkdv_portable = (tile_for(kernel, q, is_causal) for kernel in ("dq", "dkdv"))
+    delta, band = torch.empty_like(lse, device=d_q.device), () if bounds is None else (bounds,)
+    ours, theirs = (q, k, v, o, do, lse, delta, d_q, *band), (q, k, v, do, lse, delta, d_k, d_v, *band)
+    return (
+        (backward.launch_dq, ours, (is_causal, scale, dq_portable, window, softcap)),
+        (backward.launch_dkdv, theirs, (is_causal, scale, dkdv_portable, window, softcap)),
+    )
+
+
+def _launches_to_come(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *scoring: Any) -> Sequence[Launching]:
+    """Backward's launches, told in forward: what is not there yet takes no memory, and do is taken to be like o."""
+    do, d_q, d_k, d_v = (torch.empty_like(t, device="meta") for t in (o, q, k, v))
+    return _backward_launches((q, k, v, o, do, lse, d_q, d_k, d_v), *scoring)
 
 
 def _hopper_knows(q: Tensor, k: Tensor, window: int | None, bounds: Tensor | None, softcap: float | None) -> bool:
@@ -273,7 +296,7 @@ class _Differentiable(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None,
         bounds: Tensor | None, softcap: float | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        o, lse = _below_autograd(q, k, v, is_causal, scale, window, bounds, softcap)
+        o, lse = _below_autograd(q, k, v, is_causal, scale, window, bounds, softcap, True)
         _save(ctx, q, k, v, o, lse, is_causal, scale, window, bounds, softcap)
         return o, lse
 
@@ -282,13 +305,13 @@ class _Differentiable(torch.autograd.Function):
 
 def _autograd(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None = None,
-    bounds: Tensor | None = None, softcap: float | None = None,
+    bounds: Tensor | None = None, softcap: float | None = None, is_recorded: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What the forward operator does where gradients may be wanted."""
     arguments = q, k, v, is_causal, scale, window, bounds, softcap
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return cast(tuple[Tensor, Tensor], _Differentiable.apply(*arguments))  # type: ignore[no-untyped-call]
-    return _below_autograd(*arguments)
+    return _below_autograd(*arguments, is_recorded)
 
 
 # Defined piece by piece: `torch.library.custom_op` and `register_autograd` do the same, but the one checks every call
