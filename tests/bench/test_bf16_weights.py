@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.bench.parallel import by_scheme
 from trainstep.analysis import analyze
 from trainstep.bench.check.step import StepCheck, first_form, plain_form
 from trainstep.bench.ladder import climb, rungs_for
@@ -240,7 +241,7 @@ def test_the_library_takes_them_too(monkeypatch):
 def _under_schemes(process):
     names = ("flat", "bucketed-25", "sharded-optimizer", "fsdp", "torch-ddp", "torch-zero", "torch-fsdp2")
     cases = [ParallelCase(SOURCE, AS_IT_IS, SCHEMES[name]) for name in names]
-    found = compare_with_one_process(cases, process).schemes
+    found = by_scheme(compare_with_one_process(cases, process))
     return {scheme.name: each for scheme, each in found.items()}
 
 

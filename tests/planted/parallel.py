@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from tests.bench.parallel import by_scheme
 from tests.planted.right import RIGHT as RIGHT_STEPS
 from trainstep.bench import outcome, parallel
 from trainstep.bench.check import dropout, reference
@@ -387,7 +388,7 @@ def judge_right(process: Process, names: Sequence[str]) -> dict[str, Agreement |
     for name in names:
         source, config, scheme, inside = RIGHT[name]
         with quick(), inside():
-            found[name] = compare_with_one_process([ParallelCase(source, config, scheme)], process).schemes[scheme]
+            found[name] = by_scheme(compare_with_one_process([ParallelCase(source, config, scheme)], process))[scheme]
     return found
 
 

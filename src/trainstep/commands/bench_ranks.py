@@ -100,7 +100,11 @@ class BenchParallel(OneModel):
                     for step in dict.fromkeys(steps)
                     for scheme in schemes
                 ]
-                records = run_cases(cases, process, self.out if self.trace else None, rounds=self.rounds)
+                traces = self.out if self.trace else None
+
+                def records(on_part: OnPart) -> Iterator[Row | SoFar]:
+                    return run_cases(cases, process, traces, rounds=self.rounds, on_part=on_part)
+
                 return _first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
             except AgreedError as error:  # all ranks have it, so they leave the group in order, and one says it
                 mistake = error

@@ -60,12 +60,13 @@ PARTS = [pytest.param(0), *(pytest.param(part, marks=pytest.mark.thorough) for p
 @pytest.mark.parametrize("arch", CAPABILITY)
 def test_every_portable_configuration_compiles_and_fits(arch: str, part: int, compilers: Executor) -> None:
     # A causal kernel contains the full one: where both have one configuration, compiling it says both.
-    rows = [
+    every = [
         row
         for row, tile in PORTABLE.items()
         if row.gpu == arch and (row.is_causal or tile != PORTABLE[row._replace(is_causal=True)])
-    ][part::6]
-    assert len(rows) >= 8
+    ]
+    assert len(every) >= 45
+    rows = every[part::6]
     compiled = dict(zip(rows, compilers.map(_portable, rows), strict=True))
     too_large = {row: c.shared_bytes for row, c in compiled.items() if c.shared_bytes > LIMITS[arch]}
     assert not too_large
@@ -76,7 +77,7 @@ def test_every_portable_configuration_compiles_and_fits(arch: str, part: int, co
         assert not [row for row, c in compiled.items() if "m64n8k" in c.ptx]
         # In 16 bits the portable kernels run there up to head_dim 32.
         small = {row: c for row, c in compiled.items() if row.precision == "16-bit" and row.head_dim <= 32}
-        assert small
+        assert small or part > 0, "the part that is always compiled has some"
         assert all("wgmma.mma_async" in c.ptx and c.spilled_bytes == 0 for c in small.values())
         _read(compilers, [c for c in compiled.values() if reads_registers(c.ptx)], least=6)
 

@@ -1,10 +1,12 @@
-"""An agreement with one process, right unless changed."""
+"""An agreement with one process, right unless changed; and those of a comparison, by scheme."""
 
 from typing import Any
 
 from trainstep.bench.check.gradients import Deviation
 from trainstep.bench.check.updates import UpdateError
-from trainstep.bench.parallel.check import Agreement
+from trainstep.bench.outcome import Failure
+from trainstep.bench.parallel.check import Agreement, Comparison
+from trainstep.schemes import Scheme
 
 
 def deviation(allowed: float = 0.02, **change: Any) -> Deviation:
@@ -26,3 +28,8 @@ def agreement(**change: Any) -> Agreement:
         "update_allowed": 1e-6,
     }
     return Agreement(**(right | change))
+
+
+def by_scheme(found: Comparison) -> dict[Scheme, Agreement | Failure | None]:
+    """Of cases that differ in nothing but their scheme."""
+    return {case.scheme: each for case, each in found.cases.items()}

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from tests.bench.parallel import agreement, deviation
+from tests.bench.parallel import agreement, by_scheme, deviation
 from tests.planted.parallel import CONFIG, RIGHT, SOURCE, WRONG, judge_right, judge_wrong, quick
 from trainstep.batches import share_of
 from trainstep.bench.check import allowed_error, one_rounding
@@ -145,7 +145,7 @@ def test_a_checksum_has_all_64_bits():
 def _single(process):
     with quick():
         found = compare_with_one_process([ParallelCase(SOURCE, CONFIG, SCHEMES["single"])], process)
-    return [*found.schemes.values()], found.num_parameters, found.allow_unused
+    return [*by_scheme(found).values()], found.num_parameters, found.allow_unused
 
 
 @pytest.mark.distributed
@@ -180,7 +180,7 @@ def test_what_fails_on_the_first_rank_alone_leaves_no_other_waiting(two):
 def _fused(process):
     fused = dataclasses.replace(CONFIG, optimizer="adamw-fused", precision="bf16")
     with quick():
-        found = compare_with_one_process([ParallelCase(SOURCE, fused, SCHEMES["torch-fsdp2"])], process).schemes
+        found = by_scheme(compare_with_one_process([ParallelCase(SOURCE, fused, SCHEMES["torch-fsdp2"])], process))
     return str(*found.values())
 
 

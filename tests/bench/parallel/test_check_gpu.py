@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.bench.parallel import by_scheme
 from tests.workers import Workers
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.check import compare_with_one_process
@@ -19,7 +20,7 @@ NAMES = ("sharded-optimizer", "fsdp", "torch-ddp", "torch-zero", "torch-fsdp2", 
 
 def _judged(process):
     cases = [ParallelCase(builtin_source("two blocks", MODEL), CONFIG, SCHEMES[name]) for name in NAMES]
-    found = compare_with_one_process(cases, process).schemes
+    found = by_scheme(compare_with_one_process(cases, process))
     return {scheme.name: str(each) for scheme, each in found.items()}
 
 

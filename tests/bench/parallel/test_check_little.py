@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.bench.parallel import by_scheme
 from tests.planted.parallel import Planted, faster, from_step, handed, quick, times
 from trainstep.bench.check import reference
 from trainstep.bench.check.reference import DRAWS
@@ -173,15 +174,15 @@ def test_a_parameter_that_later_batches_do_not_use_is_judged_by_the_two_that_do(
     found = compare_with_one_process([ParallelCase(source, CONFIG, FLAT)], alone)
     assert found.allow_unused
     assert "sometimes.weight" in wanted_of(source).updates
-    assert (str(found.schemes[FLAT]), found.schemes[FLAT].holds) == ("", True)
+    assert (str(by_scheme(found)[FLAT]), by_scheme(found)[FLAT].holds) == ("", True)
 
 
 def test_each_scheme_is_judged_and_what_is_known_of_the_model_comes_with_it(alone):
     cases = [ParallelCase(SOURCE, CONFIG, scheme) for scheme in (SINGLE, FLAT, TORCH_DDP)]
     found = compare_with_one_process(cases, alone)
-    assert list(found.schemes) == [SINGLE, FLAT, TORCH_DDP]
-    assert found.schemes[SINGLE] is None, "it trains another model where there are several ranks"
-    assert [found.schemes[each].holds for each in (FLAT, TORCH_DDP)] == [True, True]
+    assert list(by_scheme(found)) == [SINGLE, FLAT, TORCH_DDP]
+    assert by_scheme(found)[SINGLE] is None, "it trains another model where there are several ranks"
+    assert [by_scheme(found)[each].holds for each in (FLAT, TORCH_DDP)] == [True, True]
     assert (found.num_parameters, found.frozen) == (2 * (64 + 8) + 64, 64)
     assert (found.allow_unused, found.share_difference) == (False, 0.0)
 
@@ -209,8 +210,8 @@ def test_compiled_or_not_a_scheme_is_held_against_one_process_that_computed_once
 def test_what_one_process_cannot_train_is_the_failure_of_every_scheme(alone, loss, status, reason):
     cases = [ParallelCase(source_of(loss=loss), CONFIG, scheme) for scheme in (SINGLE, FLAT)]
     found = compare_with_one_process(cases, alone)
-    assert list(found.schemes) == [SINGLE, FLAT]
-    for each in found.schemes.values():
+    assert list(by_scheme(found)) == [SINGLE, FLAT]
+    for each in by_scheme(found).values():
         assert isinstance(each, Failure)
         assert each.status == status
         assert each.reason.startswith(reason)
@@ -345,13 +346,13 @@ def _between_two(process):
 def test_all_ranks_know_what_the_first_has_found(two):
     first, second = two.run(_between_two)
     right, elsewhere = first["right"], second["right"]
-    assert (right.schemes[FLAT].holds, str(right.schemes[FLAT])) == (True, "")
-    assert elsewhere.schemes == right.schemes
+    assert (by_scheme(right)[FLAT].holds, str(by_scheme(right)[FLAT])) == (True, "")
+    assert by_scheme(elsewhere) == by_scheme(right)
     assert (right.num_parameters, right.frozen) == (2 * (64 + 8) + 64, 64)
     assert right.share_difference == pytest.approx(0, abs=1e-6)
     assert (elsewhere.num_parameters, elsewhere.frozen, elsewhere.share_difference) == (0, 0, None)
-    assert first["apart"].schemes[FLAT].gradients.is_right, "the first rank's are"
-    assert str(first["apart"].schemes[FLAT]).endswith("its ranks have different parameters")
-    assert first["no_kernel"].schemes == second["no_kernel"].schemes
-    assert first["no_kernel"].schemes[SINGLE].reason.startswith(FAILED)
+    assert by_scheme(first["apart"])[FLAT].gradients.is_right, "the first rank's are"
+    assert str(by_scheme(first["apart"])[FLAT]).endswith("its ranks have different parameters")
+    assert by_scheme(first["no_kernel"]) == by_scheme(second["no_kernel"])
+    assert by_scheme(first["no_kernel"])[SINGLE].reason.startswith(FAILED)
     assert first["mistaken"] == second["mistaken"] == "the loss wants labels; give it some"

@@ -51,6 +51,12 @@ class ParallelCase:
     allow_unused: bool = False
     """Whether parameters may get no gradient on some rank, as one process found; it costs a collective and a wait."""
 
+    @property
+    def label(self) -> str:
+        """The scheme, and how it is compiled if it is."""
+        compiled = "" if self.config.compile == "off" else f", compile {self.config.compile}"
+        return f"{self.scheme.label}{compiled}"
+
     def columns(self, world_size: int) -> dict[str, Scalar]:
         """The columns that identify the case's row."""
         scheme = {"scheme": self.scheme.name, "world_size": world_size, "replicas": self.scheme.replicas}

@@ -63,7 +63,6 @@ from trainstep.parallel.process import AgreedError, Process
 from trainstep.precision import PRECISIONS, PrecisionName
 from trainstep.records import Scalar
 from trainstep.replicas import full_parameters
-from trainstep.schemes import Scheme
 from trainstep.training_step import TrainingStep
 from trainstep.workload import Workload
 
@@ -166,13 +165,10 @@ class Comparison:
     share_difference: float | None = None
     """How far a batch's gradients are from the mean of its shares', relative; None but on rank 0."""
 
-    @property
-    def schemes(self) -> Mapping[Scheme, Agreement | Failure | None]:
-        """The same by scheme, where each is of one case."""
-        return {case.scheme: found for case, found in self.cases.items()}
 
-
-def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) -> Comparison:
+def compare_with_one_process(
+    cases: Sequence[ParallelCase], process: Process, on_part: Callable[[str], object] = lambda part: None
+) -> Comparison:
     """Judge every case on all ranks, beside one process on rank 0. All ranks call it.
 
     They may differ in scheme and compilation: one process computes the same for all of them. Where it cannot train on
@@ -181,6 +177,7 @@ def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) ->
     Raises:
         AgreedError: the workload cannot be trained for a reason that its author can mend.
     """
+    on_part("what one process computes of the whole batch")
     wanted, allow_unused = expected_on_first_rank(cases[0], process)
     if isinstance(wanted, Failure):
         return Comparison(dict.fromkeys(cases, wanted), 0, 0, allow_unused)
@@ -189,6 +186,7 @@ def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) ->
         if not case.scheme.communicates:
             judged[case] = None
             continue
+        on_part(f"{case.label} is judged")
         tried = dataclasses.replace(case, allow_unused=allow_unused)
         found = attempt_on_all_ranks(partial(agreement, tried, wanted, process), process)
         judged[case] = found if isinstance(found, Failure) else found[0]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,12 @@ from trainstep.training_step import TrainingStep
 
 
 def run_cases(
-    cases: Sequence[ParallelCase], process: Process, traces: Path | None = None, *, rounds: int = 1
+    cases: Sequence[ParallelCase],
+    process: Process,
+    traces: Path | None = None,
+    *,
+    rounds: int = 1,
+    on_part: Callable[[str], object] = lambda part: None,
 ) -> Iterator[ParallelRow | ParallelRatioRow | ParallelTraceRow | ParallelFamilyRow | SoFar]:
     """Measure schemes, all of one workload and configuration but for compilation. All ranks must iterate; rank 0 gets
     the rows.
@@ -61,6 +66,7 @@ def run_cases(
     Args:
         traces: folder for traces of one step of each scheme that was timed, recorded after all are; None records none.
         rounds: how often each scheme is built and timed.
+        on_part: told what is done next: of a large model judging takes minutes before the first time.
 
     Raises:
         UsageError: nothing to run, or a configuration that cannot be compared (fp16: its scaler skips steps).
@@ -74,7 +80,7 @@ def run_cases(
         )
     source, batches = same_on_all_ranks(cases[0].source, cases[0].whole(process.world_size), process)
     cases = [dataclasses.replace(each, source=source) for each in cases]
-    comparison = compare_with_one_process(cases, process)
+    comparison = compare_with_one_process(cases, process, on_part)
     beside = {"batches": batches, "share_difference": comparison.share_difference}
     agreements = {
         dataclasses.replace(case, allow_unused=comparison.allow_unused): found
@@ -82,7 +88,7 @@ def run_cases(
     }
     results: Mapping[ParallelCase, Result] = {}
     rows: dict[ParallelCase, ParallelRow] = {}
-    for results in time_in_turns(agreements, process, rounds):
+    for results in time_in_turns(agreements, process, rounds, on_part):
         if process.rank == 0:
             counts = {"num_parameters": comparison.num_parameters, "frozen": comparison.frozen}
             rows = {case: parallel_row(case, process, each, **counts, beside=beside) for case, each in results.items()}
@@ -94,6 +100,7 @@ def run_cases(
         return
     for case in [each for each in agreements if isinstance(results[each], Timed)]:
         compiled = f"-{case.config.compile}" if case.config.compile != cases[0].config.compile else ""
+        on_part(f"{case.label}: a step is recorded")
         file = traces / f"trace-{case.scheme.label}{compiled}.json.gz"
         found = attempt_on_all_ranks(partial(traced_step, partial(case.build, process), process, file), process)
         if process.rank == 0:
@@ -101,7 +108,10 @@ def run_cases(
 
 
 def time_in_turns(
-    agreements: Mapping[ParallelCase, Agreement | Failure | None], process: Process, rounds: int
+    agreements: Mapping[ParallelCase, Agreement | Failure | None],
+    process: Process,
+    rounds: int,
+    on_part: Callable[[str], object] = lambda part: None,
 ) -> Iterator[Mapping[ParallelCase, Result]]:
     """Build and time the cases that agree, once a round; one that fails is left out from then on.
 
@@ -119,7 +129,8 @@ def time_in_turns(
     if results:
         yield dict(results)
     draw = random.Random(0)
-    for _ in range(rounds):
+    for number in range(1, rounds + 1):
+        on_part(f"{len(taken)} are timed, round {number} of {rounds}")
         for case in draw.sample(list(taken), len(taken)):
             ranks = attempt_on_all_ranks(partial(measure, case, process), process)
             if isinstance(ranks, Failure):
