@@ -9,7 +9,16 @@ from typing import Any
 from tables.run import kept
 from trainstep.report.tables import Table, text_table
 
-TITLES = ("script", "as it is (ms)", "ladder's top (ms)", "kept", "by hand (ms)", "has by hand", "of its speed [95 %]")
+TITLES = (
+    "script",
+    "GPU",
+    "as it is (ms)",
+    "ladder's top (ms)",
+    "kept",
+    "by hand (ms)",
+    "has by hand",
+    "of its speed [95 %]",
+)
 
 
 def experts() -> Table:
@@ -25,6 +34,7 @@ def _line(cell: Mapping[str, Any]) -> tuple[str, ...]:
     low, high = cell["of_expert_low"], cell["of_expert_high"]
     return (
         cell["what"],
+        cell["device"].removeprefix("NVIDIA ").split()[0],
         f"{baseline['step_ms']:.1f}",
         f"{statistics.median(cell['top_ms']):.1f}",
         (", then ".join(built_on) or "nothing") + ended,

@@ -1,5 +1,6 @@
 """Every formula against a simulation that moves chunks around a ring and counts, or goes through buckets in time."""
 
+import dataclasses
 import math
 
 import pytest
@@ -194,6 +195,15 @@ def test_replicas_keep_and_send_what_a_walk_through_one_finds_and_their_parts_of
     copies = rank_bytes("hsdp", 240, n, compute_bytes=2, reduce_bytes=2, largest_group=40, peer_copies=True, **settings)
     ranks = n // replicas
     assert copies.staging == (2 * 40 // ranks + 2 * 40 if ranks > 1 else 0)
+
+
+@pytest.mark.parametrize("scheme", ["fsdp", "hsdp"])
+def test_what_stays_gathered_for_backward_is_sent_once(scheme):
+    replicas = 2 if scheme == "hsdp" else 1
+    all_twice, kept = (rank_bytes(scheme, 240, 8, replicas=replicas, not_again=each) for each in (0, 40))
+    ranks = 8 // replicas
+    assert all_twice.sent - kept.sent == 4 * 40 * (ranks - 1) // ranks
+    assert dataclasses.replace(kept, sent=all_twice.sent) == all_twice
 
 
 def test_the_case_of_the_peers():

@@ -168,6 +168,7 @@ def rank_bytes(
     compute_bytes: int | None = None,
     reduce_bytes: int | None = None,
     largest_group: int = 0,
+    not_again: int = 0,
     scattered: bool = True,
     copies: bool = False,
     peer_copies: bool = False,
@@ -185,6 +186,7 @@ def rank_bytes(
         compute_bytes: of a parameter as it is gathered (fsdp); as kept, by default.
         reduce_bytes: of a gradient on its way; as kept, by default.
         largest_group: parameters of the largest group that is gathered at once (fsdp) or reduced at once (zero-2).
+        not_again: parameters that stay gathered from forward to backward, which begins with them (fsdp).
         scattered: the sharded optimizer gets its gradients reduce-scattered, not all-reduced.
         copies: gradients are copied into buckets that stay allocated (as torch's DDP does), not reduced where they lie.
         peer_copies: fsdp's parameters, and gradients narrower than the weights, go through buffers of shared memory.
@@ -218,7 +220,7 @@ def rank_bytes(
         group = largest_group * gathered
         outbox = min(-(-group // n), OUTBOX_BYTES) if peer_copies and n > 1 else 0
         inbox = min(group, INBOX_BYTES) if outbox and on_the_way < gradients else 0
-        moved = sent("reduce-scatter", 2 * num_parameters * gathered)
+        moved = sent("reduce-scatter", (2 * num_parameters - not_again) * gathered)
         buffers = group * (3 + 1 + 1) + (inbox or group) + outbox
         if replicas > 1:
             buffers += -(-largest_group * bytes_per_parameter // n)

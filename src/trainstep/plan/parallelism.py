@@ -29,7 +29,7 @@ from trainstep.plan.communication import best_calls, collective_seconds, passes,
 from trainstep.plan.flops import step_flops
 from trainstep.plan.machine import Cluster
 from trainstep.plan.roofline import StepSeconds, step_seconds
-from trainstep.plan.strategies import MOST_GPUS, Layout, MemorySplit, shared_bytes, strategy_memory
+from trainstep.plan.strategies import MOST_GPUS, Layout, MemorySplit, kept_groups, shared_bytes, strategy_memory
 from trainstep.precision import PRECISIONS
 
 BUCKET_BYTES = 25e6
@@ -80,6 +80,7 @@ class Exchange:
     gathered: float  # weights: once by the sharded optimizer and zero-2, in forward and in backward by fsdp
     kept: float  # gradients, as they are kept
     groups: int  # that fsdp gathers one after the other
+    not_again: float = 0.0  # of what fsdp gathered in forward, what it keeps for backward
 
 
 def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> StepPlan:
@@ -99,7 +100,13 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
     )
     parameters = model.num_parameters / t
     width = precision.computed_bytes if is_fsdp else precision.stored_bytes
-    moved = Exchange(parameters * width, parameters * width, parameters * precision.stored_bytes, model.num_layers + 2)
+    moved = Exchange(
+        reduced=parameters * width,
+        gathered=parameters * width,
+        kept=parameters * precision.stored_bytes,
+        groups=model.num_layers + 2,
+        not_again=kept_groups(model) / t * width,
+    )
     busy, exposed = exchange_seconds(layout, cluster, compute, moved)
     exposed += cluster.machine.interference * max(0.0, busy - exposed)
     if is_fsdp and precision.is_half:  # copies into and out of buffers, and the sum of the ranks' gradients
@@ -145,12 +152,13 @@ def _sharded_seconds(layout: Layout, cluster: Cluster, compute: StepSeconds, exc
     """The same for fsdp and hsdp, group by group; of one that is not sharded, or has no replicas, a part is zero."""
     n, replicas, stride, groups = layout.parts, layout.replicas, layout.tensor, exchange.groups
     forward_s, backward_s = compute.forward.total, compute.backward.total
-    gathered = reduced = gather_s = scatter_s = between = reduce_s = 0.0
+    gathered = again = reduced = gather_s = scatter_s = between = reduce_s = 0.0
     if n > 1:
         gather = cluster.group_link("all-gather", n, stride)
         scatter = cluster.group_link("reduce-scatter", n, stride)
         part, gather_s, scatter_s = (n - 1) / n, gather.overhead_s, scatter.overhead_s
         gathered = part * exchange.gathered / gather.bus_bytes_per_s
+        again = part * (exchange.gathered - exchange.not_again) / gather.bus_bytes_per_s
         reduced = part * exchange.reduced / scatter.bus_bytes_per_s
         here = max(1, min(n, cluster.gpus_per_node // stride))
         if exchange.reduced < exchange.kept and n > here:  # exchanged, to be added up where it arrives
@@ -159,14 +167,14 @@ def _sharded_seconds(layout: Layout, cluster: Cluster, compute: StepSeconds, exc
         reduce = cluster.group_link("all-reduce", replicas, stride * n)
         reduce_s = reduce.overhead_s
         between = 2 * (replicas - 1) / replicas * exchange.kept / n / reduce.bus_bytes_per_s
-    busy = 2 * gathered + reduced + between + groups * (2 * gather_s + scatter_s + reduce_s)
+    busy = gathered + again + reduced + between + groups * (2 * gather_s + scatter_s + reduce_s)
     exposed = sticking_out_s(forward_s, gathered, groups, gather_s)
     both = gather_s + scatter_s
     if layout.replicas_cross(cluster.gpus_per_node):
-        inside = sticking_out_s(backward_s, gathered + reduced, groups, both)
+        inside = sticking_out_s(backward_s, again + reduced, groups, both)
         last = reduced / groups + scatter_s  # before its own mean between replicas can begin
         return busy, exposed + max(inside, last + sticking_out_s(backward_s, between, groups, reduce_s))
-    return busy, exposed + sticking_out_s(backward_s, gathered + reduced + between, groups, both + reduce_s)
+    return busy, exposed + sticking_out_s(backward_s, again + reduced + between, groups, both + reduce_s)
 
 
 def _in_best_calls(

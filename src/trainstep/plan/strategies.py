@@ -126,8 +126,16 @@ class MemorySplit:
 
 def largest_group(model: ModelConfig) -> int:
     """Parameters of the largest group that FSDP gathers at once: a block, the embedding or the head."""
-    block = 4 * model.d_model**2 + 3 * model.d_model * model.d_ff + 2 * model.d_model
-    return max(block, model.vocab_size * model.d_model)
+    return max(_block(model), model.vocab_size * model.d_model)
+
+
+def kept_groups(model: ModelConfig) -> int:
+    """Parameters of the groups that our FSDP keeps from forward to backward: the last block and the head."""
+    return _block(model) + model.vocab_size * model.d_model
+
+
+def _block(model: ModelConfig) -> int:
+    return 4 * model.d_model**2 + 3 * model.d_model * model.d_ff + 2 * model.d_model
 
 
 def strategy_memory(model: ModelConfig, step: StepConfig, layout: Layout) -> MemorySplit:
@@ -171,6 +179,7 @@ def shared_bytes(model: ModelConfig, step: StepConfig, layout: Layout) -> RankBy
         compute_bytes=precision.computed_bytes,
         reduce_bytes=2 if precision.is_half and layout.shards_weights else None,
         largest_group=-(-largest_group(model) // layout.tensor),
+        not_again=kept_groups(model) // layout.tensor,
     )
     return found if layout.data > 1 else dataclasses.replace(found, buffers=0)
 

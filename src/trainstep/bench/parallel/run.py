@@ -41,7 +41,7 @@ from trainstep.measure.memory import GIB
 from trainstep.measure.timing import Timing, device_clock, time_steps
 from trainstep.parallel.process import Process
 from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent, rank_bytes
-from trainstep.plan.strategies import largest_group
+from trainstep.plan.strategies import kept_groups, largest_group
 from trainstep.precision import PRECISIONS, PrecisionName
 from trainstep.records import Scalar, SoFar, Status, Times, make_row
 from trainstep.replicas import local_gradients, local_state, uncounted_bytes
@@ -335,7 +335,7 @@ def planned_bytes(
         frozen: how many parameters are not trained.
         precision: of the step; under autocast FSDP gathers and sends in 16 bits.
         optimizer: its state is two moments per parameter, or nothing.
-        model: the built-in model's shape, for the size of its largest group; None for a user's.
+        model: the built-in model's shape, for the sizes of groups under FSDP; None for a user's.
         peer_copies: FSDP's transport.
     """
     entry = PRECISIONS[precision]
@@ -351,6 +351,7 @@ def planned_bytes(
         compute_bytes=narrow,
         reduce_bytes=narrow,
         largest_group=0 if model is None else largest_group(model),
+        not_again=kept_groups(model) if model is not None and scheme.peer is None else 0,
         scattered=not scheme.copies_gradients,
         copies=scheme.copies_gradients,
         peer_copies=peer_copies,
