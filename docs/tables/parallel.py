@@ -11,7 +11,14 @@ from tables import RESULTS, of_rows, plain, results, setting, where
 from trainstep.bench.parallel.ratios import ratio_rows
 from trainstep.bench.parallel.run import moments, planned_bytes
 from trainstep.config import SIZES
-from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelFamilyRow, ParallelRow, ParallelTraceRow
+from trainstep.kinds import (
+    CollectiveFitRow,
+    CollectiveRow,
+    ParallelFamilyRow,
+    ParallelRow,
+    ParallelTraceRow,
+    PlanRow,
+)
 from trainstep.records import Row
 from trainstep.report import columns
 from trainstep.report.columns import Column
@@ -105,6 +112,22 @@ def step8b() -> Table:
     return tabulate("step8b", f"{caption}; {where(rows)}", wanted, rows)
 
 
+def plan_4gpus() -> Table:
+    """What the plan said of four GPUs before they were measured."""
+    wanted = (
+        *columns.cases({"compile": "compile", "strategy": "strategy", "replicas": "replicas", "GPUs": "gpus"}),
+        *columns.values(
+            {"forward (ms)": "forward_ms", "backward (ms)": "backward_ms", "optimizer (ms)": "optimizer_ms"}
+        ),
+        *columns.values({"communication (ms)": "communication_ms", "of it exposed (ms)": "exposed_ms"}),
+        *columns.values({"step (ms)": "step_ms", "peak (GiB)": "peak_gib"}),
+    )
+    caption = (
+        "2.7B, context 512, batch 4 per GPU, bf16 autocast, predicted by the rates of one H200 and collectives of two"
+    )
+    return tabulate("plan-4gpus", caption, wanted, results("h200-plan-4gpus", PlanRow))
+
+
 README_NAMES = {
     "single": "one GPU, no communication",
     "torch-ddp": "DistributedDataParallel, torch's",
@@ -143,6 +166,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel-memory-large": partial(parallel_memory, "h200-parallel-large"),
     "parallel-4gpus": partial(parallel, "h200-parallel-4gpus"),
     "parallel-memory-4gpus": partial(parallel_memory, "h200-parallel-4gpus"),
+    "plan-4gpus": plan_4gpus,
     "parallel-trace": partial(plain, "h200-parallel-trace", ParallelTraceRow),
     "collectives": partial(plain, "h200-collectives", CollectiveRow),
     "collectives-4gpus": partial(plain, "h200-collectives-4gpus", CollectiveRow),
