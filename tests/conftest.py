@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import signal
 
 import pytest
 import torch
@@ -9,6 +10,13 @@ import torch
 from tests import hosts
 from tests import slurm as slurm_cluster
 from tests.workers import Workers
+
+
+def pytest_configure() -> None:
+    """A shell that starts a run in its background hands it an ignored Ctrl-C, and so would every command that tests
+    start and interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

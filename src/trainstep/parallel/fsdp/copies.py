@@ -1,8 +1,8 @@
 """Many copies on one GPU's stream, given to the driver in one call.
 
 A gather by copies is one copy for each parameter and each other rank. Started one by one, each costs the host several
-microseconds, and with four ranks the host takes longer over a block's copies than the GPU over the block
-(docs/lab-log.md). CUDA's driver takes a list of them from 12.8 on (`cuMemcpyBatchAsync`), and torch has no call for it.
+microseconds, and with four ranks a forward took the host longer than the GPU (docs/parallel.md). CUDA's driver takes a
+list of copies from 12.8 on (`cuMemcpyBatchAsync`), and torch has no call for it.
 """
 
 from __future__ import annotations
