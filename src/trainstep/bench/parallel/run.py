@@ -130,7 +130,8 @@ def time_in_turns(
         yield dict(results)
     draw = random.Random(0)
     for number in range(1, rounds + 1):
-        on_part(f"{len(taken)} are timed, round {number} of {rounds}")
+        if taken:
+            on_part(f"{len(taken)} are timed, round {number} of {rounds}")
         for case in draw.sample(list(taken), len(taken)):
             ranks = attempt_on_all_ranks(partial(measure, case, process), process)
             if isinstance(ranks, Failure):
