@@ -308,6 +308,10 @@ def test_schemes_and_peaks_have_a_headline_of_their_own():
     ]
     says = first([*schemes, *hybrid], Headline).says
     assert says == "per step with hsdp-2 on 2 ranks, the fastest median of 4 schemes"
+    eager, compiled = ([replace(each, compile=mode) for each in schemes] for mode in ("off", "blocks"))
+    quick = [replace(each, times={"step": Times(each.times["step"].median / 2)}) for each in compiled]
+    says = first([*eager, *quick], Headline).says
+    assert says == "per step with ddp, compile blocks on 2 ranks, the fastest median of 4 schemes"
     peaks = [
         PeakRow(workload="m", mode="step", context=512, peak_gib=3.0),
         PeakRow(workload="m", context=64, peak_gib=1.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from trainstep.kinds import (
@@ -36,6 +37,7 @@ from trainstep.report.subjects.ladder_findings import (
     with_controls,
 )
 from trainstep.report.subjects.noise import NOISY_INTERVAL, TIMED, same_step_twice, throttled, unsteady
+from trainstep.report.subjects.parallel import label_among
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.stats import WITHIN_RUN
 
@@ -293,8 +295,8 @@ def _fastest(records: Sequence[Row], found: Sequence[Finding]) -> Headline | Non
     schemes = [row for row in of_kind(records, ParallelRow) if row.status == "ok" and row.scheme != "single"]
     if timed_schemes := [row for row in schemes if row.step_ms]:
         words = "per step with {} on {world_size} ranks, the fastest median of {} schemes"
-        names = ("scheme", "replicas")
-        return _first_of(timed_schemes, lambda row: row.label, names, "step", lambda row: row.world_size, words, found)
+        names, label = ("scheme", "replicas", "compile"), partial(label_among, rows=timed_schemes)
+        return _first_of(timed_schemes, label, names, "step", lambda row: row.world_size, words, found)
     return None
 
 

@@ -4,7 +4,7 @@ from tests.report.page import Page
 from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelFamilyRow, ParallelRow, ParallelTraceRow
 from trainstep.records import Times
 from trainstep.report.page import render
-from trainstep.report.subjects.parallel import computation_findings, data_findings, overlap_findings
+from trainstep.report.subjects.parallel import computation_findings, data_findings, label_among, overlap_findings
 
 
 def row(collective, size, time=1.0, status="ok", reason="", ranks=2):
@@ -58,6 +58,19 @@ def test_failures_alone_are_a_table():
 def scheme(name, step=None, peak=None, **more):
     times = {} if step is None else {"step": Times(step, step - 1, step + 1)}
     return ParallelRow(workload="2.7B", scheme=name, world_size=2, times=times, peak_gib=peak, **more)
+
+
+def test_bars_say_how_a_scheme_is_compiled_where_that_differs():
+    eager, compiled = (scheme("fsdp", ms, 1.0, compile=mode) for ms, mode in ((9.0, "off"), (7.0, "blocks")))
+    assert [label_among(each, [eager, compiled]) for each in (eager, compiled)] == [
+        "fsdp, compile off",
+        "fsdp, compile blocks",
+    ]
+    assert label_among(compiled, [compiled, scheme("ddp", 8.0, compile="blocks")]) == "fsdp"
+    page = render([eager, compiled])
+    assert "fsdp, compile off" in page
+    assert "fsdp, compile blocks" in page
+    assert "fsdp, compile" not in render([compiled, scheme("ddp", 8.0, compile="blocks")])
 
 
 def test_schemes_are_bars_beside_the_step_without_communication_and_rows_with_raw_values():

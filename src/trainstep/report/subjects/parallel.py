@@ -232,42 +232,50 @@ def parallel(records: Sequence[Row]) -> Section | None:
 
 def _timed(rows: Sequence[ParallelRow]) -> list[Block]:
     legend = [("neutral", "the step without communication"), ("accent", "exposed communication and other cost")]
-    drawn = partial(bars, [_step_bar(row, alone_ms(row, rows)) for row in rows], "ms per step")
+    names = [label_among(row, rows) for row in rows]
+    steps = [_step_bar(name, row, alone_ms(row, rows)) for name, row in zip(names, rows, strict=True)]
+    drawn = partial(bars, steps, "ms per step")
     charts = [Chart("parallel-step", "Step on the slowest rank", "", drawn, legend)]
     if any(row.peak_gib is not None for row in rows):
         legend = [("neutral", "weights, gradients and optimizer state"), ("accent", "all else, at the peak")]
-        drawn = partial(bars, [_memory_bar(row) for row in rows], "GiB")
+        drawn = partial(bars, [_memory_bar(*each) for each in zip(names, rows, strict=True)], "GiB")
         charts.append(Chart("parallel-memory", "Memory of a rank", "", drawn, legend))
     return [Charts(charts), make_table(SCHEMES, rows, "page")]
+
+
+def label_among(row: ParallelRow, rows: Sequence[ParallelRow]) -> str:
+    """Its scheme, and how it is compiled where that is not the same for all of them."""
+    differ = len({each.compile for each in rows}) > 1
+    return f"{row.label}, compile {row.compile}" if differ else row.label
 
 
 def _step_ms(row: ParallelRow) -> float | None:
     return row.times["step"].median if "step" in row.times else None
 
 
-def _step_bar(row: ParallelRow, alone: float | None) -> Bar:
+def _step_bar(name: str, row: ParallelRow, alone: float | None) -> Bar:
     step = _step_ms(row)
     if step is None:
-        return Bar(row.label, None, row.status, f"{row.status}: {row.reason}")
+        return Bar(name, None, row.status, f"{row.status}: {row.reason}")
     tip = f"{number(step)} ms"
     if alone is not None and row.scheme != "single":
         tip += f"\n{number(step - alone)} ms beyond {number(alone)} ms without communication"
     base = step if row.scheme == "single" else min(alone or 0, step)
     times = row.times["step"]
-    return Bar(row.label, step, f"{number(step)} ms", tip, low=times.low, high=times.high, base=base)
+    return Bar(name, step, f"{number(step)} ms", tip, low=times.low, high=times.high, base=base)
 
 
-def _memory_bar(row: ParallelRow) -> Bar:
+def _memory_bar(name: str, row: ParallelRow) -> Bar:
     peak = row.peak_gib
     if peak is None:
-        return Bar(row.label, None, NONE, row.reason or "not measured")
+        return Bar(name, None, NONE, row.reason or "not measured")
     kept = {
         "weights": row.before_step_weights_gib or 0,
         "gradients": row.before_step_gradients_gib or 0,
         "optimizer state": row.before_step_optimizer_state_gib or 0,
     }
     tip = "\n".join([f"peak {number(peak)} GiB", *(f"{kind} {number(size)}" for kind, size in kept.items())])
-    return Bar(row.label, peak, f"{number(peak)} GiB", tip, base=min(sum(kept.values()), peak))
+    return Bar(name, peak, f"{number(peak)} GiB", tip, base=min(sum(kept.values()), peak))
 
 
 def _traced(rows: Sequence[ParallelTraceRow]) -> list[Block]:
