@@ -244,9 +244,9 @@ def _timed(rows: Sequence[ParallelRow]) -> list[Block]:
 
 
 def label_among(row: ParallelRow, rows: Sequence[ParallelRow]) -> str:
-    """Its scheme, and how it is compiled where that is not the same for all of them."""
+    """Its scheme, and how it is compiled if it is, where that is not the same for all of them."""
     differ = len({each.compile for each in rows}) > 1
-    return f"{row.label}, compile {row.compile}" if differ else row.label
+    return f"{row.label}, compile {row.compile}" if differ and row.compile != "off" else row.label
 
 
 def _step_ms(row: ParallelRow) -> float | None:
