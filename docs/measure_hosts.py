@@ -20,17 +20,18 @@ from pathlib import Path
 from tests.hosts import Hosts
 
 from tables import RESULTS
+from tables.hosts import MODEL, SHAPE
 from trainstep.kinds import CollectiveFitRow, ParallelRow
 from trainstep.records import Row, of_kind, read_records, write_whole
 
 KEPT = RESULTS / "cpu-hosts.jsonl"
-MODEL = "--size tiny --d-model 384 --num-heads 6 --d-ff 1536 --num-layers 3 --vocab-size 1000"
+SIZE = " ".join(f"--{name.replace('_', '-')} {getattr(MODEL, name)}" for name in SHAPE)
 STEP = "--batch 1 --context 32 --steps 6 --warmup 2 --rounds 2"
 COLLECTIVES = "bench collectives --collective all-reduce,all-gather,reduce-scatter --size-mb 4,10,25 --steps 10"
 RUNS = {  # ranks on each of so many hosts → commands
-    (1, 2): (COLLECTIVES, f"bench parallel {MODEL} {STEP} --scheme single,flat,sharded-optimizer,fsdp"),
+    (1, 2): (COLLECTIVES, f"bench parallel --size tiny {SIZE} {STEP} --scheme single,flat,sharded-optimizer,fsdp"),
     (2, 1): (COLLECTIVES,),
-    (2, 2): (f"bench parallel {MODEL} {STEP} --scheme single,hsdp",),
+    (2, 2): (f"bench parallel --size tiny {SIZE} {STEP} --scheme single,hsdp",),
 }
 
 

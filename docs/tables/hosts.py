@@ -24,8 +24,9 @@ from trainstep.report.tables import Table, text_table
 from trainstep.schemes import SCHEMES
 
 NAME = "cpu-hosts"
-MODEL = ModelConfig(vocab_size=1000, d_model=384, d_ff=1536, num_layers=3, num_heads=6)
-"""The one of `docs/measure_hosts.py`."""
+SHAPE = {"vocab_size": 1000, "d_model": 384, "d_ff": 1536, "num_layers": 3, "num_heads": 6}
+MODEL = ModelConfig(**SHAPE)
+"""That `docs/measure_hosts.py` takes steps of."""
 GROUPS = MODEL.num_layers + 2  # of its parameters under fsdp: blocks, the embedding and the head
 COLUMNS = (
     "Mbit/s",

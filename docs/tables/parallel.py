@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from tables import RESULTS, of_rows, plain, results, setting, where
-from trainstep.bench.parallel.ratios import ratio_rows
+from trainstep.bench.parallel.ratios import ratios_alike
 from trainstep.bench.parallel.run import moments, planned_bytes
 from trainstep.config import SIZES
 from trainstep.kinds import (
@@ -80,7 +80,7 @@ OURS = (
 def parallel_ratios() -> Table:
     """Ours over torch's: time with its interval, and peak memory."""
     runs = [results(name, ParallelRow) for name in RUNS if (RESULTS / f"{name}.jsonl").exists()]
-    found = [row for rows in runs for row in ratio_rows(rows) if row.scheme in OURS]
+    found = [row for rows in runs for row in ratios_alike(rows) if row.scheme in OURS]
     wanted = (
         *columns.cases({"GPUs": "world_size", "model": "workload", "compile": "compile"}),
         *columns.cases({"ours": "scheme", "replicas": "replicas"}),

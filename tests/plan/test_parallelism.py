@@ -18,10 +18,8 @@ from trainstep.plan.strategies import Layout, layout_of, tensor_parallel_choices
 MODEL = SIZES["2.7B"]
 STEP = StepConfig(batch=4, context=512, precision="bf16", attention="sdpa", optimizer="adamw-fused")
 H200 = machine_of(require_device("H200"))
-BLOCK, HEAD = (
-    4 * MODEL.d_model**2 + 3 * MODEL.d_model * MODEL.d_ff + 2 * MODEL.d_model,
-    MODEL.vocab_size * MODEL.d_model,
-)
+BLOCK = 4 * MODEL.d_model**2 + 3 * MODEL.d_model * MODEL.d_ff + 2 * MODEL.d_model
+HEAD = MODEL.vocab_size * MODEL.d_model
 AGAIN = 1 - (BLOCK + HEAD) / MODEL.num_parameters
 """The part of the parameters that FSDP gathers again for backward: all but the last block and the head."""
 

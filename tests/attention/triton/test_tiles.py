@@ -77,7 +77,7 @@ def test_every_portable_configuration_compiles_and_fits(arch: str, part: int, co
         assert not [row for row, c in compiled.items() if "m64n8k" in c.ptx]
         # In 16 bits the portable kernels run there up to head_dim 32.
         small = {row: c for row, c in compiled.items() if row.precision == "16-bit" and row.head_dim <= 32}
-        assert small or part > 0, "the part that is always compiled has some"
+        assert small or part == 5, "all parts but the last have some"
         assert all("wgmma.mma_async" in c.ptx and c.spilled_bytes == 0 for c in small.values())
         _read(compilers, [c for c in compiled.values() if reads_registers(c.ptx)], least=6)
 

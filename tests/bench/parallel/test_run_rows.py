@@ -9,11 +9,10 @@ import torch
 from tests.bench.parallel import agreement, deviation
 from trainstep.bench.outcome import Failure
 from trainstep.bench.parallel import ParallelCase
-from trainstep.bench.parallel.ratios import ratio_rows
+from trainstep.bench.parallel.ratios import ratio_rows, ratios_alike
 from trainstep.bench.parallel.run import (
     RankMeasurement,
     Timed,
-    _ratios,
     moments,
     parallel_row,
     planned_bytes,
@@ -88,7 +87,7 @@ def test_what_is_compiled_is_held_against_what_is():
     single = replace(timed("single", (5.0,)), compile="blocks")
     assert [each.exposed_ms for each in with_exposed([*eager, *compiled, single])] == [None, 5.0, 9.0, 1.0, 3.0, None]
     assert [each.exposed_ms for each in with_exposed([*eager, *compiled])][3:] == [None, None]
-    ratios = [(each.compile, each.ratio) for each in _ratios([*eager, *compiled])]
+    ratios = [(each.compile, each.ratio) for each in ratios_alike([*eager, *compiled])]
     assert ratios == [("off", pytest.approx(20 / 24)), ("blocks", pytest.approx(6 / 8))]
 
 

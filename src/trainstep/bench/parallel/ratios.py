@@ -6,7 +6,7 @@ replicas. Of a peer with several settings the fastest is taken, so ours tuned is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,15 @@ def ratio_rows(rows: Sequence[ParallelRow]) -> Iterator[ParallelRatioRow]:
             alike = (own.planned_as, ours.replicas) == (SCHEMES[peer].planned_as, replicas)
             if own.peer is None and alike:
                 yield _ratio_row(peer, theirs, ours)
+
+
+def ratios_alike(rows: Iterable[ParallelRow]) -> Iterator[ParallelRatioRow]:
+    """The same, each beside the peer that is compiled as it is, not beside the fastest of all."""
+    alike: dict[str | None, list[ParallelRow]] = {}
+    for row in rows:
+        alike.setdefault(row.compile, []).append(row)
+    for group in alike.values():
+        yield from ratio_rows(group)
 
 
 def time_ratio(ours: ParallelRow, theirs: ParallelRow) -> Ratio:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from trainstep.bench.outcome import Failure, attempt_on_all_ranks, failed_row
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.batches import same_on_all_ranks
 from trainstep.bench.parallel.check import Agreement, compare_with_one_process
-from trainstep.bench.parallel.ratios import ratio_rows
+from trainstep.bench.parallel.ratios import ratios_alike
 from trainstep.bench.parallel.trace import trace_rows, traced_step
 from trainstep.bench.step import phase_samples
 from trainstep.config import ModelConfig, OptimizerImpl
@@ -92,10 +92,10 @@ def run_cases(
         if process.rank == 0:
             counts = {"num_parameters": comparison.num_parameters, "frozen": comparison.frozen}
             rows = {case: parallel_row(case, process, each, **counts, beside=beside) for case, each in results.items()}
-            yield SoFar([*with_exposed(list(rows.values())), *_ratios(rows.values())])
+            yield SoFar([*with_exposed(list(rows.values())), *ratios_alike(rows.values())])
     if process.rank == 0:
         yield from with_exposed(list(rows.values()))
-        yield from _ratios(rows.values())
+        yield from ratios_alike(rows.values())
     if traces is None:
         return
     for case in [each for each in agreements if isinstance(results[each], Timed)]:
@@ -295,15 +295,6 @@ def with_exposed(rows: Sequence[ParallelRow]) -> Iterator[ParallelRow]:
         if single is not None and row.step_ms is not None and SCHEMES[row.scheme].communicates:
             row = dataclasses.replace(row, exposed_ms=row.step_ms - single)
         yield row
-
-
-def _ratios(rows: Iterable[ParallelRow]) -> Iterator[ParallelRatioRow]:
-    """Each beside the peer that is compiled alike."""
-    alike: dict[str | None, list[ParallelRow]] = {}
-    for row in rows:
-        alike.setdefault(row.compile, []).append(row)
-    for group in alike.values():
-        yield from ratio_rows(group)
 
 
 def _sent(call: Collective, world_size: int) -> float:

@@ -159,8 +159,7 @@ class PeerCopies:
             staged = [outbox[start : start + part.stop - part.start] for _, part, start in rounds[number]]
             return staged, [slice_of(tensors[index], rank, self._ranks)[part] for index, part, _ in rounds[number]]
 
-        @cache  # views are made once, as the host has a gather to start every few hundred microseconds; and late, when
-        # there is storage
+        @cache  # views are made once, not for every gather; and late, when there is storage
         def made(number: int) -> tuple[tuple[list[Tensor], list[Tensor]], Copies]:
             """Of a round: the outbox and what goes there, and the copies from the others'."""
             others = [pieces(number, rank) for rank in self._others]
