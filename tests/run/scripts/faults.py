@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 
 FAULT, STEPS = sys.argv[1], int(sys.argv[2])
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WIDTH, ROWS = (2048, 8192) if DEVICE == "cuda" else (64, 64)
+WIDTH, ROWS = (2048, 8192) if DEVICE == "cuda" else (256, 256)
 LOAD_S = 0.04 if FAULT == "starves" else 0.0
-HOST_S = 0.015 if FAULT == "reads" else 0.025 if DEVICE == "cpu" and FAULT == "starves" else 0.0  # of a step
+HOST_S = 0.015 if FAULT == "reads" or (FAULT == "starves" and DEVICE == "cpu") else 0.0  # of a step
 
 
 class Rows(Dataset):
