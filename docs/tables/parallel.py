@@ -22,6 +22,7 @@ from trainstep.kinds import (
 from trainstep.records import Row
 from trainstep.report import columns
 from trainstep.report.columns import Column
+from trainstep.report.numbers import number
 from trainstep.report.subjects.parallel import beyond_alone
 from trainstep.report.tables import Table, tabulate
 from trainstep.schemes import SCHEMES
@@ -33,7 +34,7 @@ def parallel(name: str = "h200-parallel") -> Table:
     """Schemes of data parallel training: time and traffic."""
     rows = results(name, ParallelRow)
     wanted = (
-        *columns.cases({"scheme": "scheme", "replicas": "replicas"}),
+        *columns.cases({"compile": "compile", "scheme": "scheme", "replicas": "replicas"}),
         columns.value("rounds", "rounds"),
         columns.median("step on the slowest rank (ms) [95 %]", "step"),
         *beyond_alone(rows),
@@ -49,7 +50,7 @@ def parallel_memory(name: str = "h200-parallel") -> Table:
     """The same: memory at three moments, measured and planned."""
     rows = [planned_anew(row) for row in results(name, ParallelRow)]
     wanted = (
-        columns.case("scheme", "scheme"),
+        *columns.cases({"compile": "compile", "scheme": "scheme", "replicas": "replicas"}),
         *columns.values({"start (GiB)": "start_gib", "by plan": "predicted_start_gib"}),
         *columns.values({"before the optimizer (GiB)": "before_step_gib", "by plan": "predicted_before_step_gib"}),
         *columns.values({"after it (GiB)": "after_step_gib", "by plan": "predicted_after_step_gib"}),
@@ -69,7 +70,7 @@ def planned_anew(row: Row) -> Row:
     return dataclasses.replace(row, **moments(plan))
 
 
-RUNS = ("h200-parallel-large", "h200-parallel-compiled", "h200-parallel-peers")
+RUNS = ("h200-parallel-large", "h200-parallel-compiled", "h200-parallel-peers", "h200-parallel-peers-4gpus")
 """Files whose rows stand beside torch's with its best settings, as far as they are there."""
 OURS = (
     *("bucketed-25", "bucketed-100", "bucketed-1000"),
@@ -113,19 +114,32 @@ def step8b() -> Table:
 
 
 def plan_4gpus() -> Table:
-    """What the plan said of four GPUs before they were measured."""
+    """What the plan said of four GPUs before they were measured, beside what was measured then."""
+    said = {(row.compile, row.strategy, row.replicas): row for row in results("h200-plan-4gpus", PlanRow)}
+    rows = [row for row in results("h200-parallel-peers-4gpus", ParallelRow) if SCHEMES[row.scheme].peer is None]
+
+    def by_plan(name: str, row: Row) -> float:
+        return float(said[row.case["compile"], _strategy(row), row.case.get("replicas")].values[name])
+
+    def beside(title: str, name: str) -> list[Column]:
+        return [
+            columns.value(title, name),
+            Column("by plan", lambda row: number(by_plan(name, row))),
+            Column("off by (%)", lambda row: number(100 * (by_plan(name, row) / float(row.values[name]) - 1), 2)),
+        ]
+
     wanted = (
-        *columns.cases({"compile": "compile", "strategy": "strategy", "replicas": "replicas", "GPUs": "gpus"}),
-        *columns.values(
-            {"forward (ms)": "forward_ms", "backward (ms)": "backward_ms", "optimizer (ms)": "optimizer_ms"}
-        ),
-        *columns.values({"communication (ms)": "communication_ms", "of it exposed (ms)": "exposed_ms"}),
-        *columns.values({"step (ms)": "step_ms", "peak (GiB)": "peak_gib"}),
+        *columns.cases({"compile": "compile", "scheme": "scheme", "replicas": "replicas"}),
+        *beside("step (ms)", "step_ms"),
+        columns.value("the host waits for the GPU (ms)", "wait_ms"),
+        *beside("peak (GiB)", "peak_gib"),
     )
-    caption = (
-        "2.7B, context 512, batch 4 per GPU, bf16 autocast, predicted by the rates of one H200 and collectives of two"
-    )
-    return tabulate("plan-4gpus", caption, wanted, results("h200-plan-4gpus", PlanRow))
+    caption = "predicted by the rates of one H200 and collectives of two"
+    return tabulate("plan-4gpus", f"{setting(rows)}, {caption}; {where(rows)}", wanted, rows)
+
+
+def _strategy(row: Row) -> str:
+    return SCHEMES[str(row.case["scheme"])].planned_as or "single"
 
 
 README_NAMES = {
@@ -165,7 +179,8 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel-large": partial(parallel, "h200-parallel-large"),
     "parallel-memory-large": partial(parallel_memory, "h200-parallel-large"),
     "parallel-4gpus": partial(parallel, "h200-parallel-4gpus"),
-    "parallel-memory-4gpus": partial(parallel_memory, "h200-parallel-4gpus"),
+    "parallel-peers-4gpus": partial(parallel, "h200-parallel-peers-4gpus"),
+    "parallel-memory-4gpus": partial(parallel_memory, "h200-parallel-peers-4gpus"),
     "plan-4gpus": plan_4gpus,
     "parallel-trace": partial(plain, "h200-parallel-trace", ParallelTraceRow),
     "collectives": partial(plain, "h200-collectives", CollectiveRow),
