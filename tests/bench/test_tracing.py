@@ -13,6 +13,7 @@ from trainstep.bench.tracing import trace_step
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.plan.memory import peak_bytes
+from trainstep.plan.strategies import kept_groups
 from trainstep.report.subjects.memory import PEAKS
 from trainstep.report.tables import make_table
 from trainstep.workload import WorkloadSource, builtin_source, factory_source
@@ -207,6 +208,7 @@ def test_the_built_in_model_traced_and_by_formula_agree(precision, attention):
     masked = 0 if attention == "sdpa" else 2 * 3 * step.batch * 64 * 64 * 64  # of 3 layers: computed, but counted half
     assert traced.flops == pytest.approx(3 * (forward - masked), rel=1e-3)
     assert traced.groups == 3 + 3  # blocks, and embedding, last norm, head
+    assert traced.kept_groups == 4 * (kept_groups(model) + model.d_model), "the last block, norm and head"
 
 
 def test_rows_of_a_users_peaks_have_predictions():

@@ -32,6 +32,7 @@ STEP = TracedStep(
     batch=1000,
     largest_group=PARAMETERS // 2,
     groups=8,
+    kept_groups=PARAMETERS,
     moments={
         "forward": (Moment(0, 900_000),),
         "backward": (Moment(0, 1_000_000), Moment(3 * PARAMETERS, 5000)),
@@ -93,9 +94,10 @@ def test_what_is_sent():
     trained, gradients = STEP.trained_bytes, STEP.gradients
     assert CASE.rank_bytes(Layout("ddp", n)).sent == 2 * (n - 1) * gradients // n
     assert CASE.rank_bytes(Layout("sharded optimizer", n)).sent == (n - 1) * (gradients + trained) // n
-    assert CASE.rank_bytes(Layout("fsdp", n)).sent == (n - 1) * (gradients + 2 * STEP.parameter_bytes) // n
+    gathered = 2 * STEP.parameter_bytes - STEP.kept_groups  # the last groups stay from forward to backward
+    assert CASE.rank_bytes(Layout("fsdp", n)).sent == (n - 1) * (gradients + gathered) // n
     half = TracedCase(STEP, "bf16", STEP).rank_bytes(Layout("fsdp", n))
-    assert half.sent == (n - 1) * (gradients // 2 + STEP.parameter_bytes) // n, "frozen weights are gathered"
+    assert half.sent == (n - 1) * (gradients + gathered) // 2 // n, "frozen weights are gathered"
 
 
 def test_replicas_are_divided_and_send_as_one_and_their_parts_of_gradients():

@@ -19,12 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from trainstep.batches import count_tokens, map_tensors, tensors_of
 from trainstep.bench.outcome import one_line
 from trainstep.bench.step import WARMUP
-from trainstep.blocks import find_blocks
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.measure.flops import counted_flops
 from trainstep.measure.memory import optimizer_state_tensors
 from trainstep.measure.tracing import GRADIENTS, OTHER, STATE, WEIGHTS, OperatorCall, StepTracer
+from trainstep.parallel.fsdp.checks import MAX_PREFETCH
+from trainstep.parallel.fsdp.shards import plan_groups
 from trainstep.plan.traced import TracedOperator, TracedStep
 from trainstep.policies import policy_of
 from trainstep.training_step import TrainingStep
@@ -148,6 +149,7 @@ def _traced_eagerly(
         batch=tracer.owned_bytes(OTHER),
         largest_group=max(groups, default=0),
         groups=len(groups),
+        kept_groups=sum(groups[-1 - MAX_PREFETCH :]),
         moments={name: tuple(moments) for name, moments in tracer.moments().items()},
         operators=tuple(_operator(call, count) for call, count in tracer.operators()),
         flops=flops,
@@ -163,14 +165,8 @@ def _operator(call: OperatorCall, count: int) -> TracedOperator:
 
 
 def _groups(module: nn.Module) -> list[int]:
-    """Bytes of the parameters that FSDP would gather together: each block's, and those of each other module's own."""
-    blocks = find_blocks(module)
-    inside = {id(each) for block in blocks for each in block.modules()}
-    sizes = [sum(each.nbytes for each in block.parameters()) for block in blocks]
-    for each in module.modules():
-        if id(each) not in inside:
-            sizes.append(sum(parameter.nbytes for parameter in each.parameters(recurse=False)))
-    return [size for size in sizes if size]
+    """Bytes of the parameters that FSDP gathers together, group by group in order of definition."""
+    return [sum(each.parameter.nbytes for each in group.parameters) for group in plan_groups(module)]
 
 
 def _as_fake(tensor: Tensor, fakes: FakeTensorMode | None, device: torch.device) -> Tensor:

@@ -60,6 +60,7 @@ class TracedStep:
     batch: int
     largest_group: int  # bytes of the parameters of the largest block, or of another module that has some of its own
     groups: int
+    kept_groups: int  # bytes of the parameters of the last groups, which our FSDP keeps from forward to backward
     moments: Mapping[str, Sequence[Moment]]  # phase → those of which no other has as much of both
     operators: Sequence[TracedOperator]
     flops: int | None  # of the mathematics; None where they were not counted
@@ -130,7 +131,8 @@ class TracedCase:
             buffers, sent = 0, bytes_sent("all-reduce", int(exchange.reduced), n)
         else:
             sent = bytes_sent("reduce-scatter", int(exchange.reduced), n)
-            sent += bytes_sent("all-gather", int(exchange.gathered), n) * (2 if is_fsdp else 1)
+            again = exchange.gathered - exchange.not_again if is_fsdp else 0
+            sent += bytes_sent("all-gather", int(exchange.gathered + again), n)
             group = int(step.largest_group * narrow)
             buffers = {"sharded optimizer": 0, "zero-2": step.largest_group}.get(scheme, 6 * group)
         sent //= n
@@ -145,7 +147,8 @@ class TracedCase:
         if not layout.shards_weights:
             return Exchange(step.gradients, step.trained_bytes, step.gradients, step.groups)
         narrow = precision.computed_bytes / precision.stored_bytes
-        return Exchange(step.gradients * narrow, step.parameter_bytes * narrow, step.gradients, step.groups)
+        gathered, kept = step.parameter_bytes * narrow, step.kept_groups * narrow
+        return Exchange(step.gradients * narrow, gathered, step.gradients, step.groups, not_again=kept)
 
     def seconds(self, machine: Machine, *, optimizer_share: float = 1.0) -> StepSeconds:
         """What one GPU computes."""
