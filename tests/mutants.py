@@ -44,7 +44,7 @@ JUDGES = {
     "stats.py": ("tests/test_stats.py",),
     "records.py": ("tests/test_records.py",),
     "measure/timing.py": ("tests/measure/test_timing.py",),
-    "bench/ladder.py": ("tests/bench/test_ladder.py",),
+    "bench/ladder.py": ("tests/bench/ladder/test_climb.py", "tests/bench/ladder/test_told_times.py"),
     "bench/check/__init__.py": ("tests/bench/check/test_check.py",),
     "bench/check/attention.py": ("tests/bench/check/test_attention.py",),
     "bench/check/buffers.py": ("tests/bench/check/test_buffers.py",),

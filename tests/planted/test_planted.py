@@ -97,6 +97,6 @@ def test_train_refuses_ranks_that_are_unlike_each_other(two, scheme, tmp_path):
 
 
 def test_bench_step_shows_no_time_of_a_wrong_step():
-    """`tests/bench/test_ladder.py` has the ladder's."""
+    """`tests/bench/ladder/` has the ladder's."""
     wrong = step.in_bf16_alone(step.WRONG["key gradients × 1.45"])
     assert benched(wrong.source(), step.BASE, wrong.change)
