@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainstep.checkpointing import Checkpointing, can_be_kept
+from trainstep.checkpointing import Checkpointing
 from trainstep.config import ModelConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.measure.memory import LiveStorages
@@ -197,15 +197,6 @@ def test_random_numbers_are_drawn_again_in_full():
     model = Stack(noisy)
     Checkpointing(model, Policy({"layers.0": BlockPolicy(True, ("rand_like#0", "tanh#0"))}))
     assert_same_bits(gradients(model, X), gradients(Stack(noisy), X))
-
-
-def test_attention_with_dropout_is_not_kept():
-    operator = torch.ops.aten._scaled_dot_product_flash_attention.default
-    tensors = [X.view(1, 1, 3, 8)] * 3
-    assert can_be_kept(operator, tensors, {})
-    assert can_be_kept(operator, [*tensors, 0.0], {})
-    assert not can_be_kept(operator, [*tensors, 0.1], {})
-    assert not can_be_kept(torch.ops.aten.native_dropout.default, [X, 0.5, True], {})
 
 
 def test_backward_twice_over_one_graph():

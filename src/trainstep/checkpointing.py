@@ -17,18 +17,18 @@ cache and the attributes of then. So loss and gradients are the same, bit for bi
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from trainstep.blocks import find_stacks
 from trainstep.config import blocks_per_checkpoint
 from trainstep.errors import UnsupportedError, UsageError
+from trainstep.keeping import Keeping, Modes, contexts_of
 from trainstep.offloading import Offloading
 from trainstep.policies import Policy, policy_of
 from trainstep.repeating import Repeated, unrepeatable
@@ -74,7 +74,7 @@ class Checkpointing:
             assert per_group is not None, f"policy {policy} has no size"
             for start in range(0, len(stack), per_group):
                 part = {names[block]: block for block in stack[start : start + per_group]}
-                run = functools.partial(self._run, part, _selective_contexts if policy == "selective" else None)
+                run = functools.partial(self._run, part, Keeping(None) if policy == "selective" else None)
                 how = _halves if policy == "recursive" and len(part) > 1 else _whole
                 self._groups.append(_Group(part, functools.partial(how, run)))
 
@@ -88,7 +88,7 @@ class Checkpointing:
         for name, own in policy.blocks.items():
             block = blocks[name]
             if own.recompute:
-                run = functools.partial(self._run_keeping, {name: block}, own.kept)
+                run = functools.partial(self._run, {name: block}, Keeping(own.kept) if own.kept else None)
                 self._groups.append(_Group({name: block}, functools.partial(_whole, run)))
             inside = [
                 outer for outer in compiled if outer is not block and any(block is each for each in outer.modules())
@@ -116,24 +116,22 @@ class Checkpointing:
         except CheckpointError as error:
             raise unrepeatable(self._latest, error) from error
 
-    def _run(self, blocks: dict[str, nn.Module], context_fn: Any, function: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run `function`, keeping its arguments only; under `no_grad` there is nothing to keep."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            options = {} if context_fn is None else {"context_fn": context_fn}
-            return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
-        repeated = Repeated(blocks, args, kwargs, context_fn, self._note)
-        return checkpoint(function, *args, use_reentrant=False, context_fn=repeated.contexts, **kwargs)
-
-    def _run_keeping(self, blocks: dict[str, nn.Module], kept: tuple[str, ...], *call: Any, **kwargs: Any) -> Any:
-        """`_run`, with the results of the operations in `kept`."""
-        if not kept:
-            return self._run(blocks, None, *call, **kwargs)
+    def _run(
+        self, blocks: dict[str, nn.Module], keeping: Keeping | None, function: Forward, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run `function`, keeping its arguments and what `keeping` says; under `no_grad` there is nothing to keep."""
         if torch.compiler.is_compiling():
-            return self._run(blocks, functools.partial(_named_contexts, kept), *call, **kwargs)
-        named = _Named(kept)
-        result = self._run(blocks, named.contexts, *call, **kwargs)
-        if torch.is_grad_enabled():
-            named.check(next(iter(blocks)))
+            options: dict[str, Any] = (
+                {} if keeping is None else {"context_fn": functools.partial(contexts_of, keeping.names)}
+            )
+            return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+        if not torch.is_grad_enabled():
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        modes = None if keeping is None else Modes(keeping)
+        repeated = Repeated(blocks, args, kwargs, None if modes is None else modes.contexts, self._note)
+        result = checkpoint(function, *args, use_reentrant=False, context_fn=repeated.contexts, **kwargs)
+        if modes is not None:
+            modes.check(next(iter(blocks)))
         return result
 
     def _note(self, block: str) -> None:
@@ -245,89 +243,3 @@ def _halves(run: Forward, calls: Sequence[Forward], x: Any, *others: Any, **keyw
     for half in (calls[:middle], calls[middle:]):
         x = run(functools.partial(_halves, run, half), x, *others, **keywords)
     return x
-
-
-_KEPT_OPERATIONS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_grouped_mm")
-_KEPT_PREFIXES = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward", "trainstep::flash")
-
-
-def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep results of matrix products and fused attention, ours included; compute everything else again.
-
-    So are products that are written into memory which is there, as compiled code does: it may write there again; and
-    attention with dropout.
-    """
-    kept = is_product(operator_name(operation)) and can_be_kept(operation, args, kwargs)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class _Named:
-    """Keeps results by operator and number, as `BlockPolicy.kept` names them; of one call of one block."""
-
-    def __init__(self, kept: tuple[str, ...]) -> None:
-        self._kept = frozenset(kept)
-        self._counts: dict[bool, dict[str, int]] = {}  # of the first run, and of the one in backward
-
-    def contexts(self) -> Any:
-        """What `torch.utils.checkpoint` enters around the first run and around the other."""
-        self._counts = {False: defaultdict(int), True: defaultdict(int)}
-        return create_selective_checkpoint_contexts(self._choose)
-
-    def check(self, block: str) -> None:
-        """Raise `UsageError` if an operation that is to be kept did not run."""
-        for name in sorted(self._kept):
-            operator, _, number = name.rpartition("#")
-            if int(number) >= (count := self._counts[False][operator]):
-                raise UsageError(
-                    f"the checkpointing policy keeps {name} of {block}, which runs {operator} {count} times; make the "
-                    "policy for this model, attention and precision"
-                )
-
-    def _choose(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        counts, operator = self._counts[context.is_recompute], operator_name(operation)
-        name = f"{operator}#{counts[operator]}"
-        counts[operator] += 1
-        kept = name in self._kept and can_be_kept(operation, args, kwargs)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _named_contexts(kept: tuple[str, ...]) -> Any:
-    return _Named(kept).contexts()
-
-
-def operator_name(operation: Any) -> str:
-    """As `BlockPolicy.kept` writes it: `mm` for `aten::mm.default`, others with their library's name."""
-    namespace, _, name = operation.name().partition("::")
-    name = name.partition(".")[0]
-    return name if namespace == "aten" else f"{namespace}::{name}"
-
-
-def is_product(name: str) -> bool:
-    """Whether an operator, as `operator_name` writes it, is a matrix product or fused attention, ours included."""
-    return name in _KEPT_OPERATIONS or name.startswith(_KEPT_PREFIXES)
-
-
-def can_be_kept(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation's result may stand in for running it again.
-
-    Not where it writes into memory that is there. Nor where it draws random numbers: those drawn after it would be
-    other ones, if it did not draw its own again.
-    """
-    if _writes(operation):
-        return False
-    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
-        return True
-    names = [argument.name for argument in operation._schema.arguments]
-    if "dropout_p" not in names:
-        return False
-    place = names.index("dropout_p")
-    return not (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
-
-
-def _writes(operation: Any) -> bool:
-    schema = getattr(operation, "_schema", None)  # operators of a higher order have none
-    return schema is not None and schema.is_mutable
-
-
-def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_products)

@@ -30,9 +30,10 @@ from torch.utils._pytree import tree_leaves
 from trainstep.batches import map_tensors, tensors_of
 from trainstep.bench.fit.operators import Operators
 from trainstep.blocks import find_blocks
-from trainstep.checkpointing import Checkpointing, is_product
+from trainstep.checkpointing import Checkpointing
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
+from trainstep.keeping import is_product
 from trainstep.measure.memory import LiveStorages, casts_parameter, storages_of
 from trainstep.measure.operators import quiet_clock
 from trainstep.measure.timing import device_clock
