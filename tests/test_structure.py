@@ -15,7 +15,7 @@ GROUND = {"errors", "stats", "precision", "policies", "config", "hardware", "sch
 """Lists, rows and statistics: no torch."""
 STEP = {
     *("casting", "randomness", "batches", "workload", "training_step", "blocks"),
-    *("checkpointing", "offloading", "repeating", "updating", "model", "attention", "fused", "weights"),
+    *("checkpointing", "keeping", "offloading", "repeating", "updating", "model", "attention", "fused", "weights"),
 }
 """What is run."""
 
@@ -40,9 +40,10 @@ MAY_IMPORT = {
     "fused/triton": {"attention/triton"},
     "model": {"attention", "config", "errors", "fused"},
     "blocks": set(),
+    "keeping": {"errors"},
     "repeating": {"errors", "randomness"},
     "offloading": {"errors"},
-    "checkpointing": {"blocks", "config", "errors", "offloading", "policies", "repeating"},
+    "checkpointing": {"blocks", "config", "errors", "keeping", "offloading", "policies", "repeating"},
     "weights": set(),
     "rebuilding": {"randomness", "weights"},
     "workload": {"attention", "config", "errors", "fused", "model", "precision", "randomness", "rebuilding"},

@@ -19,13 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from trainstep.batches import count_tokens, map_tensors, tensors_of
 from trainstep.bench.outcome import one_line
 from trainstep.bench.step import WARMUP
+from trainstep.blocks import find_blocks
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.measure.flops import counted_flops
 from trainstep.measure.memory import optimizer_state_tensors
 from trainstep.measure.tracing import GRADIENTS, OTHER, STATE, WEIGHTS, OperatorCall, StepTracer
-from trainstep.parallel.fsdp.checks import MAX_PREFETCH
-from trainstep.parallel.fsdp.shards import plan_groups
 from trainstep.plan.traced import TracedOperator, TracedStep
 from trainstep.policies import policy_of
 from trainstep.training_step import TrainingStep
@@ -149,7 +148,7 @@ def _traced_eagerly(
         batch=tracer.owned_bytes(OTHER),
         largest_group=max(groups, default=0),
         groups=len(groups),
-        kept_groups=sum(groups[-1 - MAX_PREFETCH :]),
+        kept_groups=sum(groups[-_KEPT_GROUPS:]),
         moments={name: tuple(moments) for name, moments in tracer.moments().items()},
         operators=tuple(_operator(call, count) for call, count in tracer.operators()),
         flops=flops,
@@ -164,9 +163,17 @@ def _operator(call: OperatorCall, count: int) -> TracedOperator:
     return TracedOperator(call.phase, call.name, count, call.flops, call.bytes, is_half, call.product)
 
 
+_KEPT_GROUPS = 3
+"""The last groups of forward are the first of backward: two that FSDP would gather ahead, and the one it begins with."""
+
+
 def _groups(module: nn.Module) -> list[int]:
-    """Bytes of the parameters that FSDP gathers together, group by group in order of definition."""
-    return [sum(each.parameter.nbytes for each in group.parameters) for group in plan_groups(module)]
+    """Bytes of the parameters that FSDP would gather together, in order of definition: each block's, and those of each
+    other module's own."""
+    blocks = set(find_blocks(module))
+    inside = {each for block in blocks for each in block.modules()} - blocks
+    parameters = [each.parameters(recurse=each in blocks) for each in module.modules() if each not in inside]
+    return [size for own in parameters if (size := sum(each.nbytes for each in own))]
 
 
 def _as_fake(tensor: Tensor, fakes: FakeTensorMode | None, device: torch.device) -> Tensor:
