@@ -164,7 +164,7 @@ def _operator(call: OperatorCall, count: int) -> TracedOperator:
 
 
 _KEPT_GROUPS = 3
-"""The last groups of forward are the first of backward: two that FSDP would gather ahead, and the one it begins with."""
+"""The last groups of forward are the first of backward: the one it begins with, and two that are gathered ahead."""
 
 
 def _groups(module: nn.Module) -> list[int]:

@@ -35,7 +35,7 @@ class Waitable(Protocol):
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements in the order they have in memory, as a one-dimensional view.
+    """The elements in the order they have in memory, as a one-dimensional view, or the tensor itself if it is one.
 
     Raises:
         ValueError: the tensor's elements do not fill a stretch of memory, so that no view has them.
@@ -47,7 +47,7 @@ def flat(tensor: Tensor) -> Tensor:
             raise ValueError(
                 f"a tensor of shape {shape} and strides {strides} does not fill its memory; make it contiguous"
             )
-    return tensor.view(-1)
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def slice_of(tensor: Tensor, rank: int, world_size: int) -> Tensor:

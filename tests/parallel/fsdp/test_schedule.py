@@ -65,9 +65,9 @@ class Recorder:
         self._undo.append((owner, name, getattr(owner, name)))
         setattr(owner, name, replacement)
 
-    def _send_list(self, name, original, tensors, group):
+    def _send_list(self, name, original, tensors, group, *slices):
         self.sent.append((name, sum(tensor.nbytes for tensor in tensors)))
-        return original(tensors, group)
+        return original(tensors, group, *slices)
 
     def _send_one(self, original, output, tensor, **options):
         self.sent.append(("all_to_all", tensor.nbytes))

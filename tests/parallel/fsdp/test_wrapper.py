@@ -566,3 +566,20 @@ def test_a_head_that_the_loss_calls(two):
     expected = train_alone({}, "adamw", 3, ranks=2)
     assert error(found, expected) < 1e-5
     assert gathers == 0, "kept from forward, and once for all slices"
+
+
+def _with_a_graph(process):
+    """Parameters after a step whose gradients have a graph of their own in backward, and whether the shards' have."""
+    sharded = FullyShardedDataParallel(build())
+    loss_of(sharded, batch(0).chunk(2)[process.rank]).backward(create_graph=True)
+    sharded.finish_gradient_synchronization()
+    graphs = [each.grad.requires_grad for each in sharded.parameters()]
+    OPTIMIZERS["sgd"](sharded.parameters()).step()
+    return sharded.gather_full_parameters(), any(graphs)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_gradients_with_a_graph_arrive_without_it(two):
+    for found, have_graphs in two.run(_with_a_graph):
+        assert_same(found, train_alone({}, "sgd", 1, ranks=2))
+        assert not have_graphs

@@ -63,7 +63,9 @@ class Boundary:
         call, first_node = self._schedule.enter(self._groups), torch._C._autograd._get_sequence_nr()
         if not torch.is_grad_enabled():
             return call, first_node, args, kwargs
-        leaves, structure = _pytree.tree_flatten((args, kwargs))
+        leaves, structure = [*args, *kwargs.values()], None
+        if not all(map(_pytree.tree_is_leaf, leaves)):  # most calls are given no containers, which take long to flatten
+            leaves, structure = _pytree.tree_flatten((args, kwargs))
         watched = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not watched:
             return call, first_node, args, kwargs
@@ -75,7 +77,10 @@ class Boundary:
         passed = _AfterBackward.apply(self._schedule, call, *inputs)  # type: ignore[no-untyped-call]
         for index, tensor in zip(watched, passed, strict=True):
             leaves[index] = tensor
-        args, kwargs = _pytree.tree_unflatten(leaves, structure)
+        if structure is not None:
+            args, kwargs = _pytree.tree_unflatten(leaves, structure)
+        else:
+            args, kwargs = tuple(leaves[: len(args)]), dict(zip(kwargs, leaves[len(args) :], strict=True))
         return call, first_node, args, kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -18,7 +18,7 @@ between replicas while the next group's travel within them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from weakref import WeakSet
@@ -69,7 +69,8 @@ class GatherGroup:
         sizes = [p.padded_shape.numel() * dtype.itemsize for p, dtype in zip(self.parameters, dtypes, strict=True)]
         *starts, self.full_bytes = accumulate(map(padded, sizes), initial=0)
         memory = torch.empty(self.full_bytes, dtype=torch.uint8, device=device)
-        self._copies: list[tuple[Tensor, nn.Parameter]] = []  # (place in the storage, shard)
+        self._places: list[Tensor] = []  # in the storage, of this rank's rows
+        self._shards: list[Tensor] = []  # what is copied there
         self._gathered_bytes: list[Tensor] = []
         for parameter, dtype, start, size in zip(self.parameters, dtypes, starts, sizes, strict=True):
             rows = parameter.rows
@@ -77,7 +78,8 @@ class GatherGroup:
             whole = region.view(dtype).view(parameter.padded_shape)
             own = whole if rows is None else whole[rows]
             if own.numel() > 0:
-                self._copies.append((own, parameter.shard))
+                self._places.append(own)
+                self._shards.append(parameter.shard)
             if rows is not None:
                 self._gathered_bytes.append(region)
             # .data: gathering must not count as a change of what autograd saved
@@ -127,7 +129,7 @@ class GatherGroup:
 
     def _copy_own(self) -> None:
         with torch.no_grad():
-            torch._foreach_copy_([place for place, _ in self._copies], [shard for _, shard in self._copies])
+            torch._foreach_copy_(self._places, self._shards)
 
     def wait(self) -> None:
         """Let the current stream wait for the gather, and the module see the full parameters."""
@@ -163,6 +165,8 @@ class GatherGroup:
         assert gradient is not None, f"{parameter.name}: called without a gradient"
         if gradient.layout != torch.strided:
             raise UsageError(f"{parameter.name} has a sparse gradient; only dense ones can be averaged")
+        if gradient.requires_grad:  # create_graph: what arrives in the shards is a mean over ranks, without a graph
+            gradient = gradient.detach()
         self.arrived.add(parameter)
         if parameter.rows is None:
             return gradient
@@ -185,14 +189,16 @@ class GradientBuffer:
         self.parameters, self._process_group, self._ranks = parameters, ranks.shard, ranks.shard.size()
         self._replicate = ranks.replicate
         self._dtype = parameters[0].shard.dtype
-        self._places: dict[ShardedParameter, slice] = {}  # its elements, the same ones for every destination
+        self._starts: dict[ShardedParameter, int] = {}  # its first element, the same one for every destination
         self._size = 0  # elements per destination
         for parameter in parameters:
-            elements = parameter.padded_shape.numel() // self._ranks
-            self._places[parameter] = slice(self._size, self._size + elements)
-            self._size += -(-elements // 16) * 16  # each starts at a multiple
+            self._starts[parameter] = self._size
+            self._size += -(-self._elements(parameter) // 16) * 16  # each starts at a multiple
+        self._parts = {parameter: list(self._parts_of(parameter)) for parameter in parameters}
+        self._own = [(each, (each.shard.shape, each.shard.stride(), start)) for each, start in self._starts.items()]
         self.transport: Transport = Collectives(ranks.shard)
         self.send: Tensor | None = None  # (ranks, size); None while it holds no gradients
+        self._words: Tensor | None = None  # the same in words of 16 bytes, which strided copies are fast for
         self._written: set[ShardedParameter] = set()
 
     def exchange_bytes(self, compute_dtype: torch.dtype | None) -> int:
@@ -208,23 +214,44 @@ class GradientBuffer:
         if self.send is None:
             dtype = self._dtype if accumulate else gradient.dtype
             self.send = torch.empty(self._ranks, self._size, dtype=dtype, device=gradient.device)
+            self._words = self.send.view(torch.complex128)
         elif accumulate and self.send.dtype != self._dtype:
             self.send = self.send.to(self._dtype)
-        place = self.send[:, self._places[parameter]]  # (ranks, elements of a shard)
-        source = gradient.reshape(-1)
-        full, rest = divmod(source.numel(), place.shape[1])  # ranks with all their rows; elements of the next
-        pairs = [(place[:full], source[: full * place.shape[1]].view(full, -1))] if full else []
-        if rest:  # what stands behind them in their place is never looked at
-            pairs.append((place[full, :rest], source[-rest:]))
-        for target, part in pairs:
-            if parameter in self._written:
-                target.add_(part)
+            self._words = self.send.view(torch.complex128)
+        assert self._words is not None
+        gradient = gradient.contiguous()
+        first, word = gradient.storage_offset(), 16 // gradient.element_size()  # elements
+        is_copied = parameter not in self._written
+        alike = is_copied and gradient.dtype == self.send.dtype
+        for ranks, elements, start, skipped in self._parts[parameter]:
+            source = gradient.as_strided((ranks, elements), (elements, 1), first + skipped)
+            if alike and elements % word == 0 and (first + skipped) % word == 0:
+                target = self._words.as_strided((ranks, elements // word), (self._size // word, 1), start // word)
+                target.copy_(source.view(torch.complex128))
+                continue
+            target = self.send.as_strided((ranks, elements), (self._size, 1), start)
+            if is_copied:
+                target.copy_(source)
             else:
-                _copy(target, part)
+                target.add_(source)
         self._written.add(parameter)
 
+    def _elements(self, parameter: ShardedParameter) -> int:
+        """Of a shard, as the largest has them."""
+        return parameter.padded_shape.numel() // self._ranks
+
+    def _parts_of(self, parameter: ShardedParameter) -> Iterator[tuple[int, int, int, int]]:
+        """Of a gradient: how many ranks get how many elements each, where the first rank's start in the buffer, and how
+        many elements of the gradient are before them."""
+        elements = self._elements(parameter)
+        full, rest = divmod(parameter.shape.numel(), elements)  # ranks with all their rows; elements of the next
+        if full:
+            yield full, elements, self._starts[parameter], 0
+        if rest:  # what stands behind them in their place is never looked at
+            yield 1, rest, self._starts[parameter] + full * self._size, full * elements
+
     def discard(self) -> None:
-        self.send, self._written = None, set()
+        self.send, self._words, self._written = None, None, set()
 
     def launch(self, stream: SideStream, between: SideStream) -> Sending:
         """Send the buffer; parameters without a gradient on this rank are sent as zeros.
@@ -236,7 +263,8 @@ class GradientBuffer:
         self.discard()
         for parameter in self.parameters:
             if parameter not in written:
-                send[:, self._places[parameter]].zero_()
+                start = self._starts[parameter]
+                send[:, start : start + self._elements(parameter)].zero_()
         result = torch.empty(self._size, dtype=self._dtype, device=send.device)
         if self._ranks == 1:
             result, pending = send[0].to(self._dtype), Pending()
@@ -246,8 +274,7 @@ class GradientBuffer:
         else:
             exchange, add_up = self.transport.exchange_of(send, result)
             pending = stream.run(exchange, after=add_up)
-        starts = [(each, each.shard, place.start) for each, place in self._places.items()]
-        rows = [(each, result.as_strided(shard.shape, shard.stride(), start)) for each, shard, start in starts]
+        rows = [(each, result.as_strided(*layout)) for each, layout in self._own]
         return Sending(rows, written, result, pending, self._replicate, between)
 
 
@@ -295,14 +322,6 @@ class Sending:
             group, result, self._replicate = self._replicate, self._result, None
             start = partial(all_reduce_mean, [result], group)
             self._replicated = self._between.run(start, before=self._within.join)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """`target.copy_(source)`; between rows of one dtype in words of 16 bytes, which strided copies are fast for."""
-    elements = 16 // source.element_size()
-    if target.dtype == source.dtype and source.shape[-1] % elements == 0 and source.storage_offset() % elements == 0:
-        target, source = target.view(torch.complex128), source.view(torch.complex128)
-    target.copy_(source)
 
 
 class ReplicatedGradients:

@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-_NOT_LOOKED_INTO = (type(None), bool, int, float, complex, str, bytes, type, nn.Module, Tensor, FunctionType)
+_NOT_LOOKED_INTO = (Tensor, nn.Module, type(None), bool, int, float, complex, str, bytes, type, FunctionType)
+_PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, FunctionType, torch.dtype, torch.device])
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers"} | {"boundary"}
 _DEPTH = 3  # of containers in containers
 _LAST = 32  # entries of a container that are looked at
@@ -58,6 +60,9 @@ class Leavings:
                 self._own[number] = len(attributes), names
             for name in names:
                 value = attributes.get(name)
+                kind = type(value)
+                if kind in _PLAIN or (kind is dict and not value):  # most are, and the checks below take far longer
+                    continue
                 if isinstance(value, Tensor):
                     yield value
                 elif isinstance(value, _CONTAINERS) or dataclasses.is_dataclass(value):

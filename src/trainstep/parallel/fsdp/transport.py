@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import Waitable, all_gather_slices, all_to_all, slice_of
+from trainstep.parallel.collectives import Waitable, all_gather_slices, all_to_all, slice_of, slices_of
 from trainstep.parallel.fsdp.copies import Copies
 
 TransportName = Literal["auto", "collectives", "peer-copies"]
@@ -65,7 +65,12 @@ class Collectives:
     def gather_of(self, tensors: Sequence[Tensor]) -> Start:
         """A gather to be started any number of times: in every tensor (bytes), `slice_of` each rank becomes what that
         rank has there. The tensors' storage may come and go in between."""
-        return lambda: all_gather_slices(tensors, self._group)
+
+        @cache  # views are made once, not for every gather; and late, when there is storage
+        def slices() -> list[Tensor]:
+            return slices_of(tensors, self._group)
+
+        return lambda: all_gather_slices(tensors, self._group, slices())
 
     def exchange_of(self, send: Tensor, result: Tensor) -> tuple[Start, Callable[[], object] | None]:
         """An exchange to be started once, and what is to be done after it: then `result` (elements) has the mean over
