@@ -2,9 +2,9 @@
 
 `torch.utils.checkpoint` takes two contexts, one for the first run and one for the other. Torch's own
 (`create_selective_checkpoint_contexts`) ask a policy about every operation of both runs; compiled code has those, as
-the compiler knows them. Eager code has `Modes`, which look at the operators alone of which something is kept: of a
-block's hundred operations most are passed on at once, and the host, which often sets the pace of eager code, is free
-again sooner.
+the compiler knows them. Eager code has `Modes`, which ask about the operators alone of which something is kept: of a
+block's hundred operations most are counted and passed on, and the host, which often sets the pace of eager code, is
+free again sooner.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     _detach_helper,
     _VersionWrapper,
@@ -27,8 +28,9 @@ from trainstep.errors import UsageError
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_grouped_mm")
 _PREFIXES = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward", "trainstep::flash")
-_NOT_COUNTED = frozenset(["detach"])
-"""Operators that torch's checkpointing itself calls, more often in one run than in the other."""
+_IGNORED = frozenset(map(id, SAC_IGNORED_OPS))
+"""What torch's checkpointing itself calls, more often in one run than in the other. Told by their identity: operators
+live as long as torch does, and to hash one takes longer than to count it."""
 
 
 class Keeping:
@@ -45,15 +47,16 @@ class Keeping:
         for name in names or ():
             operator, _, number = name.rpartition("#")
             self._numbers[operator].add(int(number))
-        self._operators: dict[Any, str | None] = {}
+        self._operators: dict[int, str | None] = {}
 
     def operator(self, operation: Any) -> str | None:
         """The operator's name, if any result of it may be kept."""
-        if operation not in self._operators:
+        key = id(operation)
+        if key not in self._operators:
             name = operator_name(operation)
-            looked_at = is_product(name) if self.names is None else name in self._numbers and name not in _NOT_COUNTED
-            self._operators[operation] = name if looked_at else None
-        return self._operators[operation]
+            looked_at = is_product(name) if self.names is None else name in self._numbers
+            self._operators[key] = name if looked_at else None
+        return self._operators[key]
 
     def keeps(self, operator: str, number: int, call: tuple[Any, Sequence[Any], Mapping[str, Any]]) -> bool:
         """Whether the result of an operator's call of this number, (operation, args, kwargs), is kept."""
@@ -76,7 +79,8 @@ class _First(TorchDispatchMode):
     def __init__(self, keeping: Keeping) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.keeping = keeping
-        self.counts: defaultdict[str, int] = defaultdict(int)
+        self.counts: defaultdict[str, int] = defaultdict(int)  # of those of which something is kept, by name
+        self.ran: defaultdict[int, int] = defaultdict(int)  # of all operations
         self.held: dict[tuple[str, int], Any] = {}  # None once it was used
 
     @classmethod
@@ -86,6 +90,9 @@ class _First(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if (key := id(func)) in _IGNORED:
+            return result
+        self.ran[key] += 1
         operator = self.keeping.operator(func)
         if operator is not None:
             number = self.counts[operator]
@@ -103,6 +110,7 @@ class _Again(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._first = first
         self._counts: defaultdict[str, int] = defaultdict(int)
+        self._ran: defaultdict[int, int] = defaultdict(int)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -110,17 +118,21 @@ class _Again(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._counts.clear()
+        self._ran.clear()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (key := id(func)) in _IGNORED:
+            return func(*args, **(kwargs or {}))
+        self._ran[key] += 1
+        if self._ran[key] > (before := self._first.ran.get(key, 0)):
+            ran = f"{operator_name(func)} ran {before} times in forward, and runs again in backward"
+            raise RuntimeError(f"{ran}: the block does something else than it did")
         operator = self._first.keeping.operator(func)
         if operator is None:
             return func(*args, **(kwargs or {}))
         number = self._counts[operator]
         self._counts[operator] += 1
-        if number >= self._first.counts[operator]:
-            ran = f"{operator} ran {self._first.counts[operator]} times in forward, and runs again in backward"
-            raise RuntimeError(f"{ran}: the block does something else than it did")
         if (operator, number) not in self._first.held:
             return func(*args, **(kwargs or {}))
         held, self._first.held[operator, number] = self._first.held[operator, number], None
