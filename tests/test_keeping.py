@@ -89,6 +89,27 @@ def test_a_block_that_does_more_the_second_time_is_an_error(function):
         run(Modes(Keeping(("mm#0",))).contexts, grows)
 
 
+def test_a_cast_that_autocast_had_cached_is_no_difference():
+    """In forward the second call's cast of the weight is cached; in backward it is made anew."""
+    weight = WEIGHT.clone().requires_grad_()
+
+    def twice(call):
+        weight.grad = None
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = call(call(X)).float().sum()
+        loss.backward()
+        return weight.grad
+
+    def project(x):
+        return (x @ weight).sin()
+
+    expected = twice(project)
+    checkpointed = twice(
+        lambda x: checkpoint(project, x, use_reentrant=False, context_fn=Modes(Keeping(None)).contexts)
+    )
+    assert torch.equal(checkpointed, expected)
+
+
 def test_what_is_kept_serves_one_backward():
     x = X.clone().requires_grad_()
     loss = checkpoint(block, x, use_reentrant=False, context_fn=Modes(Keeping(("mm#0",))).contexts)

@@ -32,6 +32,9 @@ _IGNORED = frozenset(map(id, SAC_IGNORED_OPS))
 """What torch's checkpointing itself calls, more often in one run than in the other. Told by their identity: operators
 live as long as torch does, and to hash one takes longer than to count it."""
 
+_CASTS = frozenset([id(torch.ops.aten._to_copy.default)])
+"""Autocast may have cached a weight's cast in one run of a block that is called twice, and not in the other."""
+
 
 class Keeping:
     """Which results are kept.
@@ -125,10 +128,11 @@ class _Again(TorchDispatchMode):
         if (key := id(func)) in _IGNORED:
             return func(*args, **(kwargs or {}))
         self._ran[key] += 1
-        if self._ran[key] > (before := self._first.ran.get(key, 0)):
+        operator = self._first.keeping.operator(func)
+        may_differ = operator is None and key in _CASTS
+        if self._ran[key] > (before := self._first.ran.get(key, 0)) and not may_differ:
             ran = f"{operator_name(func)} ran {before} times in forward, and runs again in backward"
             raise RuntimeError(f"{ran}: the block does something else than it did")
-        operator = self._first.keeping.operator(func)
         if operator is None:
             return func(*args, **(kwargs or {}))
         number = self._counts[operator]

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from trainstep import Workload
 from trainstep.bench.memory import checkpointing_records, measure_peaks, peak_records
-from trainstep.bench.tracing import trace_step
+from trainstep.bench.tracing import _groups, trace_step
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.plan.memory import peak_bytes
@@ -209,6 +209,14 @@ def test_the_built_in_model_traced_and_by_formula_agree(precision, attention):
     assert traced.flops == pytest.approx(3 * (forward - masked), rel=1e-3)
     assert traced.groups == 3 + 3  # blocks, and embedding, last norm, head
     assert traced.kept_groups == 4 * (kept_groups(model) + model.d_model), "the last block, norm and head"
+
+
+def test_a_tied_weight_is_in_one_group():
+    model = torch.nn.Module()
+    model.embedding, model.head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9, bias=False)
+    model.head.weight = model.embedding.weight
+    model.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+    assert _groups(model) == [4 * 9 * 4, 4 * 20, 4 * 20]
 
 
 def test_rows_of_a_users_peaks_have_predictions():

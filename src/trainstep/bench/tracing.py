@@ -169,11 +169,15 @@ _KEPT_GROUPS = 3
 
 def _groups(module: nn.Module) -> list[int]:
     """Bytes of the parameters that FSDP would gather together, in order of definition: each block's, and those of each
-    other module's own."""
+    other module's own. A tied weight counts where it comes last."""
     blocks = set(find_blocks(module))
     inside = {each for block in blocks for each in block.modules()} - blocks
-    parameters = [each.parameters(recurse=each in blocks) for each in module.modules() if each not in inside]
-    return [size for own in parameters if (size := sum(each.nbytes for each in own))]
+    owners = [each for each in module.modules() if each not in inside]
+    owner_of = {each: number for number, one in enumerate(owners) for each in one.parameters(recurse=one in blocks)}
+    sizes = [0] * len(owners)
+    for parameter, number in owner_of.items():
+        sizes[number] += parameter.nbytes
+    return [size for size in sizes if size]
 
 
 def _as_fake(tensor: Tensor, fakes: FakeTensorMode | None, device: torch.device) -> Tensor:
