@@ -125,7 +125,7 @@ def test_what_is_kept_and_then_changed_is_refused():
         product.mul_(2)
         return result
 
-    with pytest.raises(RuntimeError, match="has been mutated"):
+    with pytest.raises(RuntimeError, match="has been changed in place"):
         run(Modes(Keeping(("mm#0",))).contexts, changed)
 
 

@@ -14,15 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
-    CheckpointPolicy,
-    _detach_helper,
-    _VersionWrapper,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
 
 from trainstep.errors import UsageError
 
@@ -76,6 +71,23 @@ class Keeping:
                 )
 
 
+class _Held:
+    """A result, detached: no graph hangs on it, and as a view it can be given back. A change in place is told."""
+
+    def __init__(self, result: Any) -> None:
+        self._version: int | None = None
+        if isinstance(result, Tensor):
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                result = result.detach()  # with the version counter of what it is a view of
+            self._version = result._version
+        self._result = result
+
+    def get(self) -> Any:
+        if self._version is not None and self._result._version != self._version:
+            raise RuntimeError("a result that a checkpointed block keeps has been changed in place")
+        return self._result
+
+
 class _First(TorchDispatchMode):
     """Around the first run: detaches what is kept and holds it."""
 
@@ -101,7 +113,7 @@ class _First(TorchDispatchMode):
             number = self.counts[operator]
             self.counts[operator] += 1
             if self.keeping.keeps(operator, number, (func, args, kwargs or {})):
-                held = tree_map(lambda each: _VersionWrapper(_detach_helper(each)), result)
+                held = tree_map(_Held, result)
                 self.held[operator, number] = held
         return result
 
@@ -142,7 +154,7 @@ class _Again(TorchDispatchMode):
         held, self._first.held[operator, number] = self._first.held[operator, number], None
         if held is None:
             raise RuntimeError("backward came to a checkpointed block again, where what it keeps was used already")
-        return tree_map(lambda each: each.get_val(False), held)
+        return tree_map(_Held.get, held)
 
 
 class Modes:
