@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from trainstep.errors import UsageError
-from trainstep.keeping import Keeping, Modes, can_be_kept, contexts_of
+from trainstep.keeping import FirstRun, Keeping, can_be_kept, contexts_of
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
 WEIGHT = torch.linspace(-1, 1, 64).view(8, 8)
@@ -44,7 +44,7 @@ def run(contexts, function=block):
 def test_the_same_is_kept_as_by_torchs_own_contexts(names):
     plain = X.clone().requires_grad_()
     block(plain).backward()
-    gradient, ran = run(Modes(Keeping(names)).contexts)
+    gradient, ran = run(FirstRun(Keeping(names)).contexts)
     by_torch, ran_by_torch = run(lambda: contexts_of(names))
     assert torch.equal(gradient, plain.grad)
     assert torch.equal(by_torch, plain.grad)
@@ -59,19 +59,19 @@ def test_only_operators_of_which_something_is_kept_are_asked_about():
             asked.append((operator, number))
             return super().keeps(operator, number, call)
 
-    run(Modes(Watched(("mm#1",))).contexts)
+    run(FirstRun(Watched(("mm#1",))).contexts)
     assert asked == [("mm", 0), ("mm", 1), ("mm", 2)]
 
 
 def test_a_call_that_was_not_made_is_named():
-    modes = Modes(Keeping(("mm#0", "mm#7")))
-    run(modes.contexts)
+    first = FirstRun(Keeping(("mm#0", "mm#7")))
+    run(first.contexts)
     with pytest.raises(UsageError, match=r"keeps mm#7 of layers\.0, which runs mm 3 times"):
-        modes.check("layers.0")
-    modes = Modes(Keeping(("detach#0",)))
-    run(modes.contexts)
+        first.check("layers.0")
+    first = FirstRun(Keeping(("detach#0",)))
+    run(first.contexts)
     with pytest.raises(UsageError, match=r"keeps detach#0 of layers\.0, which runs detach 0 times"):
-        modes.check("layers.0")
+        first.check("layers.0")
 
 
 @pytest.mark.parametrize("function", [lambda x: x @ WEIGHT, torch.sin], ids=["kept", "not kept"])
@@ -86,7 +86,7 @@ def test_a_block_that_does_more_the_second_time_is_an_error(function):
         return function(x).sin().sum()
 
     with pytest.raises(RuntimeError, match=r"(mm ran 3|sin ran 4) times in forward, and runs again in backward"):
-        run(Modes(Keeping(("mm#0",))).contexts, grows)
+        run(FirstRun(Keeping(("mm#0",))).contexts, grows)
 
 
 def test_a_cast_that_autocast_had_cached_is_no_difference():
@@ -105,14 +105,14 @@ def test_a_cast_that_autocast_had_cached_is_no_difference():
 
     expected = twice(project)
     checkpointed = twice(
-        lambda x: checkpoint(project, x, use_reentrant=False, context_fn=Modes(Keeping(None)).contexts)
+        lambda x: checkpoint(project, x, use_reentrant=False, context_fn=FirstRun(Keeping(None)).contexts)
     )
     assert torch.equal(checkpointed, expected)
 
 
 def test_what_is_kept_serves_one_backward():
     x = X.clone().requires_grad_()
-    loss = checkpoint(block, x, use_reentrant=False, context_fn=Modes(Keeping(("mm#0",))).contexts)
+    loss = checkpoint(block, x, use_reentrant=False, context_fn=FirstRun(Keeping(("mm#0",))).contexts)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="what it keeps was used already"):
         loss.backward()
@@ -126,7 +126,7 @@ def test_what_is_kept_and_then_changed_is_refused():
         return result
 
     with pytest.raises(RuntimeError, match="has been changed in place"):
-        run(Modes(Keeping(("mm#0",))).contexts, changed)
+        run(FirstRun(Keeping(("mm#0",))).contexts, changed)
 
 
 def test_attention_with_dropout_and_what_draws_numbers_is_not_kept():

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from trainstep.blocks import find_stacks
 from trainstep.config import blocks_per_checkpoint
 from trainstep.errors import UnsupportedError, UsageError
-from trainstep.keeping import Keeping, Modes, contexts_of
+from trainstep.keeping import FirstRun, Keeping, contexts_of
 from trainstep.offloading import Offloading
 from trainstep.policies import Policy, policy_of
 from trainstep.repeating import Repeated, unrepeatable
@@ -127,11 +127,11 @@ class Checkpointing:
             return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
         if not torch.is_grad_enabled():
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
-        modes = None if keeping is None else Modes(keeping)
-        repeated = Repeated(blocks, args, kwargs, None if modes is None else modes.contexts, self._note)
+        first = None if keeping is None else FirstRun(keeping)
+        repeated = Repeated(blocks, args, kwargs, None if first is None else first.contexts, self._note)
         result = checkpoint(function, *args, use_reentrant=False, context_fn=repeated.contexts, **kwargs)
-        if modes is not None:
-            modes.check(next(iter(blocks)))
+        if first is not None:
+            first.check(next(iter(blocks)))
         return result
 
     def _note(self, block: str) -> None:

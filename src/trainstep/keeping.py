@@ -2,9 +2,9 @@
 
 `torch.utils.checkpoint` takes two contexts, one for the first run and one for the other. Torch's own
 (`create_selective_checkpoint_contexts`) ask a policy about every operation of both runs; compiled code has those, as
-the compiler knows them. Eager code has `Modes`, which ask about the operators alone of which something is kept: of a
-block's hundred operations most are counted and passed on, and the host, which often sets the pace of eager code, is
-free again sooner.
+the compiler knows them. Eager code has modes of our own, which ask about the operators alone of which something is
+kept: of a block's hundred operations most are counted and passed on, and the host, which often sets the pace of eager
+code, is free again sooner.
 """
 
 from __future__ import annotations
@@ -60,16 +60,6 @@ class Keeping:
         """Whether the result of an operator's call of this number, (operation, args, kwargs), is kept."""
         return (self.names is None or number in self._numbers[operator]) and can_be_kept(*call)
 
-    def check(self, counts: Mapping[str, int], block: str) -> None:
-        """Raise `UsageError` if a call that is to be kept was not made; `counts` has each operator's calls."""
-        for name in sorted(self.names or ()):
-            operator, _, number = name.rpartition("#")
-            if int(number) >= (count := counts.get(operator, 0)):
-                raise UsageError(
-                    f"the checkpointing policy keeps {name} of {block}, which runs {operator} {count} times; make the "
-                    "policy for this model, attention and precision"
-                )
-
 
 class _Held:
     """A result, detached: no graph hangs on it, and as a view it can be given back. A change in place is told."""
@@ -88,8 +78,8 @@ class _Held:
         return self._result
 
 
-class _First(TorchDispatchMode):
-    """Around the first run: detaches what is kept and holds it."""
+class FirstRun(TorchDispatchMode):
+    """Around the first run of one call of a block: detaches what is kept and holds it for the other."""
 
     def __init__(self, keeping: Keeping) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,6 +93,24 @@ class _First(TorchDispatchMode):
         """Compiled code inside is called as it is, as under torch's own contexts."""
         return True
 
+    def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+        """What `torch.utils.checkpoint` enters around the first run, and around the other."""
+        return self, _Again(self)
+
+    def check(self, block: str) -> None:
+        """After the first run.
+
+        Raises:
+            UsageError: an operation whose result is to be kept did not run.
+        """
+        for name in sorted(self.keeping.names or ()):
+            operator, _, number = name.rpartition("#")
+            if int(number) >= (count := self.counts.get(operator, 0)):
+                raise UsageError(
+                    f"the checkpointing policy keeps {name} of {block}, which runs {operator} {count} times; make the "
+                    "policy for this model, attention and precision"
+                )
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if (key := id(func)) in _IGNORED:
@@ -113,15 +121,14 @@ class _First(TorchDispatchMode):
             number = self.counts[operator]
             self.counts[operator] += 1
             if self.keeping.keeps(operator, number, (func, args, kwargs or {})):
-                held = tree_map(_Held, result)
-                self.held[operator, number] = held
+                self.held[operator, number] = tree_map(_Held, result)
         return result
 
 
 class _Again(TorchDispatchMode):
     """Around the run in backward: gives back what is held."""
 
-    def __init__(self, first: _First) -> None:
+    def __init__(self, first: FirstRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._first = first
         self._counts: defaultdict[str, int] = defaultdict(int)
@@ -155,20 +162,6 @@ class _Again(TorchDispatchMode):
         if held is None:
             raise RuntimeError("backward came to a checkpointed block again, where what it keeps was used already")
         return tree_map(_Held.get, held)
-
-
-class Modes:
-    """What `torch.utils.checkpoint` enters around one call of a block, and around running it again."""
-
-    def __init__(self, keeping: Keeping) -> None:
-        self._first = _First(keeping)
-
-    def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        return self._first, _Again(self._first)
-
-    def check(self, block: str) -> None:
-        """Raise `UsageError` if an operation that is to be kept did not run."""
-        self._first.keeping.check(self._first.counts, block)
 
 
 def contexts_of(names: tuple[str, ...] | None) -> Any:

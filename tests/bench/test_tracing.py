@@ -9,9 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from trainstep import Workload
 from trainstep.bench.memory import checkpointing_records, measure_peaks, peak_records
-from trainstep.bench.tracing import _groups, trace_step
+from trainstep.bench.tracing import _KEPT_GROUPS, _groups, trace_step
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
+from trainstep.parallel.fsdp.checks import MAX_PREFETCH
+from trainstep.parallel.fsdp.shards import plan_groups
 from trainstep.plan.memory import peak_bytes
 from trainstep.plan.strategies import kept_groups
 from trainstep.report.subjects.memory import PEAKS
@@ -209,6 +211,17 @@ def test_the_built_in_model_traced_and_by_formula_agree(precision, attention):
     assert traced.flops == pytest.approx(3 * (forward - masked), rel=1e-3)
     assert traced.groups == 3 + 3  # blocks, and embedding, last norm, head
     assert traced.kept_groups == 4 * (kept_groups(model) + model.d_model), "the last block, norm and head"
+
+
+def test_groups_are_those_that_fsdp_gathers_and_keeps():
+    """The rooms above may not import it, and list them by themselves."""
+    module = (
+        builtin_source("toy", ModelConfig(vocab_size=512, d_model=64, d_ff=256, num_layers=3, num_heads=4))
+        .build(StepConfig(device="cpu"))
+        .module
+    )
+    assert _groups(module) == [sum(each.parameter.nbytes for each in group.parameters) for group in plan_groups(module)]
+    assert _KEPT_GROUPS == 1 + MAX_PREFETCH
 
 
 def test_a_tied_weight_is_in_one_group():

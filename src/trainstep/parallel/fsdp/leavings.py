@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-_NOT_LOOKED_INTO = (Tensor, nn.Module, type(None), bool, int, float, complex, str, bytes, type, FunctionType)
 _PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, FunctionType, torch.dtype, torch.device])
+_NOT_LOOKED_INTO = (Tensor, nn.Module, type, *_PLAIN)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers"} | {"boundary"}
 _DEPTH = 3  # of containers in containers
 _LAST = 32  # entries of a container that are looked at
