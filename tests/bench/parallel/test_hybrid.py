@@ -12,7 +12,7 @@ from trainstep.commands.bench import BenchParallel
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.kinds import ParallelRatioRow, ParallelRow
-from trainstep.parallel.fsdp.group import Sending
+from trainstep.parallel.fsdp.gradients import Sending
 from trainstep.records import SoFar, make_row, of_kind
 from trainstep.report.subjects.parallel import alone_ms
 from trainstep.schemes import SCHEMES, usual_replicas

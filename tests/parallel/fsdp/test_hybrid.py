@@ -19,7 +19,7 @@ from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.model.transformer import build_transformer, cross_entropy
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.parallel.fsdp import group as groups
+from trainstep.parallel.fsdp import gradients as fsdp_gradients
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.ranks import DIMENSIONS
 
@@ -208,7 +208,7 @@ def _recorded(process, shape, dtype):
     torch.manual_seed(0)
     sharded = FullyShardedDataParallel(build_transformer(CONFIG), compute_dtype=dtype, mesh=mesh_of(*shape))
     tokens, order = batch(0, vocabulary=24).chunk(4)[process.rank], []
-    originals = {"within": groups.reduce_scatter_mean, "between": groups.all_reduce_mean}
+    originals = {"within": fsdp_gradients.reduce_scatter_mean, "between": fsdp_gradients.all_reduce_mean}
 
     class Noted:
         def __init__(self, what, *arguments):
@@ -220,7 +220,9 @@ def _recorded(process, shape, dtype):
             order.append((*self.what, "is awaited"))
             self.work.wait()
 
-    groups.reduce_scatter_mean, groups.all_reduce_mean = (functools.partial(Noted, what) for what in originals)
+    fsdp_gradients.reduce_scatter_mean, fsdp_gradients.all_reduce_mean = (
+        functools.partial(Noted, what) for what in originals
+    )
     try:
         for _ in range(2):
             order.clear()
@@ -229,7 +231,7 @@ def _recorded(process, shape, dtype):
                 sharded.finish_gradient_synchronization()
             sharded.zero_grad()
     finally:
-        groups.reduce_scatter_mean, groups.all_reduce_mean = originals.values()
+        fsdp_gradients.reduce_scatter_mean, fsdp_gradients.all_reduce_mean = originals.values()
     return [(call.name, call.bytes) for call in calls if call.bytes > 64], order  # the agreement's calls are smaller
 
 

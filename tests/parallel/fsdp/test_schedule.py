@@ -12,8 +12,7 @@ from trainstep.checkpointing import Checkpointing
 from trainstep.config import ModelConfig
 from trainstep.model.transformer import build_transformer, cross_entropy
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.parallel.fsdp import group as groups
-from trainstep.parallel.fsdp import transport
+from trainstep.parallel.fsdp import gradients, transport
 from trainstep.parallel.fsdp.group import GatherGroup
 
 pytestmark = pytest.mark.distributed
@@ -50,8 +49,8 @@ class Recorder:
             self._replace(GatherGroup, kind, wrapped)
         for module, name in (
             (transport, "all_gather_slices"),
-            (groups, "reduce_scatter_mean"),
-            (groups, "all_reduce_mean"),
+            (gradients, "reduce_scatter_mean"),
+            (gradients, "all_reduce_mean"),
         ):
             self._replace(module, name, functools.partial(self._send_list, name, getattr(module, name)))
         self._replace(dist, "all_to_all_single", functools.partial(self._send_one, dist.all_to_all_single))

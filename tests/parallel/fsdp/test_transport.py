@@ -2,6 +2,7 @@
 
 import os
 import platform
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,6 +14,8 @@ from trainstep.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp import transport
+from trainstep.parallel.fsdp.layout import Layout
+from trainstep.parallel.fsdp.shards import cut_rows
 from trainstep.parallel.fsdp.transport import Collectives, PeerCopies, PeerMemory, choose_transport, obstacle_to_sharing
 
 pytestmark = pytest.mark.distributed
@@ -48,6 +51,20 @@ def test_buffers_are_as_large_as_the_largest_group_needs(two):
         assert sizes["peer-copies"] == pytest.approx(1.5 * largest, rel=0.05)
 
 
+def _parameter(shape, ranks):
+    return SimpleNamespace(shape=torch.Size(shape), padded_shape=cut_rows(torch.Size(shape), 0, ranks)[1])
+
+
+def _packed(layout, gradients):
+    """(ranks, elements of a row), zeros where nothing is."""
+    rows = gradients[0].new_zeros(layout.ranks, layout.size)
+    for rank, row in enumerate(rows):
+        for piece in layout.pieces(rank):
+            part = gradients[piece.number].view(-1)[piece.offset : piece.offset + piece.elements]
+            row[piece.place : piece.place + piece.elements] = part
+    return rows
+
+
 def _both(process, sizes, dtype, room):
     """Results of two calls in a row by either transport."""
     ranks = process.world_size
@@ -55,22 +72,26 @@ def _both(process, sizes, dtype, room):
         copies = PeerCopies(process.group, process.device, slice_bytes=8192, exchange_bytes=8192)
     assert copies.uncounted_bytes == 2 * room
     found = []
+    parameters = [_parameter((7, 3), ranks), _parameter((2 * ranks, sizes[0]), ranks), _parameter((1, 5), ranks)]
+    layout = Layout(parameters, ranks)
     for each in (Collectives(process.group), copies):
+        exchange_of = each.exchange_of(layout)
         for call in range(2):
             generator = torch.Generator().manual_seed(10 * process.rank + call)
             whole = [torch.randn(ranks * size, generator=generator).to(dtype) for size in sizes]
             gather = each.gather_of([tensor.view(torch.uint8) for tensor in whole])()
             if gather is not None:
                 gather.wait()
-            send = torch.randn(ranks, sizes[0], generator=generator).to(dtype)
-            mean = torch.empty(sizes[0])
-            exchange, after = each.exchange_of(send, mean)
+            gradients = [torch.randn(parameter.shape, generator=generator).to(dtype) for parameter in parameters]
+            mean = torch.zeros(layout.size)
+            exchange, after = exchange_of([_packed(layout, gradients)] if each.packs else gradients, mean)
             work = exchange()
             if work is not None:
                 work.wait()
             if after is not None:
                 after()
-            found.append([*whole, mean])
+            own = [mean[piece.place :][: piece.elements] for piece in layout.pieces(process.rank)]
+            found.append([*whole, *own])
     return found[:2], found[2:]
 
 
@@ -110,13 +131,13 @@ def _announced(process):
     copies = PeerCopies(process.group, process.device, slice_bytes=4096, exchange_bytes=4096)
     with recorded_collectives() as calls:
         copies.gather_of([torch.zeros(512, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)])()
-        send = torch.zeros(2, 100)
-        copies.exchange_of(send, torch.empty(100))[0]()
+        layout = Layout([_parameter((4, 25), 2), _parameter((2, 50), 2)], 2)
+        copies.exchange_of(layout)([torch.zeros(4, 25), torch.zeros(2, 50)], torch.empty(layout.size))[0]()
     return [(call.name, call.tensors, call.bytes) for call in calls if call.name != "barrier"]
 
 
 def test_copies_are_counted_like_collectives(two):
-    assert two.run(_announced) == [[("all-gather", 2, 768), ("all-to-all", 1, 800)]] * 2
+    assert two.run(_announced) == [[("all-gather", 2, 768), ("all-to-all", 2, 800)]] * 2
 
 
 def _choose(process, asked, apart):

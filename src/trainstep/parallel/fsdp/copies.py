@@ -1,7 +1,8 @@
 """Many copies on one GPU's stream, given to the driver in one call.
 
-A gather by copies is one copy for each parameter and each other rank. Started one by one, each costs the host several
-microseconds, and with four ranks a forward took the host longer than the GPU (docs/parallel.md). CUDA's driver takes a
+A gather by copies is one copy for each parameter and each other rank, and so is an exchange of gradients. Started one
+by one, each costs the host several microseconds, and with four ranks a forward took the host longer than the GPU
+(docs/parallel.md). CUDA's driver takes a
 list of copies from 12.8 on (`cuMemcpyBatchAsync`), and torch has no call for it.
 """
 
@@ -48,10 +49,7 @@ class Copies:
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         self._targets, self._sources = tuple(targets), tuple(sources)
-        count = len(self._targets)
-        self._pointers = ctypes.c_uint64 * count
-        self._sizes = (ctypes.c_size_t * count)(*(each.nbytes for each in self._targets))
-        self._on_gpu = count > 0 and self._targets[0].is_cuda
+        self._list = _List(self._targets)
 
     def start(self) -> None:
         """Start all of them, in no particular order.
@@ -59,15 +57,64 @@ class Copies:
         Raises:
             RuntimeError: the driver refused.
         """
-        if self._on_gpu and (batch := _batch_call()) is not None:
-            stream = torch.cuda.current_stream(self._targets[0].device).cuda_stream
-            if stream != LEGACY_STREAM:
-                targets = self._pointers(*[each.data_ptr() for each in self._targets])
-                sources = self._pointers(*[each.data_ptr() for each in self._sources])
-                batch(targets, sources, self._sizes, len(self._targets), stream)
-                return
+        if (stream := self._list.stream()) is not None:
+            targets = self._list.pointers(*[each.data_ptr() for each in self._targets])
+            self._list.start(targets, [each.data_ptr() for each in self._sources], stream)
+            return
         for target, source in zip(self._targets, self._sources, strict=True):
             target.copy_(source)
+
+
+class CopiesFrom:
+    """Copies of pieces of tensors that are others each time, to places that stay.
+
+    Args:
+        pieces: each piece's tensor, by number, and its first element there.
+        targets: where each goes, (its elements,); contiguous, on one device, as of `Copies`. Their memory stays.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[int, int]], targets: Sequence[Tensor]) -> None:
+        self._targets = tuple(targets)
+        self._list = _List(self._targets)
+        self._pieces = list(pieces)
+        self._bytes = [(number, first * to.element_size()) for (number, first), to in zip(pieces, targets, strict=True)]
+        self._pointers = self._list.pointers(*[each.data_ptr() for each in self._targets])
+
+    def start(self, tensors: Sequence[Tensor]) -> None:
+        """Start all of them, in no particular order, from contiguous tensors of the targets' dtype.
+
+        Raises:
+            RuntimeError: the driver refused.
+        """
+        if (stream := self._list.stream()) is not None:
+            begin = [each.data_ptr() for each in tensors]
+            self._list.start(self._pointers, [begin[number] + skipped for number, skipped in self._bytes], stream)
+            return
+        plain = [each.view(-1) for each in tensors]
+        for target, (number, first) in zip(self._targets, self._pieces, strict=True):
+            target.copy_(plain[number][first : first + target.numel()])
+
+
+class _List:
+    """What the driver is told of copies to `targets`."""
+
+    def __init__(self, targets: Sequence[Tensor]) -> None:
+        count = len(targets)
+        self.pointers = ctypes.c_uint64 * count
+        self._sizes, self._count = (ctypes.c_size_t * count)(*(each.nbytes for each in targets)), count
+        self._device = targets[0].device if targets and targets[0].is_cuda else None
+
+    def stream(self) -> int | None:
+        """The current stream, if the driver takes lists for it."""
+        if self._device is None or _batch_call() is None:
+            return None
+        stream: int = torch.cuda.current_stream(self._device).cuda_stream
+        return None if stream == LEGACY_STREAM else stream
+
+    def start(self, targets: Any, sources: Sequence[int], stream: int) -> None:
+        batch = _batch_call()
+        assert batch is not None
+        batch(targets, self.pointers(*sources), self._sizes, self._count, stream)
 
 
 @cache

@@ -26,7 +26,8 @@ from trainstep.errors import UsageError
 from trainstep.parallel.collectives import SideStream, weak_hook
 from trainstep.parallel.forms import host_waits
 from trainstep.parallel.fsdp.agreement import Agreement
-from trainstep.parallel.fsdp.group import GatherGroup, ReplicatedGradients, Sending
+from trainstep.parallel.fsdp.gradients import ReplicatedGradients, Sending
+from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.ranks import Ranks
 
@@ -264,7 +265,7 @@ class Schedule:
     def _send(self, group: GatherGroup) -> None:
         """Send a group's gradients. Of those sent before, none is still on its way within the replica, and one group's
         shards at most are on their way between replicas; so two groups' gradients are alive at most."""
-        ready = [buffer for buffer in group.buffers if buffer.send is not None]
+        ready = [buffer for buffer in group.buffers if not buffer.is_empty]
         if ready:
             self.agreement.announce("send", self._numbers[group])
             self._complete(self._at_once - 1)

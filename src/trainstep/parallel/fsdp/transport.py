@@ -27,7 +27,8 @@ from torch import Tensor
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import Waitable, all_gather_slices, all_to_all, slice_of, slices_of
-from trainstep.parallel.fsdp.copies import Copies
+from trainstep.parallel.fsdp.copies import Copies, CopiesFrom
+from trainstep.parallel.fsdp.layout import Layout
 
 TransportName = Literal["auto", "collectives", "peer-copies"]
 """auto: peer-copies between GPUs of one host that can read each other's memory, else collectives."""
@@ -47,7 +48,16 @@ for _name in ("all_gather", "all_to_all"):
     _library.impl(_name, lambda payload, ranks: None, "CompositeExplicitAutograd")
 
 
+def _announce(name: str, payload: Sequence[Tensor], ranks: int) -> None:
+    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():  # else nobody watches
+        getattr(torch.ops.trainstep_peer_copies, name)(payload, ranks)
+
+
 Start = Callable[[], Waitable | None]
+Exchange = Callable[[Sequence[Tensor], Tensor], tuple[Start, Callable[[], object] | None]]
+"""Of gradients (all of a layout's, or one tensor in which they are packed) and `result` (elements of a row): what is to
+be started once, and what is to be done after it. Then `result` has the mean over all ranks of this rank's row, in the
+dtype of `result`. The memory of what is exchanged is that of the current stream."""
 
 
 class Collectives:
@@ -57,6 +67,7 @@ class Collectives:
     """
 
     name: TransportName = "collectives"
+    packs = True  # whether what is exchanged is to be packed into one tensor
     uncounted_bytes = 0  # bytes it holds that torch's allocator does not count
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -72,15 +83,16 @@ class Collectives:
 
         return lambda: all_gather_slices(tensors, self._group, slices())
 
-    def exchange_of(self, send: Tensor, result: Tensor) -> tuple[Start, Callable[[], object] | None]:
-        """An exchange to be started once, and what is to be done after it: then `result` (elements) has the mean over
-        all ranks of what they have in send[this rank]; `send` is (ranks, elements), the mean in the dtype of `result`.
+    def exchange_of(self, layout: Layout) -> Exchange:
+        """Of one tensor, packed by `layout`: (ranks, elements of a row)."""
 
-        Its memory is that of the current stream.
-        """
-        receive = torch.empty_like(send)
-        mean = partial(torch.mean, receive, dim=0, dtype=result.dtype, out=result)
-        return lambda: all_to_all(receive, send, self._group), mean
+        def exchange(gradients: Sequence[Tensor], result: Tensor) -> tuple[Start, Callable[[], object] | None]:
+            (send,) = gradients
+            receive = torch.empty_like(send)
+            mean = partial(torch.mean, receive, dim=0, dtype=result.dtype, out=result)
+            return lambda: all_to_all(receive, send, self._group), mean
+
+        return exchange
 
 
 class PeerMemory:
@@ -145,6 +157,7 @@ class PeerCopies:
     """
 
     name: TransportName = "peer-copies"
+    packs = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slice_bytes: int, exchange_bytes: int) -> None:
         self._rank, self._ranks = group.rank(), group.size()
@@ -172,7 +185,7 @@ class PeerCopies:
             return pieces(number, self._rank), Copies(targets, sources)
 
         def start() -> None:
-            torch.ops.trainstep_peer_copies.all_gather(tensors, self._ranks)
+            _announce("all_gather", tensors, self._ranks)
             for number in range(len(rounds)):
                 (outbox, mine), from_others = made(number)
                 torch._foreach_copy_(outbox, mine)
@@ -182,27 +195,43 @@ class PeerCopies:
 
         return start
 
-    def exchange_of(self, send: Tensor, result: Tensor) -> tuple[Start, Callable[[], object] | None]:
-        fit = self._exchange_bytes // (self._ranks * send.element_size())
-        at_once = fit if fit >= send.shape[1] else max(fit // 128 * 128, 1)  # rows that begin at whole cache lines
+    def exchange_of(self, layout: Layout) -> Exchange:
+        """Of whole gradients as they are: the driver copies the pieces of each to the ranks' inboxes."""
 
-        def start() -> None:
-            torch.ops.trainstep_peer_copies.all_to_all([send], self._ranks)
-            for first in range(0, send.shape[1], at_once):
-                part = send[:, first : first + at_once]
-                received = self._inbox_of(self._rank, part)
-                self._memory.barrier(_EXCHANGE)
-                received[self._rank].copy_(part[self._rank])
-                for rank in self._others:
-                    self._inbox_of(rank, part)[self._rank].copy_(part[rank])
-                self._memory.barrier(_EXCHANGE)
-                torch.mean(received, dim=0, dtype=result.dtype, out=result[first : first + at_once])
+        @cache  # made once, for all exchanges of a dtype
+        def rounds(dtype: torch.dtype) -> list[tuple[Tensor, CopiesFrom, slice]]:
+            """Each round's inbox here, the copies to all inboxes, and the part of a row that it is."""
+            fit = self._exchange_bytes // (layout.ranks * dtype.itemsize)
+            at_once = fit if fit >= layout.size else max(fit // 128 * 128, 1)  # rows that begin at whole cache lines
+            made = []
+            for first in range(0, layout.size, at_once):
+                part = slice(first, min(first + at_once, layout.size))
+                places, targets = [], []
+                for rank in (*self._others, self._rank):
+                    row = self._inbox_of(rank, (layout.ranks, part.stop - first), dtype)[self._rank]
+                    for piece in layout.pieces(rank, part.start, part.stop):
+                        places.append((piece.number, piece.offset))
+                        targets.append(row[piece.place : piece.place + piece.elements])
+                inbox = self._inbox_of(self._rank, (layout.ranks, part.stop - first), dtype)
+                made.append((inbox, CopiesFrom(places, targets), part))
+            return made
 
-        return start, None
+        def exchange(gradients: Sequence[Tensor], result: Tensor) -> tuple[Start, None]:
+            def start() -> None:
+                _announce("all_to_all", gradients, self._ranks)
+                for inbox, copies, part in rounds(gradients[0].dtype):
+                    self._memory.barrier(_EXCHANGE)
+                    copies.start(gradients)
+                    self._memory.barrier(_EXCHANGE)
+                    torch.mean(inbox, dim=0, dtype=result.dtype, out=result[part])
 
-    def _inbox_of(self, rank: int, like: Tensor) -> Tensor:
+            return start, None
+
+        return exchange
+
+    def _inbox_of(self, rank: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         inbox = self._memory.buffers[rank][self._slice_bytes :]
-        return inbox[: like.nbytes].view(like.dtype).view(like.shape)
+        return inbox[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
 
 
 def _rounds(sizes: Sequence[int], room: int) -> Iterator[list[tuple[int, slice, int]]]:

@@ -108,7 +108,7 @@ class FullyShardedDataParallel(nn.Module):
             for group in plan
         ]
         slices = [group.slice_bytes for group in gather_groups]
-        exchanges = [buffer.exchange_bytes(compute_dtype) for group in gather_groups for buffer in group.buffers]
+        exchanges = [buffer.exchange_bytes for group in gather_groups for buffer in group.buffers]
         sizes = {"slice_bytes": max(slices, default=0), "exchange_bytes": max(exchanges, default=0)}
         carrier = choose_transport(transport, ranks.shard, self.device, everyone=ranks.everyone, **sizes)
         for group in gather_groups:

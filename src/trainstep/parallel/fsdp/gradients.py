@@ -1,0 +1,234 @@
+"""Gradients of a group, from backward to the shards' `.grad`.
+
+Gradients in the shards' own dtype are copied into a buffer, destination by destination (`layout`), and
+reduce-scattered. Gradients in a narrower dtype are *exchanged* as they are (an all-to-all: each rank gets every rank's
+version of its own rows), and each rank then adds up its rows in the shards' dtype, in the order of the ranks. That is
+the sum which a reduce-scatter in the wide dtype makes, for as few bytes on the wire as one in the narrow dtype: half of
+them for bfloat16 into float32. Where copies carry them, they go from where backward left them straight to the other
+ranks, without a buffer here; what is added up over several backwards has a buffer, in the shards' dtype.
+
+Where there are replicas, what a rank then has are the means over its own replica's ranks. They are averaged between
+replicas in place, in the shards' dtype, by an all-reduce on a stream of its own. So one group's gradients travel
+between replicas while the next group's travel within them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainstep.parallel.collectives import Pending, SideStream, all_reduce_mean, reduce_scatter_mean, slice_of
+from trainstep.parallel.forms import host_waits
+from trainstep.parallel.fsdp.layout import Layout
+from trainstep.parallel.fsdp.shards import ShardedParameter
+from trainstep.parallel.fsdp.transport import Collectives, Transport
+from trainstep.parallel.ranks import Ranks
+
+
+class GradientBuffer:
+    """Gradients of sharded parameters that are computed in one dtype (`compute_dtype`) and trained in one dtype."""
+
+    def __init__(self, parameters: Sequence[ShardedParameter], ranks: Ranks, compute_dtype: torch.dtype) -> None:
+        self.parameters, self._process_group, self._replicate = parameters, ranks.shard, ranks.replicate
+        self._compute_dtype, self._dtype = compute_dtype, parameters[0].shard.dtype
+        self._layout = layout = Layout(parameters, ranks.shard.size())
+        self._places = {
+            parameter: (start, list(layout.blocks(number)))
+            for number, (parameter, start) in enumerate(zip(parameters, layout.starts, strict=True))
+        }
+        self._own = [(each, (each.shard.shape, each.shard.stride(), self._places[each][0])) for each in parameters]
+        self.connect(Collectives(ranks.shard))
+        self.discard()
+
+    def discard(self) -> None:
+        self.packed: Tensor | None = None  # (ranks, elements of a row)
+        self._words: Tensor | None = None  # the same in words of 16 bytes, which strided copies are fast for
+        self._written: set[ShardedParameter] = set()  # those in it
+        self._loose: dict[ShardedParameter, Tensor] = {}  # gradients that are sent from where they are
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes of all that is exchanged; 0 if the gradients are as wide as the shards, and reduced."""
+        narrow = self._compute_dtype != self._dtype
+        return self._layout.ranks * self._layout.size * self._compute_dtype.itemsize if narrow else 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds no gradient."""
+        return self.packed is None and not self._loose
+
+    def connect(self, transport: Transport) -> None:
+        """Choose what carries gradients that are exchanged; once, before the first."""
+        self._exchange_of = transport.exchange_of(self._layout)
+        self._stay_loose = self.exchange_bytes > 0 and not transport.packs and self._layout.ranks > 1
+
+    def add(self, parameter: ShardedParameter, gradient: Tensor, *, accumulate: bool) -> None:
+        """Take a gradient of the full parameter's shape, or add it to what is there of that parameter.
+
+        `accumulate`: more will come before they are sent, so they are added up in the shards' dtype.
+        """
+        gradient = gradient.contiguous()
+        if not self._stay_loose:
+            self._pack(parameter, gradient, widen=accumulate)
+        elif accumulate or self.packed is not None or parameter in self._loose:
+            loose, self._loose = self._loose, {}
+            for each, earlier in (*loose.items(), (parameter, gradient)):
+                self._pack(each, earlier, widen=True)
+        else:
+            self._loose[parameter] = gradient
+
+    def _pack(self, parameter: ShardedParameter, gradient: Tensor, *, widen: bool) -> None:
+        """Copy or add a contiguous gradient to its places in the buffer."""
+        if self.packed is None:
+            dtype = self._dtype if widen else gradient.dtype
+            self.packed = torch.empty(self._layout.ranks, self._layout.size, dtype=dtype, device=gradient.device)
+            self._words = self.packed.view(torch.complex128)
+        elif widen and self.packed.dtype != self._dtype:
+            self.packed = self.packed.to(self._dtype)
+            self._words = self.packed.view(torch.complex128)
+        assert self._words is not None
+        size, (start, blocks) = self._layout.size, self._places[parameter]
+        first, word = gradient.storage_offset(), 16 // gradient.element_size()  # elements
+        is_copied = parameter not in self._written
+        alike = is_copied and gradient.dtype == self.packed.dtype
+        for ranks, elements, before, skipped in blocks:
+            place = start + before * size
+            source = gradient.as_strided((ranks, elements), (elements, 1), first + skipped)
+            if alike and elements % word == 0 and (first + skipped) % word == 0:
+                target = self._words.as_strided((ranks, elements // word), (size // word, 1), place // word)
+                target.copy_(source.view(torch.complex128))
+                continue
+            target = self.packed.as_strided((ranks, elements), (size, 1), place)
+            if is_copied:
+                target.copy_(source)
+            else:
+                target.add_(source)
+        self._written.add(parameter)
+
+    def launch(self, stream: SideStream, between: SideStream) -> Sending:
+        """Send what it holds; parameters without a gradient on this rank are sent as zeros.
+
+        `between` runs what goes between replicas.
+        """
+        packed, loose, written = self.packed, self._loose, self._written or set(self._loose)
+        self.discard()
+        like = next(iter(loose.values())) if packed is None else packed
+        result = torch.empty(self._layout.size, dtype=self._dtype, device=like.device)
+        if packed is None:
+            sent = [each if (each := loose.get(p)) is not None else like.new_zeros(p.shape) for p in self.parameters]
+        else:
+            sent = [packed]
+            for parameter in self.parameters:
+                if parameter not in written:
+                    start = self._places[parameter][0]
+                    packed[:, start : start + parameter.padded_shape.numel() // self._layout.ranks].zero_()
+        if self._layout.ranks == 1:
+            result, pending = sent[0][0].to(self._dtype), Pending()
+        elif like.dtype == self._dtype:
+            group, own = self._process_group, slice_of(sent[0], self._process_group.rank(), self._layout.ranks)
+            pending = stream.run(lambda: reduce_scatter_mean(sent, group), after=lambda: result.copy_(own))
+        else:
+            exchange, add_up = self._exchange_of(sent, result)
+            pending = stream.run(exchange, after=add_up)
+        rows = [(each, result.as_strided(*layout)) for each, layout in self._own]
+        return Sending(rows, written, result, pending, self._replicate, between)
+
+
+class Sending:
+    """The gradients of a buffer under way: within this rank's replica, and then between replicas, where there are any.
+
+    Over NCCL the second follows the first by itself. Over Gloo, where the host waits in between, `go_on` starts it.
+    """
+
+    def __init__(
+        self,
+        rows: list[tuple[ShardedParameter, Tensor]],
+        written: set[ShardedParameter],
+        result: Tensor,
+        pending: Pending,
+        replicate: dist.ProcessGroup | None,
+        between: SideStream,
+    ) -> None:
+        self._rows, self._written, self._result = rows, written, result
+        self._within, self._between = pending, between
+        self._replicate, self._replicated = replicate, Pending()
+        if replicate is not None and not host_waits(replicate, result.device):
+            self._start_between()
+
+    def go_on(self) -> None:
+        """Let the current stream wait until the buffer was sent within the replica, and give up its memory."""
+        self._within.wait()
+        self._start_between()
+
+    def complete(self) -> tuple[list[ShardedParameter], list[tuple[ShardedParameter, Tensor]]]:
+        """Wait for the mean of this rank's rows over all ranks and attach what this rank had a gradient of.
+
+        Returns those parameters, and what it sent zeros for, with means that are attached if another rank has a
+        gradient.
+        """
+        self.go_on()
+        self._replicated.wait()
+        for each, gradient in self._rows:
+            if each in self._written:
+                each.attach_gradient(gradient)
+        return list(self._written), [row for row in self._rows if row[0] not in self._written]
+
+    def _start_between(self) -> None:
+        if self._replicate is not None:
+            group, result, self._replicate = self._replicate, self._result, None
+            start = partial(all_reduce_mean, [result], group)
+            self._replicated = self._between.run(start, before=self._within.join)
+
+
+class ReplicatedGradients:
+    """Gradients of replicated parameters, averaged in one flat call, and with them which parameters were used at all.
+
+    A parameter that no rank used keeps no gradient, as without sharding; one that some rank used has one on every rank.
+    """
+
+    def __init__(self, parameters: Iterable[ShardedParameter], process_group: dist.ProcessGroup) -> None:
+        self._trainable = [parameter for parameter in parameters if parameter.trainable]
+        self._replicated = [parameter for parameter in self._trainable if parameter.rows is None]
+        self._process_group = process_group
+        self._gradients: dict[ShardedParameter, Tensor] = {}
+        wide = any(parameter.shard.dtype == torch.float64 for parameter in self._replicated)
+        self._dtype = torch.float64 if wide else torch.float32
+
+    def add(self, parameter: ShardedParameter, gradient: Tensor) -> None:
+        """Keep a gradient, or add it up in the wide dtype."""
+        before = self._gradients.get(parameter)
+        self._gradients[parameter] = gradient if before is None else before.to(self._dtype) + gradient
+
+    def discard(self) -> None:
+        self._gradients = {}
+
+    def reduce(self, used: set[ShardedParameter], device: torch.device) -> set[ShardedParameter]:
+        """Attach the means over the ranks. Returns the parameters that some rank used.
+
+        The host waits for the device only if this rank left a parameter unused and must ask about it.
+        """
+        sizes = [*(parameter.shape.numel() for parameter in self._replicated), len(self._trainable)]
+        flat = torch.zeros(sum(sizes), dtype=self._dtype, device=device)
+        *means, flags = flat.split(sizes)
+        places = dict(zip(self._replicated, means, strict=True))
+        if self._gradients:
+            targets = [places[parameter] for parameter in self._gradients]
+            torch._foreach_copy_(targets, [gradient.reshape(-1) for gradient in self._gradients.values()])
+        self.discard()
+        all_used = len(used) == len(self._trainable)
+        if all_used:
+            flags.fill_(1)
+        else:
+            flags.copy_(torch.tensor([float(parameter in used) for parameter in self._trainable]))
+        if self._process_group.size() > 1:
+            all_reduce_mean([flat], self._process_group).wait()
+        if not all_used:
+            used = {parameter for parameter, flag in zip(self._trainable, flags.tolist(), strict=True) if flag > 0}
+        for parameter, mean in places.items():
+            if parameter in used:
+                parameter.attach_gradient(mean.view(parameter.shape).to(parameter.shard.dtype))
+        return used

@@ -1,0 +1,58 @@
+"""Where each rank's rows of several gradients lie, one rank's behind the other's.
+
+A row is what one rank gets: its slice of the first gradient, then of the second, and so on. All rows have one layout,
+so that they can be added up as they are. Where a gradient has too few rows for all ranks, the last ranks' slices end
+early; what stands behind them in their place is never looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainstep.parallel.fsdp.shards import ShardedParameter
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank gets of one gradient, or a part of it; in elements."""
+
+    number: int  # of the gradient
+    offset: int  # in the gradient, whose elements are in order
+    place: int  # in the row
+    elements: int
+
+
+class Layout:
+    """The rows of the gradients of `parameters`, in their order, for so many ranks."""
+
+    def __init__(self, parameters: Sequence[ShardedParameter], ranks: int) -> None:
+        self.ranks = ranks
+        self.shapes: list[torch.Size] = [parameter.shape for parameter in parameters]  # of the gradients
+        self.slices = [parameter.padded_shape.numel() // ranks for parameter in parameters]  # elements, at most
+        self.starts: list[int] = []  # of each gradient's slice in a row
+        self.size = 0  # elements of a row
+        for elements in self.slices:
+            self.starts.append(self.size)
+            self.size += -(-elements // 16) * 16  # each starts at a multiple
+
+    def pieces(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Piece]:
+        """What a rank gets, from the row's element `first` on and before `last`; places count from `first`."""
+        last = self.size if last is None else last
+        for number, (shape, elements, start) in enumerate(zip(self.shapes, self.slices, self.starts, strict=True)):
+            begin, there = rank * elements, min(elements, max(shape.numel() - rank * elements, 0))
+            low, high = max(start, first), min(start + there, last)
+            if low < high:
+                yield Piece(number, begin + low - start, low - first, high - low)
+
+    def blocks(self, number: int) -> Iterator[tuple[int, int, int, int]]:
+        """Of one gradient: how many ranks get how many elements each, the first of these ranks, and how many elements
+        of the gradient are before them."""
+        elements = self.slices[number]
+        full, rest = divmod(self.shapes[number].numel(), elements)  # ranks with all their rows; elements of the next
+        if full:
+            yield full, elements, 0, 0
+        if rest:
+            yield 1, rest, full, full * elements
