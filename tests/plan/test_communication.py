@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainstep.errors import UsageError
-from trainstep.parallel.fsdp import transport
+from trainstep.parallel.transport import by_copies
 from trainstep.plan import communication
 from trainstep.plan.communication import (
     COLLECTIVES,
@@ -254,9 +254,9 @@ def test_what_makes_no_sense_is_refused():
 
 
 def test_staging_of_a_large_group_is_as_small_as_the_transport_makes_it():
-    assert (communication.OUTBOX_BYTES, communication.INBOX_BYTES) == (transport.OUTBOX_BYTES, transport.INBOX_BYTES)
+    assert (communication.OUTBOX_BYTES, communication.INBOX_BYTES) == (by_copies.OUTBOX_BYTES, by_copies.INBOX_BYTES)
     groups = {"largest_group": 10**9, "compute_bytes": 2, "reduce_bytes": 2}
     staged = rank_bytes("fsdp", 10**10, 2, peer_copies=True, **groups)
-    assert staged.staging == transport.OUTBOX_BYTES + transport.INBOX_BYTES
+    assert staged.staging == by_copies.OUTBOX_BYTES + by_copies.INBOX_BYTES
     plain = rank_bytes("fsdp", 10**10, 2, **groups)
     assert staged.buffers == plain.buffers - 2 * 10**9 + staged.staging

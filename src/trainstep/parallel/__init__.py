@@ -25,7 +25,7 @@ bucket
     Tensors that travel in one call: a `GradientBucket` in backward, a `ParameterBucket` in the sharded optimizer's
     step.
 group
-    In `process`, `collectives`, `ddp` and `fsdp.transport` the *process group*: the ranks that communicate. In `zero` a
+    In `process`, `collectives`, `ddp` and `transport` the *process group*: the ranks that communicate. In `zero` a
     *parameter group*, as in torch.optim: parameters with hyper-parameters of their own. In `fsdp` a *gather group*:
     parameters that are gathered and freed together, for the calls of its *units*, usually one block.
 """

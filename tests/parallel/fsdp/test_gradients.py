@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainstep.parallel.fsdp.gradients import GradientBuffer
-from trainstep.parallel.fsdp.layout import Layout
 from trainstep.parallel.fsdp.shards import ShardedParameter, cut_rows
+from trainstep.parallel.transport.layout import Layout
 
 RANKS = 4
 # Rows that all ranks have alike; that leave the last ranks fewer, or none; that fill no words of 16 bytes.

@@ -12,8 +12,9 @@ from trainstep.checkpointing import Checkpointing
 from trainstep.config import ModelConfig
 from trainstep.model.transformer import build_transformer, cross_entropy
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.parallel.fsdp import gradients, transport
+from trainstep.parallel.fsdp import gradients
 from trainstep.parallel.fsdp.group import GatherGroup
+from trainstep.parallel.transport import by_collectives
 
 pytestmark = pytest.mark.distributed
 
@@ -48,7 +49,7 @@ class Recorder:
             wrapped = functools.partialmethod(_bound(note, kind, original))
             self._replace(GatherGroup, kind, wrapped)
         for module, name in (
-            (transport, "all_gather_slices"),
+            (by_collectives, "all_gather_slices"),
             (gradients, "reduce_scatter_mean"),
             (gradients, "all_reduce_mean"),
         ):

@@ -1,6 +1,6 @@
 """Gradients of a group, from backward to the shards' `.grad`.
 
-Gradients in the shards' own dtype are copied into a buffer, destination by destination (`layout`), and
+Gradients in the shards' own dtype are copied into a buffer, destination by destination (`transport.layout`), and
 reduce-scattered. Gradients in a narrower dtype are *exchanged* as they are (an all-to-all: each rank gets every rank's
 version of its own rows), and each rank then adds up its rows in the shards' dtype, in the order of the ranks. That is
 the sum which a reduce-scatter in the wide dtype makes, for as few bytes on the wire as one in the narrow dtype: half of
@@ -23,10 +23,11 @@ from torch import Tensor
 
 from trainstep.parallel.collectives import Pending, SideStream, all_reduce_mean, reduce_scatter_mean, slice_of
 from trainstep.parallel.forms import host_waits
-from trainstep.parallel.fsdp.layout import Layout
 from trainstep.parallel.fsdp.shards import ShardedParameter
-from trainstep.parallel.fsdp.transport import Collectives, Transport
 from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.transport.by_collectives import Collectives
+from trainstep.parallel.transport.choice import Transport
+from trainstep.parallel.transport.layout import Layout
 
 
 class GradientBuffer:

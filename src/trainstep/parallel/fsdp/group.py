@@ -19,8 +19,10 @@ from trainstep.errors import UsageError
 from trainstep.parallel.collectives import Pending, SideStream
 from trainstep.parallel.fsdp.gradients import GradientBuffer
 from trainstep.parallel.fsdp.shards import ShardedParameter
-from trainstep.parallel.fsdp.transport import Start, Transport, padded
 from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.transport.by_collectives import Start
+from trainstep.parallel.transport.by_copies import padded
+from trainstep.parallel.transport.choice import Transport
 
 
 class GatherGroup:

@@ -20,10 +20,11 @@ from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.schedule import Schedule, in_backward
 from trainstep.parallel.fsdp.shards import Initialize, ShardedParameter, plan_groups, shard_parameters
-from trainstep.parallel.fsdp.transport import TransportName, choose_transport
 from trainstep.parallel.partial import RankGradient, before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import Ranks, ranks_of
+from trainstep.parallel.transport.by_collectives import TransportName
+from trainstep.parallel.transport.choice import choose_transport
 
 
 class _NotHereError(UsageError, AttributeError):

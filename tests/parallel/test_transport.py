@@ -13,10 +13,13 @@ from tests.parallel.nets import build, train_alone
 from trainstep.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.parallel.fsdp import transport
-from trainstep.parallel.fsdp.layout import Layout
 from trainstep.parallel.fsdp.shards import cut_rows
-from trainstep.parallel.fsdp.transport import Collectives, PeerCopies, PeerMemory, choose_transport, obstacle_to_sharing
+from trainstep.parallel.transport import by_copies
+from trainstep.parallel.transport.by_collectives import Collectives
+from trainstep.parallel.transport.by_copies import PeerCopies
+from trainstep.parallel.transport.choice import choose_transport
+from trainstep.parallel.transport.layout import Layout
+from trainstep.parallel.transport.peer_memory import PeerMemory, obstacle_to_sharing
 
 pytestmark = pytest.mark.distributed
 
@@ -68,7 +71,7 @@ def _packed(layout, gradients):
 def _both(process, sizes, dtype, room):
     """Results of two calls in a row by either transport."""
     ranks = process.world_size
-    with mock.patch.multiple(transport, OUTBOX_BYTES=room, INBOX_BYTES=room):
+    with mock.patch.multiple(by_copies, OUTBOX_BYTES=room, INBOX_BYTES=room):
         copies = PeerCopies(process.group, process.device, slice_bytes=8192, exchange_bytes=8192)
     assert copies.uncounted_bytes == 2 * room
     found = []
@@ -98,9 +101,9 @@ def _both(process, sizes, dtype, room):
 @pytest.mark.parametrize("room", [8192, 256])
 @pytest.mark.parametrize(("sizes", "dtype"), [([3, 128, 1], torch.float32), ([65], torch.bfloat16)])
 def test_copies_do_what_collectives_do_at_once_or_in_rounds(four, sizes, dtype, room):
-    for by_collectives, by_copies in four.run(_both, sizes, dtype, room):
-        for call, other in zip(by_collectives, by_copies, strict=True):
-            for expected, value in zip(call, other, strict=True):
+    for one, other in four.run(_both, sizes, dtype, room):
+        for expected_of_call, found in zip(one, other, strict=True):
+            for expected, value in zip(expected_of_call, found, strict=True):
                 assert expected.unique().numel() > 1 or expected.numel() < 8
                 assert torch.equal(value, expected)
 
@@ -109,7 +112,7 @@ def _train_by_copies(process, names, room=2**28):
     found = []
     for name in names:
         options, how, dtype = CASES[name]
-        with mock.patch.multiple(transport, OUTBOX_BYTES=room, INBOX_BYTES=room):
+        with mock.patch.multiple(by_copies, OUTBOX_BYTES=room, INBOX_BYTES=room):
             found.append(_train(process, options, how, 4, dtype, transport="peer-copies"))
     return found
 

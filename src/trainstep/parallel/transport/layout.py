@@ -9,10 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from trainstep.parallel.fsdp.shards import ShardedParameter
+
+class Cut(Protocol):
+    """A parameter that is cut by rows among the ranks."""
+
+    shape: torch.Size
+    padded_shape: torch.Size  # with as many rows as make all ranks' parts equal
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Piece:
 class Layout:
     """The rows of the gradients of `parameters`, in their order, for so many ranks."""
 
-    def __init__(self, parameters: Sequence[ShardedParameter], ranks: int) -> None:
+    def __init__(self, parameters: Sequence[Cut], ranks: int) -> None:
         self.ranks = ranks
         self.shapes: list[torch.Size] = [parameter.shape for parameter in parameters]  # of the gradients
         self.slices = [parameter.padded_shape.numel() // ranks for parameter in parameters]  # elements, at most

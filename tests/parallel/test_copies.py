@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-from trainstep.parallel.fsdp import copies
-from trainstep.parallel.fsdp.copies import Copies, _batch_call
+from trainstep.parallel.transport import copies
+from trainstep.parallel.transport.copies import Copies, _batch_call
 
 SIZES = (1, 256, 4099, 2**20)
 

@@ -1,0 +1,66 @@
+"""Gathers and exchanges by collectives: NCCL or Gloo, and what every transport offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainstep.errors import UsageError
+from trainstep.parallel.collectives import Waitable, all_gather_slices, all_to_all, slices_of
+from trainstep.parallel.transport.layout import Layout
+
+TransportName = Literal["auto", "collectives", "peer-copies"]
+"""auto: peer-copies between GPUs of one host that can read each other's memory, else collectives."""
+
+
+def check_transport(asked: str) -> None:
+    """Raise `UsageError` where it is the name of no transport."""
+    if asked not in get_args(TransportName):
+        raise UsageError(f"transport is {asked!r}; expected one of {', '.join(get_args(TransportName))}")
+
+
+Start = Callable[[], Waitable | None]
+Exchange = Callable[[Sequence[Tensor], Tensor], tuple[Start, Callable[[], object] | None]]
+"""Of gradients (all of a layout's, or one tensor in which they are packed) and `result` (elements of a row): what is to
+be started once, and what is to be done after it. Then `result` has the mean over all ranks of this rank's row, in the
+dtype of `result`. The memory of what is exchanged is that of the current stream."""
+
+
+class Collectives:
+    """NCCL between GPUs, Gloo between CPUs, or between GPUs through their hosts' memory; one host or many.
+
+    What a transport starts runs on the current stream or, if starting it returned something, until that is waited for.
+    """
+
+    name: TransportName = "collectives"
+    packs = True  # whether what is exchanged is to be packed into one tensor
+    uncounted_bytes = 0  # bytes it holds that torch's allocator does not count
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def gather_of(self, tensors: Sequence[Tensor]) -> Start:
+        """A gather to be started any number of times: in every tensor (bytes), `slice_of` each rank becomes what that
+        rank has there. The tensors' storage may come and go in between."""
+
+        @cache  # views are made once, not for every gather; and late, when there is storage
+        def slices() -> list[Tensor]:
+            return slices_of(tensors, self._group)
+
+        return lambda: all_gather_slices(tensors, self._group, slices())
+
+    def exchange_of(self, layout: Layout) -> Exchange:
+        """Of one tensor, packed by `layout`: (ranks, elements of a row)."""
+
+        def exchange(gradients: Sequence[Tensor], result: Tensor) -> tuple[Start, Callable[[], object] | None]:
+            (send,) = gradients
+            receive = torch.empty_like(send)
+            mean = partial(torch.mean, receive, dim=0, dtype=result.dtype, out=result)
+            return lambda: all_to_all(receive, send, self._group), mean
+
+        return exchange
