@@ -64,12 +64,13 @@ def slices_of(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tenso
 
 def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
     """Every tensor becomes the mean of all ranks' tensors in its place."""
-    return _all_reduce(tensors, group, _mean(tensors, group))
+    form = form_of(group, tensors[0].device)
+    return _all_reduce(tensors, group, _mean(tensors, group, form), form)
 
 
 def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
     """Every tensor becomes the sum of all ranks' tensors in its place."""
-    return _all_reduce(tensors, group, dist.ReduceOp(dist.ReduceOp.SUM))
+    return _all_reduce(tensors, group, dist.ReduceOp(dist.ReduceOp.SUM), form_of(group, tensors[0].device))
 
 
 def reduce_scatter_mean(
@@ -79,14 +80,16 @@ def reduce_scatter_mean(
 
     `slices` are those of this rank, if the caller has them, so that the host does not make them again.
     """
-    return _reduce_scatter(tensors, group, _mean(tensors, group), slices)
+    form = form_of(group, tensors[0].device)
+    return _reduce_scatter(tensors, group, _mean(tensors, group, form), form, slices)
 
 
 def reduce_scatter_sum(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None = None
 ) -> Waitable:
     """In every tensor, `slice_of` this rank becomes the sum of all ranks'; otherwise as `reduce_scatter_mean`."""
-    return _reduce_scatter(tensors, group, dist.ReduceOp(dist.ReduceOp.SUM), slices)
+    operation = dist.ReduceOp(dist.ReduceOp.SUM)
+    return _reduce_scatter(tensors, group, operation, form_of(group, tensors[0].device), slices)
 
 
 def all_gather_slices(
@@ -244,7 +247,8 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Before the computation's: a barrier or a small copy, which others wait for, would wait for its large kernels.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def run(
         self,
@@ -307,24 +311,28 @@ def _packed_gather(tensors: Sequence[Tensor], slices: Sequence[Tensor], group: d
     return Staged(group._allgather_base(gathered, packed), back)
 
 
-def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp) -> Waitable:
+def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp, form: Form) -> Waitable:
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp, options.asyncOp = operation, True
     payload = [torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor for tensor in map(flat, tensors)]
-    if form_of(group, tensors[0].device) is not Form.STAGED:
+    if form is not Form.STAGED:
         return group.allreduce_coalesced(payload, options)
     packed, parts = to_host(payload)
     return Staged(group.allreduce_coalesced([packed], options), list(zip(parts, payload, strict=True)))
 
 
 def _reduce_scatter(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp, slices: list[Tensor] | None
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    operation: dist.ReduceOp,
+    form: Form,
+    slices: list[Tensor] | None,
 ) -> Waitable:
     options = dist.ReduceScatterOptions()
     options.reduceOp, options.asyncOp = operation, True
     slices = slices_of(tensors, group) if slices is None else slices
     payload = [flat(tensor) for tensor in tensors]
-    if form_of(group, tensors[0].device) is not Form.STAGED:
+    if form is not Form.STAGED:
         return group.reduce_scatter_tensor_coalesced(slices, payload, options)
     _, parts = to_host(payload)
     own = slices_of(parts, group)
@@ -337,12 +345,12 @@ def _under_way(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.ReduceOp:
+def _mean(tensors: Sequence[Tensor], group: dist.ProcessGroup, form: Form) -> dist.ReduceOp:
     """The operation that makes a mean: NCCL divides on the way; for Gloo the tensors are divided here, then added.
 
     Divided before, not after, the sum stays in range in 16-bit types.
     """
-    if form_of(group, tensors[0].device) is Form.LISTS:
+    if form is Form.LISTS:
         return dist.ReduceOp(dist.ReduceOp.AVG)
     if group.size() > 1:
         torch._foreach_div_(list(tensors), group.size())

@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -135,13 +136,13 @@ class DistributedDataParallel(nn.Module):
         """
         try:
             self._check_unchanged()
-            absent = [number for number in range(len(self._trained)) if number not in self._came]
+            absent = [number for number in range(len(self._trained)) if number not in self._since.came]
             if absent and not self.allow_unused:
                 raise UsageError(self._unused_message(absent))
             for number in absent:
                 if self._trained[number].grad is None:
                     self._trained[number].grad = torch.zeros_like(self._trained[number])
-            while self._next < len(self._buckets):
+            while self._since.next < len(self._buckets):
                 self._start_next()
             for bucket in self._buckets:
                 if bucket.versions != self._versions(bucket):
@@ -180,7 +181,7 @@ class DistributedDataParallel(nn.Module):
         anything. For a `ShardedOptimizer`; `slices` has the parameter that stands for this rank's slice of each, the
         same ones on every rank.
         """
-        assert not self._came, "called between backward and finish_gradient_synchronization()"
+        assert not self._since.came, "called between backward and finish_gradient_synchronization()"
         self._check_unchanged()
         numbers = {id(parameter): number for number, parameter in enumerate(self._trained)}
         self._slices = {numbers[id(parameter)]: own for parameter, own in slices.items()}
@@ -192,7 +193,7 @@ class DistributedDataParallel(nn.Module):
 
     def check_finished(self, before: str) -> None:
         """Raise `UsageError` where gradients have come and not been averaged."""
-        if self._unfinished:
+        if self._since.unfinished:
             raise UsageError(
                 f"{before} before gradients were averaged over the ranks; call finish_gradient_synchronization() of "
                 "DistributedDataParallel first, after the last backward"
@@ -221,18 +222,16 @@ class DistributedDataParallel(nn.Module):
         self._reset()
 
     def _reset(self) -> None:
-        self._came: dict[int, None] = {}  # in order; also those that came inside no_sync
-        self._unfinished = False  # whether any came outside
-        self._added: set[int] = set()  # scattered gradients that are added to slices that are there
-        self._next = 0  # the bucket to start
+        self._since = _Since()
         for bucket in self._buckets:
             bucket.reset()
 
     def _gradient_came(self, number: int) -> None:
-        self._came[number] = None
+        since = self._since
+        since.came[number] = None
         if not self._synchronizing:
             return
-        self._unfinished = True
+        since.unfinished = True
         bucket = self._bucket_of[number]
         bucket.waiting.discard(number)
         if not self.overlap:
@@ -243,16 +242,17 @@ class DistributedDataParallel(nn.Module):
                 "passes in one step, or re-entrant checkpointing around a tied parameter. Use no_sync() for all "
                 "backward passes but the last, checkpointing with use_reentrant=False, or overlap=False"
             )
-        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+        while since.next < len(self._buckets) and not self._buckets[since.next].waiting:
             self._start_next()
 
     def _start_next(self) -> None:
-        bucket = self._buckets[self._next]
+        number = self._since.next
+        bucket = self._buckets[number]
         bucket.versions = self._versions(bucket)
-        if self._next:
-            self._buckets[self._next - 1].go_on()
+        if number:
+            self._buckets[number - 1].go_on()
         bucket.start([self._gradient(number) for number in bucket.numbers], self.reduce_dtype)
-        self._next += 1
+        self._since.next += 1
 
     def _gradient(self, number: int) -> Tensor:
         gradient = self._trained[number].grad
@@ -260,7 +260,7 @@ class DistributedDataParallel(nn.Module):
             when = "between backward and finish_gradient_synchronization()"
             raise UsageError(f"the gradient of {self._names[number]} is gone: it was set to None {when}")
         if type(gradient) is ScatteredGradient:
-            self._added.add(number)
+            self._since.added.add(number)
             return gradient.take_local()
         if gradient.layout != torch.strided:
             raise UsageError(f"{self._names[number]} has a sparse gradient; only dense ones can be averaged")
@@ -273,14 +273,14 @@ class DistributedDataParallel(nn.Module):
 
     def _keep_slice(self, number: int, mean: Tensor) -> None:
         own = self._slices[number]
-        if number in self._added and own.grad is not None:
+        if number in self._since.added and own.grad is not None:
             own.grad.add_(mean)
         else:
             own.grad = mean
         self._trained[number].grad = self._stand_ins[number]
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._unfinished and self._known.first_in(optimizer) is not None:
+        if self._since.unfinished and self._known.first_in(optimizer) is not None:
             self.check_finished(f"{type(optimizer).__name__}.step()")
 
     def _drop_where_unused_everywhere(self, absent: list[int]) -> None:
@@ -289,7 +289,7 @@ class DistributedDataParallel(nn.Module):
         used = used.to(self._trained[0].device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.process_group)
         for number in (used == 0).nonzero().flatten().tolist():
-            if number in self._added:
+            if number in self._since.added:
                 continue  # it has one of an earlier backward
             self._trained[number].grad = None
             if number in self._slices:
@@ -299,7 +299,7 @@ class DistributedDataParallel(nn.Module):
         """After the first step: fill buckets in the order in which rank 0's gradients came."""
         if not self.overlap or self._order is not None:
             return
-        order: list[Any] = [list(dict.fromkeys([*self._came, *range(len(self._trained))]))]
+        order: list[Any] = [list(dict.fromkeys([*self._since.came, *range(len(self._trained))]))]
         dist.broadcast_object_list(order, group=self.process_group, group_src=0)
         self._order = order[0]
         self._make_buckets(order[0])
@@ -327,6 +327,16 @@ class DistributedDataParallel(nn.Module):
             f"{self.process_group.rank()}: {shown}. Let the loss depend on them, freeze them (requires_grad=False) "
             "before wrapping, or pass allow_unused=True (--allow-unused)"
         )
+
+
+@dataclass(eq=False)
+class _Since:
+    """Since gradients were last complete. Apart from the wrapper, as setting an attribute of a module takes longer."""
+
+    came: dict[int, None] = field(default_factory=dict)  # in order; also those that came inside no_sync
+    unfinished: bool = False  # whether any came outside
+    added: set[int] = field(default_factory=set)  # scattered gradients that are added to slices that are there
+    next: int = 0  # the bucket to start
 
 
 def _contents_of(module: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
