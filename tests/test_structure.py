@@ -54,7 +54,7 @@ MAY_IMPORT = {
     },
     "parallel": {"blocks", "errors"},
     "parallel/transport": {"errors", "parallel"},
-    "parallel/zero": {"errors", "parallel", "parallel/transport"},
+    "parallel/zero": {"errors", "parallel"},
     "parallel/fsdp": {"blocks", "errors", "parallel", "parallel/transport"},
     "measure": {"blocks", "casting", "config", "errors", "precision"},
     "measure/profile": {"blocks", "config", "errors", "measure"},

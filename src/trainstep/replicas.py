@@ -158,6 +158,4 @@ def local_state(replica: Replica) -> list[Tensor]:
 
 def uncounted_bytes(replica: Replica) -> int:
     """What this rank holds for communication that torch's allocator does not count."""
-    parts = (replica.module, replica.optimizer)
-    wrappers = (FullyShardedDataParallel, ShardedOptimizer)
-    return sum(part.uncounted_bytes for part in parts if isinstance(part, wrappers))
+    return replica.module.uncounted_bytes if isinstance(replica.module, FullyShardedDataParallel) else 0

@@ -66,8 +66,8 @@ class Scheme:
 
     @property
     def takes_peer_copies(self) -> bool:
-        """Whether shards, or slices of weights, go by copies between GPUs of one host, where there are such."""
-        return self.wrapper in ("fsdp", "sharded-optimizer") and self.transport == "auto"
+        """Whether shards go by copies between GPUs of one host, where there are such."""
+        return self.wrapper == "fsdp" and self.transport == "auto"
 
     @property
     def copies_gradients(self) -> bool:

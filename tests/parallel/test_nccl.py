@@ -50,20 +50,6 @@ def test_ddp_under_autocast(gpus):
     assert not differing(first, reference("Plain", "SGD", 2, device="cuda", **how), relative=1e-6)
 
 
-def _both_transports(process, name):
-    return [
-        test_optimizer.train(process, name, *OPTIMIZERS["AdamW"], True, transport=transport)
-        for transport in ("peer-copies", "collectives")
-    ]
-
-
-@pytest.mark.parametrize("name", ["Plain", "Tied", "Transposed", "Mixed"])
-def test_copies_gather_what_collectives_do(gpus, name):
-    (copied, collected), (elsewhere, _) = gpus.run(_both_transports, name)
-    assert not differing(copied, collected)
-    assert not differing(elsewhere, copied)
-
-
 @pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Mixed", "Unused"])

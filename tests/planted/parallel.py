@@ -37,7 +37,6 @@ from trainstep.model import text
 from trainstep.parallel import gradient_bucket as sent
 from trainstep.parallel.collectives import all_reduce_sum, flat, reduce_scatter_sum, slice_of
 from trainstep.parallel.process import Process
-from trainstep.parallel.transport import by_collectives
 from trainstep.parallel.zero import pieces
 from trainstep.replicas import local_gradients
 from trainstep.schemes import SCHEMES, Scheme
@@ -215,12 +214,12 @@ def slices_one_off() -> contextlib.AbstractContextManager[Any]:
 
 
 def _gather_one_off(tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor]) -> Any:
-    """Every slice, of bytes, comes back one element of float32 late."""
+    """Every slice comes back one element late."""
     for tensor in tensors:
         own = slice_of(tensor, group.rank(), group.size()).clone()
         whole = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(whole, own, group=group)
-        flat(tensor).copy_(torch.cat(whole).view(torch.float32).roll(1).view(torch.uint8))
+        flat(tensor).copy_(torch.cat(whole).roll(1))
     return _Done()
 
 
@@ -261,9 +260,7 @@ WRONG: dict[str, Planted] = {
     "reduced in 16 bits": Planted(_FLAT, handed(in_16_bits)),
     "reduced in 16 bits, FSDP": Planted(_FSDP, handed(in_16_bits)),
     "slices of gradients one off": Planted(_ZERO, inside=slices_one_off),
-    "slices of parameters one off": Planted(
-        _ZERO, inside=in_place_of(by_collectives, "all_gather_slices", _gather_one_off)
-    ),
+    "slices of parameters one off": Planted(_ZERO, inside=in_place_of(pieces, "all_gather_slices", _gather_one_off)),
     "slices not gathered after the update": Planted(
         _ZERO, inside=in_place_of(pieces.ParameterBucket, "exchange", lambda self, group: [])
     ),

@@ -127,9 +127,7 @@ def best_bucket_bytes(gradient_bytes: float, world_size: int, link: Link, backwa
 
 
 OUTBOX_BYTES, INBOX_BYTES = 2**28, 2**29
-"""Most that `parallel.transport` stages of what is gathered, and of gradients."""
-EXCHANGED_BYTES = 256 * 10**6
-"""Of parameters that the sharded optimizer updates and gathers at a time."""
+"""Most that `parallel.transport` stages of a group that is gathered, and of gradients."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +189,7 @@ def rank_bytes(
         not_again: parameters that stay gathered from forward to backward, which begins with them (fsdp).
         scattered: the sharded optimizer gets its gradients reduce-scattered, not all-reduced.
         copies: gradients are copied into buckets that stay allocated (as torch's DDP does), not reduced where they lie.
-        peer_copies: gathered parameters, and fsdp's gradients where they are narrower than the weights, go through
-            buffers of shared memory.
+        peer_copies: fsdp's parameters, and gradients narrower than the weights, go through buffers of shared memory.
     """
     if replicas < 1 or world_size % replicas or (replicas > 1 and scheme != "hsdp"):
         ranks = f"{world_size} ranks of {scheme}"
@@ -213,8 +210,7 @@ def rank_bytes(
         return RankBytes(full, gradients, state, copied, sent("all-reduce", 0), gradients_stay=copies)
     if scheme == "sharded optimizer":
         moved = sent("reduce-scatter" if scattered else "all-reduce", gradients)
-        outbox = min(-(-min(EXCHANGED_BYTES, full) // n), OUTBOX_BYTES) if peer_copies and n > 1 else 0
-        return RankBytes(full, gradients, state_share, copied + outbox, moved, gradients_stay=copies, staging=outbox)
+        return RankBytes(full, gradients, state_share, copied, moved, gradients_stay=copies)
     if scheme == "zero-2":
         buffers = largest_group * bytes_per_parameter
         return RankBytes(full, gradient_share, state_share, buffers, sent("reduce-scatter", gradients))

@@ -109,8 +109,9 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
     )
     busy, exposed = exchange_seconds(layout, cluster, compute, moved)
     exposed += cluster.machine.interference * max(0.0, busy - exposed)
-    if is_fsdp and precision.is_half:  # copies into and out of buffers, and the sum of the ranks' gradients
-        copied = parameters * (2 * 6 / n + 6 + 4 / n) / cluster.machine.copy_bytes_per_s
+    if is_fsdp and precision.is_half:  # casts of weights, what collectives have packed, the sum of the ranks' gradients
+        packed = 4 if n > cluster.gpus_per_node // t else 0
+        copied = parameters * (2 * 6 / n + packed + 2 + 4 / n) / cluster.machine.copy_bytes_per_s
         backward = dataclasses.replace(compute.backward, traffic=compute.backward.traffic + copied)
         compute = dataclasses.replace(compute, backward=backward)
     sent = shared_bytes(model, step, layout).sent

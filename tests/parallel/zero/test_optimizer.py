@@ -3,7 +3,6 @@
 import copy
 import random
 import time
-from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from trainstep.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
 from trainstep.parallel.scattered import ScatteredGradient
-from trainstep.parallel.transport import by_copies
 
 pytestmark = pytest.mark.distributed
 
@@ -89,42 +87,6 @@ def test_four_ranks_train_like_one_process(four, name, scattered):
     assert not differing(by_rank[0], whole_batch(name, "AdamW", 4), relative=2e-5)
 
 
-def _by_copies(process, names, room):
-    found = []
-    with mock.patch.object(by_copies, "OUTBOX_BYTES", room):
-        for name in names:
-            found.append([
-                train(process, name, *OPTIMIZERS["AdamW"], True, transport=transport)
-                for transport in ("peer-copies", "collectives")
-            ])  # fmt: skip
-    return found
-
-
-@pytest.mark.parametrize("room", [2**28, 256])
-def test_copies_gather_what_collectives_do(four, room):
-    """At once, and in as many rounds as fit a small buffer."""
-    names = ["Plain", "Tied", "Frozen", "Transposed", "Mixed", "Uneven"]
-    first, *others = four.run(_by_copies, names, room)
-    for name, (copied, collected), *elsewhere in zip(names, first, *others, strict=True):
-        assert not differing(copied, collected), name
-        assert not any(differing(each, copied) for both in elsewhere for each in both), name
-
-
-def _chosen(process, asked):
-    """What carries slices, and whether that takes buffers, where there are slices and where there are none."""
-    told = []
-    for shard in ("auto", "parameters"):
-        optimizer = ShardedOptimizer(build("Plain").parameters(), torch.optim.SGD, lr=0.1, shard=shard, transport=asked)
-        told.append((optimizer.transport, optimizer.uncounted_bytes > 0))
-    return told
-
-
-def test_the_transport_is_chosen_once_for_what_is_sliced(two):
-    nothing = ("collectives", False)
-    assert two.run(_chosen, "auto") == two.run(_chosen, "collectives") == [[nothing, nothing]] * 2
-    assert two.run(_chosen, "peer-copies") == [[("peer-copies", True), nothing]] * 2
-
-
 def _every(process):
     results = {}
     for name, (optimizer_cls, options) in EVERY.items():
@@ -164,7 +126,7 @@ def test_late_ranks_and_layers_change_nothing(two, scattered):
         assert not any(differing(each, expected) for each in results)
 
 
-def _groups_and_schedule(process, scattered, transport):
+def _groups_and_schedule(process, scattered):
     """Groups with their own hyper-parameters, a scheduler, a group added later, closures; divided and undivided."""
     results = []
     for divided in (True, False):
@@ -174,7 +136,7 @@ def _groups_and_schedule(process, scattered, transport):
         rest = [p for p in model.parameters() if not any(p is q for q in norm + last)]
         groups = [{"params": rest, "lr": 0.02}, {"params": norm, "weight_decay": 0.0, "betas": (0.8, 0.9)}]
         if divided:
-            options = {"ddp": ddp if scattered else None, "exchange_mb": EXCHANGE_MB, "transport": transport}
+            options = {"ddp": ddp if scattered else None, "exchange_mb": EXCHANGE_MB}
             optimizer = ShardedOptimizer(groups, torch.optim.AdamW, lr=0.01, weight_decay=0.3, **options)
         else:
             optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.3)
@@ -201,9 +163,8 @@ def _groups_and_schedule(process, scattered, transport):
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
-@pytest.mark.parametrize("transport", ["collectives", "peer-copies"])
-def test_groups_schedulers_closures_and_groups_added_later(two, scattered, transport):
-    for wrong, same_losses, our_rates, their_rates in two.run(_groups_and_schedule, scattered, transport):
+def test_groups_schedulers_closures_and_groups_added_later(two, scattered):
+    for wrong, same_losses, our_rates, their_rates in two.run(_groups_and_schedule, scattered):
         assert not wrong
         assert same_losses
         assert our_rates == their_rates
@@ -369,7 +330,6 @@ def _mistakes(process):
         "empty": _message(lambda: optimizer_of(ddp_of(), params=iter([]))),
         "shard": _message(lambda: optimizer_of(ddp_of(), shard="rows")),
         "exchange": _message(lambda: optimizer_of(ddp_of(), exchange_mb=-1)),
-        "transport": _message(lambda: optimizer_of(ddp_of(), transport="nccl")),
         "class": _message(lambda: optimizer_of(ddp_of(), "AdamW")),
         "no_groups": _message(lambda: optimizer_of(ddp_of(), ByShape)),
         "ddp": _message(lambda: optimizer_of(ddp_of(), ddp=build("Plain"))),
@@ -390,7 +350,6 @@ def test_mistakes_are_told_on_every_rank(two):
         "empty": "params is empty",
         "shard": "shard is 'rows'",
         "exchange": "exchange_mb is -1",
-        "transport": "transport is 'nccl'; expected one of auto, collectives, peer-copies",
         "class": "optimizer_cls is 'AdamW'",
         "no_groups": "ByShape could not be made from parameter groups, of which ShardedOptimizer gives it a list",
         "ddp": "ddp is a Plain",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from trainstep.parallel.fsdp.boundary import Unit
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.partial import Known, RankGradient, is_elementwise
-from trainstep.parallel.transport.by_collectives import check_transport
+from trainstep.parallel.transport.by_collectives import TransportName
 
 MAX_PREFETCH = 2
 _REPLICATED = "DistributedDataParallel"
@@ -101,7 +102,8 @@ def check_arguments(module: object, compute_dtype: torch.dtype | None, prefetch:
         raise UsageError(f"compute_dtype is {compute_dtype}; expected a floating-point dtype, such as torch.bfloat16")
     if prefetch not in range(MAX_PREFETCH + 1):
         raise UsageError(f"prefetch is {prefetch!r}; expected 0 to {MAX_PREFETCH} groups")
-    check_transport(transport)
+    if transport not in get_args(TransportName):
+        raise UsageError(f"transport is {transport!r}; expected one of {', '.join(get_args(TransportName))}")
     if any(isinstance(inner, Unit) for inner in module.modules()):
         raise UsageError("the module is sharded already; build FullyShardedDataParallel once, around the whole model")
     if lazy := [name for name, parameter in module.named_parameters() if nn.parameter.is_lazy(parameter)]:

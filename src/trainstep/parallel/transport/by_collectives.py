@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.errors import UsageError
 from trainstep.parallel.collectives import Waitable, all_gather_slices, all_to_all, slices_of
 from trainstep.parallel.transport.layout import Layout
 
 TransportName = Literal["auto", "collectives", "peer-copies"]
 """auto: peer-copies between GPUs of one host that can read each other's memory, else collectives."""
-
-
-def check_transport(asked: str) -> None:
-    """Raise `UsageError` where it is the name of no transport."""
-    if asked not in get_args(TransportName):
-        raise UsageError(f"transport is {asked!r}; expected one of {', '.join(get_args(TransportName))}")
 
 
 Start = Callable[[], Waitable | None]

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import SideStream, Waitable, assign_buckets, clip_gradients_
+from trainstep.parallel.collectives import Waitable, assign_buckets, clip_gradients_
 from trainstep.parallel.ddp import DistributedDataParallel
 from trainstep.parallel.partial import ELEMENTWISE, is_elementwise
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import Ranks, ranks_of
 from trainstep.parallel.scattered import ScatteredGradient
-from trainstep.parallel.transport.by_collectives import Collectives, TransportName, check_transport
-from trainstep.parallel.transport.choice import Transport, choose_transport
 from trainstep.parallel.zero.pieces import ParameterBucket, Piece, consolidate, cut, dump, hyper_parameters, restore
 
 
@@ -44,14 +42,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             clipping is done by `clip_grad_norm_` of this optimizer.
         shard: "slices" or "parameters" to choose; "auto" takes slices for elementwise optimizers.
         exchange_mb: megabytes (10^6 bytes) of parameters that are updated and gathered at a time.
-        transport: what gathers updated slices: `collectives` (NCCL, Gloo), or `peer-copies` between ranks of one host,
-            which on GPUs leave all multiprocessors to the update of what comes next. auto: as for
-            `FullyShardedDataParallel`. Parameters of more than one device are gathered by collectives.
         **kwargs: passed to `optimizer_cls`.
-
-    Attributes:
-        transport: what gathers updated slices; collectives where nothing is sliced.
-        uncounted_bytes: what the transport's buffers take on this rank beyond `torch.cuda.memory_allocated`.
 
     Raises:
         UsageError: torch.distributed is not initialised, the ranks have different parameters, or the optimizer cannot
@@ -68,10 +59,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ddp: DistributedDataParallel | None = None,
         shard: Literal["auto", "slices", "parameters"] = "auto",
         exchange_mb: float = 256.0,
-        transport: TransportName = "auto",
         **kwargs: Any,
     ) -> None:
-        check_transport(transport)
         self._ranks = _ranks_of(process_group, mesh, ddp)
         self.process_group = self._ranks.everyone
         self._sliced = _may_slice(optimizer_cls, shard)
@@ -80,10 +69,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._optimizer_cls, self._options, self._exchange_mb, self._ddp = optimizer_cls, kwargs, exchange_mb, ddp
         self._loads = [0] * self._ranks.shard.size()
         self._buckets: list[ParameterBucket] = []
-        self._asked_transport = transport
-        self._carrier: Transport = Collectives(self._ranks.shard)
-        self._device: torch.device | None = None  # that the carrier was chosen for
-        self._gathers: SideStream | None = None  # of copies; collectives have the group's stream
         groups = _as_groups(params)
         try:  # its own checks, without its memory
             probe = optimizer_cls([_on_meta(group) for group in groups], **kwargs)
@@ -95,14 +80,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._divided = 0  # parameter groups that are divided already; none until the ranks are known to agree
         super().__init__(groups, probe.defaults)
         self._divide_new_groups()
-
-    @property
-    def transport(self) -> TransportName:
-        return self._carrier.name
-
-    @property
-    def uncounted_bytes(self) -> int:
-        return self._carrier.uncounted_bytes
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -228,7 +205,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key, value in hyper_parameters(group).items()
             if isinstance(value, (int, float, str, tuple))
         }
-        settings |= {"mesh": self._ranks.layout, "transport": self._asked_transport}
+        settings["mesh"] = self._ranks.layout
         what = f"{type(self).__name__} of {self._optimizer_cls.__name__}"
         check_ranks_agree(what, named, self.process_group, settings=settings)
         self._divided = len(self.param_groups)
@@ -236,33 +213,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         pieces = cut(trained, rank=self._ranks.shard.rank(), loads=self._loads, sliced=self._sliced)
         whats = [(piece.parameter, piece.owner is None) for piece in pieces]
         items = [(i, each.nbytes, (each.dtype, each.device, sliced)) for i, (each, sliced) in enumerate(whats)]
-        buckets = [self._bucket([pieces[i] for i in indices]) for indices in assign_buckets(items, self._exchange_mb)]
-        self._connect([bucket for bucket in buckets if bucket.slices()])
-        self._buckets += buckets
+        for indices in assign_buckets(items, self._exchange_mb):
+            self._buckets.append(self._bucket([pieces[i] for i in indices]))
         if self._ddp is not None:
             known = {id(parameter) for parameter in self._ddp.parameters()}
             if foreign := [piece.number for piece in self.pieces() if id(piece.parameter) not in known]:
                 raise UsageError(f"parameter number {foreign[0]} is not one of ddp; leave out ddp=, or the parameter")
             self._ddp.scatter_gradients(dict(self._slices()))
             self._step_supports_amp_scaling = True  # so that a GradScaler tells `step` of itself, which refuses
-
-    def _connect(self, buckets: list[ParameterBucket]) -> None:
-        """Let a transport gather the slices of new buckets."""
-        devices = {bucket.pieces[0].parameter.device for bucket in buckets}
-        if self._device is None and len(devices) == 1:
-            (self._device,) = devices
-            largest = max(bucket.slice_bytes for bucket in buckets)
-            asked, ranks = self._asked_transport, self._ranks
-            self._carrier = choose_transport(
-                asked, ranks.shard, self._device, slice_bytes=largest, exchange_bytes=0, everyone=ranks.everyone
-            )
-            if not isinstance(self._carrier, Collectives):
-                self._gathers = SideStream(self._device)
-        for bucket in buckets:
-            if bucket.pieces[0].parameter.device == self._device:
-                bucket.connect(self._carrier, self._gathers)
-            else:
-                bucket.connect(Collectives(self._ranks.shard), None)
 
     def _bucket(self, pieces: list[Piece]) -> ParameterBucket:
         groups = sorted({piece.group for piece in pieces if piece.mine is not None})

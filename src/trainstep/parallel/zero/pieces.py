@@ -24,19 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import (
-    Pending,
-    SideStream,
-    Waitable,
-    all_gather_slices,
-    broadcast,
-    flat,
-    slice_of,
-)
+from trainstep.parallel.collectives import Pending, Waitable, all_gather_slices, broadcast, flat, slice_of
 from trainstep.parallel.ranks import Ranks, placements
 from trainstep.parallel.scattered import ScatteredGradient
-from trainstep.parallel.transport.by_copies import padded
-from trainstep.parallel.transport.choice import Transport
 
 
 @dataclass(frozen=True)
@@ -87,7 +77,6 @@ class ParameterBucket:
     pieces: list[Piece]
     optimizer: torch.optim.Optimizer | None  # updates this rank's part; None where it has none
     groups: list[int]  # for each parameter group of `optimizer`, which one of the whole it belongs to
-    gather: Callable[[], Waitable | None] | None = None  # starts one, of what is sliced
 
     def states(self) -> list[tuple[Piece, dict[str, Any] | None]]:
         """What this rank updates, in the order of `optimizer`, each with its state; None before its first step."""
@@ -107,18 +96,15 @@ class ParameterBucket:
         """(parameter, this rank's slice) for what is sliced."""
         return [(p.parameter, p.mine) for p in self.pieces if p.owner is None and p.mine is not None]
 
-    @property
-    def slice_bytes(self) -> int:
-        """Of this rank's slices, each as a transport lays it out."""
-        return sum(padded(mine.nbytes) for _, mine in self.slices())
+    @functools.cached_property
+    def _sliced(self) -> list[Tensor]:
+        """What is sliced, as views that are made once: the optimizer raises where these parameters were moved."""
+        return [flat(parameter.detach()) for parameter, _ in self.slices()]
 
-    def connect(self, transport: Transport, stream: SideStream | None) -> None:
-        """Choose what gathers slices, and on which stream (None: the transport's own).
-
-        It has views of the parameters: the optimizer raises where these were moved.
-        """
-        gather = transport.gather_of([flat(each.detach()).view(torch.uint8) for each, _ in self.slices()])
-        self.gather = gather if stream is None else functools.partial(stream.run, gather)
+    @functools.cached_property
+    def _mine(self) -> list[Tensor]:
+        """This rank's slice of each, likewise."""
+        return [mine.detach() for _, mine in self.slices()]
 
     def update(self, process_group: dist.ProcessGroup) -> None:
         if self.optimizer is None:
@@ -136,9 +122,8 @@ class ParameterBucket:
         """Start giving every rank the new parameters."""
         if process_group.size() == 1:
             return []
-        if self.gather is not None:
-            started = self.gather()
-            return [] if started is None else [started]
+        if self.pieces[0].owner is None:
+            return [all_gather_slices(self._sliced, process_group, self._mine)]
         calls: list[Waitable] = []
         for owner in range(process_group.size()):
             owned = [flat(piece.parameter.detach()) for piece in self.pieces if piece.owner == owner]
