@@ -70,7 +70,10 @@ def planned_anew(row: Row) -> Row:
     return dataclasses.replace(row, **moments(plan))
 
 
-RUNS = ("h200-parallel-large", "h200-parallel-compiled", "h200-parallel-peers", "h200-parallel-peers-4gpus")
+RUNS = (
+    *("h200-parallel-large", "h200-parallel-compiled", "h200-parallel-peers"),
+    *("h200-parallel-peers-4gpus", "h200-parallel-compiled-4gpus"),
+)
 """Files whose rows stand beside torch's with its best settings, as far as they are there."""
 OURS = (
     *("bucketed-25", "bucketed-100", "bucketed-1000"),
@@ -116,7 +119,8 @@ def step8b() -> Table:
 def plan_4gpus() -> Table:
     """What the plan said of four GPUs before they were measured, beside what was measured then."""
     said = {(row.compile, row.strategy, row.replicas): row for row in results("h200-plan-4gpus", PlanRow)}
-    rows = [row for row in results("h200-parallel-peers-4gpus", ParallelRow) if SCHEMES[row.scheme].peer is None]
+    runs = ("h200-parallel-peers-4gpus", "h200-parallel-compiled-4gpus")
+    rows = [row for name in runs for row in results(name, ParallelRow) if SCHEMES[row.scheme].peer is None]
 
     def by_plan(name: str, row: Row) -> float:
         return float(said[row.case["compile"], _strategy(row), row.case.get("replicas")].values[name])
@@ -180,6 +184,8 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel-memory-large": partial(parallel_memory, "h200-parallel-large"),
     "parallel-4gpus": partial(parallel, "h200-parallel-4gpus"),
     "parallel-peers-4gpus": partial(parallel, "h200-parallel-peers-4gpus"),
+    "parallel-compiled-4gpus": partial(parallel, "h200-parallel-compiled-4gpus"),
+    "parallel-memory-compiled-4gpus": partial(parallel_memory, "h200-parallel-compiled-4gpus"),
     "parallel-memory-4gpus": partial(parallel_memory, "h200-parallel-peers-4gpus"),
     "plan-4gpus": plan_4gpus,
     "parallel-trace": partial(plain, "h200-parallel-trace", ParallelTraceRow),

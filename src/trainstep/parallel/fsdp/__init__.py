@@ -8,10 +8,10 @@ The schedule of a step, for a model of blocks b0 … bn:
   own rows are cast to `compute_dtype` into their place in the full parameters, and one all-gather fills in the rest.
   The call waits for that, starts the gather of block i+2, and computes. Afterwards the full parameters are freed; those
   of the last blocks are kept, because backward begins with them.
-- Backward runs the same in reverse: when it reaches block i's outputs, blocks i-1 and i-2 are gathered. Each gradient,
-  as autograd finishes it, is copied into the send buffer of its block. When the block's gradients are all there, the
-  buffer is sent, beside the backward of block i-1, and this rank's rows of the mean arrive in the shards' `.grad`. When
-  backward has left the block, its full parameters are freed.
+- Backward runs the same in reverse: when it reaches block i's outputs, blocks i-1 and i-2 are gathered. Gradients wait
+  where autograd left them, or, for collectives, in the buffer of their block. When the block's are all there, they are
+  sent, beside the backward of block i-1, and this rank's rows of the mean arrive in the shards' `.grad`. When backward
+  has left the block, its full parameters are freed.
 - `finish_gradient_synchronization` averages the replicated parameters' gradients in one flat call, and waits.
 
 On a GPU nothing of this makes the host wait.
@@ -23,8 +23,8 @@ row. So two blocks' gradients are on their way at a time, one within replicas an
 of a third. What is not sharded is averaged over all ranks in the one flat call; weights are gathered within replicas
 alone.
 
-In reading order: `shards` decides what is gathered together and cuts it; `group` gathers and frees, and sends gradients
-and adds them up; `transport` carries both within a replica; `schedule` decides when; `boundary` meets the modules'
+In reading order: `shards` decides what is gathered together and cuts it; `group` gathers and frees; `gradients` are
+sent and added up; `parallel.transport` carries both within a replica; `schedule` decides when; `boundary` meets the modules'
 calls, and `leavings` what they leave; `placeholder` stands in modules for what is not gathered; `agreement` holds the
 ranks together; `wrapper` puts them around a module, with its `checks`; `checkpoint` writes and reads.
 """
