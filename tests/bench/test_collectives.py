@@ -67,7 +67,7 @@ def _measure(process, cases, sabotage):
     """Records as JSON, with something wrong on the second rank."""
     right = bench._CALLS["all-reduce"]
     if process.rank == 1 and sabotage == "result":
-        bench._CALLS["all-reduce"] = lambda tensor, group: (right(tensor, group), tensor[3:4].add_(1))
+        bench._CALLS["all-reduce"] = lambda tensors, group: (right(tensors, group), tensors[0][3:4].add_(1))
     empty, failed = torch.empty, []
 
     def fail_once(*sizes, **options):
@@ -93,13 +93,16 @@ def test_a_subset_of_ranks_takes_part_and_all_types_are_right(four):
     axes = {"collective": COLLECTIVES, "world_size": (1, 3), "dtype": ("fp32",), "size_mb": (0.001,)}
     cases = collective_cases(axes, started=4)
     cases += collective_cases(axes | {"world_size": (0,), "dtype": ("bf16", "fp16")}, started=4)
+    lists = tuple(name for name in COLLECTIVES if name != "broadcast")
+    cases += collective_cases(axes | {"collective": lists, "world_size": (3,), "tensors": (5,)}, started=4)
     first, *others = four.run(_measure, cases, None)
     rows = json.loads(first)
     assert [json.loads(other) for other in others] == [[], [], []]
-    assert len(rows) == len(cases) == 16
+    assert len(rows) == len(cases) == 19
     for (kind, case, status, reason, samples, _), expected in zip(rows, cases, strict=True):
         assert (kind, status, reason) == ("collective", "ok", ""), case
         assert case["world_size"] == expected.world_size
+        assert case.get("tensors", 1) == expected.tensors
         assert samples == sorted(["time", *(f"rank {rank}" for rank in range(expected.world_size))])
 
 
@@ -130,8 +133,12 @@ def test_memory_that_one_rank_lacks_is_a_row(two):
 def test_cases_are_checked():
     with pytest.raises(UsageError, match="world-size is 4, and torchrun started 2 processes"):
         collective_cases({"world_size": (4,)}, started=2)
-    with pytest.raises(UsageError, match="less than one element for each of 2 ranks"):
+    with pytest.raises(UsageError, match="less than one element of each tensor for each of 2 ranks"):
         collective_cases({"world_size": (2,), "size_mb": (0.000001,)}, started=2)
+    with pytest.raises(UsageError, match="tensors is 0; expected 1 or more"):
+        collective_cases({"world_size": (2,), "tensors": (0,)}, started=2)
+    with pytest.raises(UsageError, match="a broadcast sends one tensor"):
+        collective_cases({"world_size": (2,), "collective": ("broadcast",), "tensors": (2,)}, started=2)
     (case,) = collective_cases({"world_size": (0,), "size_mb": (0.001,), "dtype": ("bf16",)}, started=3)
     assert (case.elements, case.payload_bytes) == (498, 996), "the largest number that three can share"
 

@@ -253,11 +253,15 @@ class CollectiveCase:
     """Type of the elements."""
     size_mb: float = 100.0
     """Megabytes (10^6 bytes) of the full tensor: what is reduced or sent, or comes out of a gather."""
+    tensors: int = 1
+    """How many tensors of equal sizes that is: one call is given all of them, as training's calls are the gradients of
+    a bucket. Gloo packs them for the journey."""
 
     @property
     def elements(self) -> int:
-        """Elements of the full tensor: the largest number within the size that every rank gets an equal part of."""
-        return int(self.size_mb * 10**6) // ITEM_BYTES[self.dtype] // self.world_size * self.world_size
+        """Elements of all tensors: the largest number within the size that gives every rank an equal part of each."""
+        parts = self.world_size * self.tensors
+        return int(self.size_mb * 10**6) // ITEM_BYTES[self.dtype] // parts * parts
 
     @property
     def payload_bytes(self) -> int:
@@ -282,9 +286,16 @@ def collective_cases(axes: Mapping[str, Sequence[Any]], started: int) -> list[Co
                 f"world-size is {case.world_size}, and torchrun started {started} process"
                 f"{'' if started == 1 else 'es'}; start as many as the largest (torchrun --nproc-per-node)"
             )
+        if case.tensors < 1:
+            raise UsageError(f"tensors is {case.tensors}; expected 1 or more")
+        if case.tensors > 1 and case.collective == "broadcast":
+            raise UsageError(
+                "a broadcast sends one tensor, and tensors is more; give --collective all-reduce,all-gather,"
+                "reduce-scatter besides --tensors"
+            )
         if case.elements < 1:
             raise UsageError(
-                f"size-mb is {case.size_mb:g}, less than one element for each of {case.world_size} ranks; "
-                "give megabytes, such as 1,10,100"
+                f"size-mb is {case.size_mb:g}, less than one element of each tensor for each of {case.world_size} "
+                "ranks; give megabytes, such as 1,10,100"
             )
     return cases

@@ -74,36 +74,39 @@ def _take_part(
 ) -> _Part | None:
     if group is None:
         return None
-    tensor, failure = None, None
+    tensors, failure = [], None
     try:
-        tensor = torch.empty(case.elements, dtype=DTYPES[case.dtype], device=process.device)
+        memory = torch.empty(case.elements, dtype=DTYPES[case.dtype], device=process.device)
+        tensors = list(memory.chunk(case.tensors))
     except RuntimeError as error:
         failure = classify(error)
     failures: list[Failure | None] = [None] * group.size()
     dist.all_gather_object(failures, failure, group=group)
     failed = next((each for each in failures if each is not None), None)
-    if failed is not None or tensor is None:
+    if failed is not None:
         return _Part(failure=failed)
     call = _CALLS[case.collective]
-    _fill(tensor, process.rank % 2 + 1)
-    call(tensor, group)
-    wrong = not _is_right(case, tensor, group)
+    for tensor in tensors:
+        _fill(tensor, process.rank % 2 + 1)
+    call(tensors, group)
+    wrong = not all(_is_right(case, tensor, group) for tensor in tensors)
     wrongs = [False] * group.size()
     dist.all_gather_object(wrongs, wrong, group=group)
     if any(wrongs):
         return _Part(wrong=wrong)
-    tensor.zero_()
+    for tensor in tensors:
+        tensor.zero_()
     line_up = partial(dist.all_reduce, torch.zeros(1, device=process.device), group=group)
     clock = device_clock(process.device)
-    timing = time_steps(lambda _: call(tensor, group), device=clock, warmup=warmup, steps=steps, cover=line_up)
+    timing = time_steps(lambda _: call(tensors, group), device=clock, warmup=warmup, steps=steps, cover=line_up)
     return _Part([sample.ms for sample in timing.samples])
 
 
-_CALLS: dict[str, Callable[[Tensor, dist.ProcessGroup], object]] = {
-    "all-reduce": lambda tensor, group: all_reduce_sum([tensor], group).wait(),
-    "all-gather": lambda tensor, group: all_gather_slices([tensor], group).wait(),
-    "reduce-scatter": lambda tensor, group: reduce_scatter_sum([tensor], group).wait(),
-    "broadcast": lambda tensor, group: dist.broadcast(tensor, group=group, group_src=0),
+_CALLS: dict[str, Callable[[list[Tensor], dist.ProcessGroup], object]] = {
+    "all-reduce": lambda tensors, group: all_reduce_sum(tensors, group).wait(),
+    "all-gather": lambda tensors, group: all_gather_slices(tensors, group).wait(),
+    "reduce-scatter": lambda tensors, group: reduce_scatter_sum(tensors, group).wait(),
+    "broadcast": lambda tensors, group: dist.broadcast(tensors[0], group=group, group_src=0),
 }
 
 
@@ -133,7 +136,8 @@ def _holds(part: Tensor, start: int, number: int) -> bool:
 def _row(case: CollectiveCase, process: Process, parts: Sequence[_Part]) -> CollectiveRow:
     backend = "nccl" if process.device.type == "cuda" else "gloo"
     hosts = -(-case.world_size * process.hosts // process.world_size)
-    columns: dict[str, Any] = {**asdict(case), "backend": backend, "hosts": hosts if hosts > 1 else None}
+    several = {"tensors": case.tensors if case.tensors > 1 else None, "hosts": hosts if hosts > 1 else None}
+    columns: dict[str, Any] = {**asdict(case), "backend": backend, **several}
     environment = describe(process.device)
     failure = next((part.failure for part in parts if part.failure is not None), None)
     if failure is not None:

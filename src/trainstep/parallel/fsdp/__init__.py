@@ -24,7 +24,7 @@ of a third. What is not sharded is averaged over all ranks in the one flat call;
 alone.
 
 In reading order: `shards` decides what is gathered together and cuts it; `group` gathers and frees; `gradients` are
-sent and added up; `parallel.transport` carries both within a replica; `schedule` decides when; `boundary` meets the modules'
-calls, and `leavings` what they leave; `placeholder` stands in modules for what is not gathered; `agreement` holds the
-ranks together; `wrapper` puts them around a module, with its `checks`; `checkpoint` writes and reads.
+sent and added up; `parallel.transport` carries both within a replica; `schedule` decides when; `boundary` meets the
+modules' calls, and `leavings` what they leave; `placeholder` stands in modules for what is not gathered; `agreement`
+holds the ranks together; `wrapper` puts them around a module, with its `checks`; `checkpoint` writes and reads.
 """

@@ -20,7 +20,7 @@ _RANKS = columns.case("ranks", "world_size")
 _COLLECTIVE = replace(columns.word("collective", "collective"), setting=True)
 _COLLECTIVES = (
     replace(_COLLECTIVE, files=False, setting=False),  # heads the page's rows
-    *columns.named("backend", "dtype"),
+    *columns.named("backend", "dtype", "tensors"),
     replace(_COLLECTIVE, page=False),
     _RANKS,
 )
@@ -72,7 +72,8 @@ def collectives(records: Sequence[Row]) -> Section | None:
 
 def _setting(row: CollectiveRow | CollectiveFitRow) -> str:
     hosts = "" if row.hosts is None else f" on {row.hosts} hosts"
-    return f"{row.world_size} ranks{hosts}, {row.dtype}, {row.backend}"
+    tensors = "" if row.tensors is None else f", {row.tensors} tensors"
+    return f"{row.world_size} ranks{hosts}, {row.dtype}{tensors}, {row.backend}"
 
 
 def _by_size(
