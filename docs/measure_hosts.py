@@ -27,7 +27,7 @@ from trainstep.records import Row, of_kind, read_records, write_whole
 KEPT = RESULTS / "cpu-hosts.jsonl"
 SIZE = " ".join(f"--{name.replace('_', '-')} {getattr(MODEL, name)}" for name in SHAPE)
 STEP = "--batch 1 --context 32 --steps 6 --warmup 2 --rounds 2"
-CALLS = "--collective all-reduce,all-gather,reduce-scatter --size-mb 4,10,25 --tensors 30"  # as many as gradients
+CALLS = "--collective all-reduce,all-gather,reduce-scatter --size-mb 4,10,25 --tensors 1,30"
 COLLECTIVES = f"bench collectives {CALLS} --steps 10"
 RUNS = {  # ranks on each of so many hosts → commands
     (1, 2): (COLLECTIVES, f"bench parallel --size tiny {SIZE} {STEP} --scheme single,flat,sharded-optimizer,fsdp"),

@@ -265,13 +265,15 @@ class SideStream:
         stream = self._stream
         if stream is None:
             return self._given(start, before, after)
-        computing = torch.cuda.current_stream()
+        device, computing = torch.cuda.current_device(), torch.cuda.current_stream(stream.device)
         stream.wait_stream(computing)
-        torch.cuda.set_stream(stream)  # torch.cuda.stream() does this in three times the host's time
+        torch.cuda.set_stream(stream)  # with its device; torch.cuda.stream() takes three times as long for it
         try:
             return self._given(start, before, after)
         finally:
             torch.cuda.set_stream(computing)
+            if device != computing.device_index:
+                torch.cuda.set_device(device)
 
     def _given(
         self,

@@ -55,12 +55,12 @@ def test_gradients_of_any_layout_are_in_their_places(layout, dtype):
     )
     for parameter, gradient in first.items():
         assert gradient.shape == parameter.shape
-        buffer.add(parameter, gradient, accumulate=False)
+        buffer.add(parameter, gradient, added_up=False)
     assert buffer.packed.dtype == dtype
     for parameter, gradient in first.items():
         assert torch.equal(_held(buffer, parameter), gradient), parameter.name
     for parameter, gradient in second.items():
-        buffer.add(parameter, gradient, accumulate=True)
+        buffer.add(parameter, gradient, added_up=True)
     assert buffer.packed.dtype == torch.float32
     for parameter in buffer.parameters:
         expected = first[parameter].float() + second[parameter]
@@ -68,12 +68,12 @@ def test_gradients_of_any_layout_are_in_their_places(layout, dtype):
 
 
 def test_a_narrow_gradient_beside_others_that_are_added_up():
-    """Unused so far, it is copied where the buffer is wide already."""
+    """Unused so far, it is copied where the buffer is wide already, for all ranks send alike."""
     buffer = _buffer(torch.bfloat16)
     used, unused = buffer.parameters[:2]
-    buffer.add(used, torch.ones(used.shape).bfloat16(), accumulate=True)
+    buffer.add(used, torch.ones(used.shape).bfloat16(), added_up=True)
     gradient = torch.randn(unused.shape).bfloat16()
-    buffer.add(unused, gradient, accumulate=False)
+    buffer.add(unused, gradient, added_up=False)
     assert torch.equal(_held(buffer, unused), gradient.float())
     assert torch.equal(_held(buffer, used), torch.ones(used.shape))
 
@@ -89,27 +89,39 @@ def test_for_copies_a_gradient_stays_where_it_is():
     gradients = {each: torch.randn(each.shape).bfloat16() for each in buffer.parameters}
     with _Operations() as operations:
         for parameter, gradient in gradients.items():
-            buffer.add(parameter, gradient, accumulate=False)
+            buffer.add(parameter, gradient, added_up=False)
     assert operations.names == []
     assert buffer.packed is None
-    assert not buffer.is_empty
     assert all(buffer._loose[each] is gradient for each, gradient in gradients.items())
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_what_comes_a_second_time_before_it_is_sent_is_added_up_in_the_wide_dtype(accumulate):
+def test_what_comes_a_second_time_is_added_to_what_stayed():
+    """Into new memory: another parameter's gradient may share the old one's."""
+    buffer = _for_copies()
+    one = buffer.parameters[0]
+    first, second = (torch.randn(one.shape).bfloat16() for _ in range(2))
+    kept = first.clone()
+    buffer.add(one, first, added_up=False)
+    buffer.add(one, second, added_up=False)
+    assert torch.equal(buffer._loose[one], kept + second)
+    assert torch.equal(first, kept)
+    assert buffer.packed is None
+
+
+def test_what_stayed_is_packed_in_the_wide_dtype_when_more_is_added_up():
     buffer = _for_copies()
     first, second = ({each: torch.randn(each.shape).bfloat16() for each in buffer.parameters[:3]} for _ in range(2))
     for parameter, gradient in first.items():
-        buffer.add(parameter, gradient, accumulate=False)
+        buffer.add(parameter, gradient, added_up=False)
     one = buffer.parameters[1]
-    buffer.add(one, second[one], accumulate=accumulate)
+    buffer.add(one, second[one], added_up=True)
     assert buffer.packed.dtype == torch.float32
     for parameter, gradient in first.items():
         expected = gradient.float() + second[one] if parameter is one else gradient.float()
         assert torch.equal(_held(buffer, parameter), expected)
     buffer.discard()
-    assert buffer.is_empty
+    assert buffer.packed is None
+    assert not buffer._loose
 
 
 @pytest.mark.parametrize("room", [10**6, 48, 7])
@@ -122,7 +134,9 @@ def test_pieces_are_every_element_once_where_its_rank_has_it(room):
             row = torch.full((room,), -1.0)
             for piece in layout.pieces(rank, first, min(first + room, layout.size)):
                 gradient = torch.arange(parameters[piece.number].shape.numel(), dtype=torch.float32)
-                row[piece.place : piece.place + piece.elements] = gradient[piece.offset : piece.offset + piece.elements]
+                place = slice(piece.place, piece.place + piece.elements)
+                assert (row[place] == -1).all(), "no element twice"
+                row[place] = gradient[piece.offset : piece.offset + piece.elements]
             for shard, start in zip(own, layout.starts, strict=True):
                 low, high = max(start, first), min(start + shard.numel(), first + room)
                 if low < high:
@@ -146,9 +160,9 @@ def test_a_gradient_takes_few_operations():
     """The host starts them for every parameter in every backward, and sets a GPU's pace."""
     buffer = _buffer()
     one, other = buffer.parameters[1], buffer.parameters[0]
-    buffer.add(one, torch.randn(one.shape), accumulate=False)  # makes the buffer
+    buffer.add(one, torch.randn(one.shape), added_up=False)  # makes the buffer
     gradient = torch.randn(other.shape)
     with torch.no_grad(), _Operations() as operations:
-        buffer.add(other, gradient, accumulate=False)
+        buffer.add(other, gradient, added_up=False)
     called = [name for name in operations.names if name != "detach"]  # which view(dtype) does by itself
     assert sorted(called) == ["as_strided", "as_strided", "copy_", "view"]

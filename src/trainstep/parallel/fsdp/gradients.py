@@ -1,11 +1,14 @@
 """Gradients of a group, from backward to the shards' `.grad`.
 
 Gradients in the shards' own dtype are copied into a buffer, destination by destination (`transport.layout`), and
-reduce-scattered. Gradients in a narrower dtype are *exchanged* as they are (an all-to-all: each rank gets every rank's
-version of its own rows), and each rank then adds up its rows in the shards' dtype, in the order of the ranks. That is
-the sum which a reduce-scatter in the wide dtype makes, for as few bytes on the wire as one in the narrow dtype: half of
-them for bfloat16 into float32. Where copies carry them, they go from where backward left them straight to the other
-ranks, without a buffer here; what is added up over several backwards has a buffer, in the shards' dtype.
+reduce-scattered. Gradients in another dtype, usually a narrower one, are *exchanged* as they are (an all-to-all: each
+rank gets every rank's version of its own rows), and each rank then adds up its rows in the shards' dtype, in the order
+of the ranks. For bfloat16 into float32 that is the sum which a reduce-scatter in float32 makes, for half the bytes.
+Where copies carry them, they go from where backward left them straight to the other ranks, without a buffer here. What
+is added up under `no_sync` is in a buffer and in the shards' dtype.
+
+Ranks must send alike, though they need not have gradients of the same parameters. So what is sent, and how, follows
+from what all ranks know: which groups had a gradient, and whether there was `no_sync`.
 
 Where there are replicas, what a rank then has are the means over its own replica's ranks. They are averaged between
 replicas in place, in the shards' dtype, by an all-reduce on a stream of its own. So one group's gradients travel
@@ -36,6 +39,7 @@ class GradientBuffer:
     def __init__(self, parameters: Sequence[ShardedParameter], ranks: Ranks, compute_dtype: torch.dtype) -> None:
         self.parameters, self._process_group, self._replicate = parameters, ranks.shard, ranks.replicate
         self._compute_dtype, self._dtype = compute_dtype, parameters[0].shard.dtype
+        self._device = parameters[0].shard.device
         self._layout = layout = Layout(parameters, ranks.shard.size())
         self._places = {
             parameter: (start, list(layout.blocks(number)))
@@ -46,51 +50,96 @@ class GradientBuffer:
         self.discard()
 
     def discard(self) -> None:
+        """Forget what it holds: gradients in a buffer, or, never at the same time, gradients where they are."""
         self.packed: Tensor | None = None  # (ranks, elements of a row)
         self._words: Tensor | None = None  # the same in words of 16 bytes, which strided copies are fast for
         self._written: set[ShardedParameter] = set()  # those in it
-        self._loose: dict[ShardedParameter, Tensor] = {}  # gradients that are sent from where they are
+        self._loose: dict[ShardedParameter, Tensor] = {}
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes of all that is exchanged; 0 if the gradients are as wide as the shards, and reduced."""
-        narrow = self._compute_dtype != self._dtype
-        return self._layout.ranks * self._layout.size * self._compute_dtype.itemsize if narrow else 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it holds no gradient."""
-        return self.packed is None and not self._loose
+        """Bytes of all that is exchanged; 0 if the gradients are of the shards' dtype, and reduced."""
+        differs = self._compute_dtype != self._dtype
+        return self._layout.ranks * self._layout.size * self._compute_dtype.itemsize if differs else 0
 
     def connect(self, transport: Transport) -> None:
-        """Choose what carries gradients that are exchanged; once, before the first."""
+        """Choose what carries gradients that are exchanged, in place of collectives; before the first."""
         self._exchange_of = transport.exchange_of(self._layout)
         self._stay_loose = self.exchange_bytes > 0 and not transport.packs and self._layout.ranks > 1
 
-    def add(self, parameter: ShardedParameter, gradient: Tensor, *, accumulate: bool) -> None:
+    def add(self, parameter: ShardedParameter, gradient: Tensor, *, added_up: bool) -> None:
         """Take a gradient of the full parameter's shape, or add it to what is there of that parameter.
 
-        `accumulate`: more will come before they are sent, so they are added up in the shards' dtype.
+        It may be kept as it is until it has been sent, so nothing may write to it any more.
+
+        Args:
+            added_up: in the shards' dtype, as there is `no_sync` before they are sent.
         """
         gradient = gradient.contiguous()
-        if not self._stay_loose:
-            self._pack(parameter, gradient, widen=accumulate)
-        elif accumulate or self.packed is not None or parameter in self._loose:
-            loose, self._loose = self._loose, {}
-            for each, earlier in (*loose.items(), (parameter, gradient)):
-                self._pack(each, earlier, widen=True)
+        if added_up or not self._stay_loose:
+            if added_up:
+                self._pack_loose()
+            self._pack(parameter, gradient, self._dtype if added_up else self._compute_dtype)
+        elif (before := self._loose.get(parameter)) is not None:
+            self._loose[parameter] = before + gradient  # another parameter's may share the memory of either
         else:
             self._loose[parameter] = gradient
 
-    def _pack(self, parameter: ShardedParameter, gradient: Tensor, *, widen: bool) -> None:
-        """Copy or add a contiguous gradient to its places in the buffer."""
+    def launch(self, stream: SideStream, between: SideStream, *, added_up: bool) -> Sending:
+        """Send what it holds; parameters without a gradient on this rank are sent as zeros.
+
+        Args:
+            between: runs what goes between replicas.
+            added_up: as for `add`; the same on all ranks, whatever they hold.
+        """
+        if added_up:
+            self._pack_loose()
+        if self.packed is None and (added_up or not self._stay_loose):
+            self._make_buffer(self._dtype if added_up else self._compute_dtype)
+        packed, loose, written = self.packed, self._loose, self._written | self._loose.keys()
+        self.discard()
+        ranks, size = self._layout.ranks, self._layout.size
+        result = torch.empty(size, dtype=self._dtype, device=self._device)
+        if packed is None:
+            sent = [self._zeros(each) if (found := loose.get(each)) is None else found for each in self.parameters]
+        else:
+            sent = [packed]
+            for parameter in self.parameters:
+                if parameter not in written:
+                    start = self._places[parameter][0]
+                    packed[:, start : start + parameter.padded_shape.numel() // ranks].zero_()
+        if ranks == 1:
+            result, pending = sent[0][0].to(self._dtype), Pending()
+        elif packed is not None and packed.dtype == self._dtype:
+            group, own = self._process_group, slice_of(packed, self._process_group.rank(), ranks)
+            pending = stream.run(lambda: reduce_scatter_mean(sent, group), after=lambda: result.copy_(own))
+        else:
+            exchange, add_up = self._exchange_of(sent, result)
+            pending = stream.run(exchange, after=add_up)
+        rows = [(each, result.as_strided(*layout)) for each, layout in self._own]
+        return Sending(rows, written, result, pending, self._replicate, between)
+
+    def _zeros(self, parameter: ShardedParameter) -> Tensor:
+        return torch.zeros(parameter.shape, dtype=self._compute_dtype, device=self._device)
+
+    def _pack_loose(self) -> None:
+        """Move gradients from where they are into the buffer."""
+        loose, self._loose = self._loose, {}
+        for parameter, gradient in loose.items():
+            self._pack(parameter, gradient, self._dtype)
+
+    def _make_buffer(self, dtype: torch.dtype) -> None:
+        self.packed = torch.empty(self._layout.ranks, self._layout.size, dtype=dtype, device=self._device)
+        self._words = self.packed.view(torch.complex128)
+
+    def _pack(self, parameter: ShardedParameter, gradient: Tensor, dtype: torch.dtype) -> None:
+        """Copy or add a contiguous gradient to its places in the buffer, which is of `dtype` from now on."""
         if self.packed is None:
-            dtype = self._dtype if widen else gradient.dtype
-            self.packed = torch.empty(self._layout.ranks, self._layout.size, dtype=dtype, device=gradient.device)
+            self._make_buffer(dtype)
+        elif dtype != self.packed.dtype:
+            self.packed = self.packed.to(dtype)
             self._words = self.packed.view(torch.complex128)
-        elif widen and self.packed.dtype != self._dtype:
-            self.packed = self.packed.to(self._dtype)
-            self._words = self.packed.view(torch.complex128)
+        assert self.packed is not None
         assert self._words is not None
         size, (start, blocks) = self._layout.size, self._places[parameter]
         first, word = gradient.storage_offset(), 16 // gradient.element_size()  # elements
@@ -109,34 +158,6 @@ class GradientBuffer:
             else:
                 target.add_(source)
         self._written.add(parameter)
-
-    def launch(self, stream: SideStream, between: SideStream) -> Sending:
-        """Send what it holds; parameters without a gradient on this rank are sent as zeros.
-
-        `between` runs what goes between replicas.
-        """
-        packed, loose, written = self.packed, self._loose, self._written or set(self._loose)
-        self.discard()
-        like = next(iter(loose.values())) if packed is None else packed
-        result = torch.empty(self._layout.size, dtype=self._dtype, device=like.device)
-        if packed is None:
-            sent = [each if (each := loose.get(p)) is not None else like.new_zeros(p.shape) for p in self.parameters]
-        else:
-            sent = [packed]
-            for parameter in self.parameters:
-                if parameter not in written:
-                    start = self._places[parameter][0]
-                    packed[:, start : start + parameter.padded_shape.numel() // self._layout.ranks].zero_()
-        if self._layout.ranks == 1:
-            result, pending = sent[0][0].to(self._dtype), Pending()
-        elif like.dtype == self._dtype:
-            group, own = self._process_group, slice_of(sent[0], self._process_group.rank(), self._layout.ranks)
-            pending = stream.run(lambda: reduce_scatter_mean(sent, group), after=lambda: result.copy_(own))
-        else:
-            exchange, add_up = self._exchange_of(sent, result)
-            pending = stream.run(exchange, after=add_up)
-        rows = [(each, result.as_strided(*layout)) for each, layout in self._own]
-        return Sending(rows, written, result, pending, self._replicate, between)
 
 
 class Sending:

@@ -40,7 +40,8 @@ class GatherGroup:
         self.users = 0  # calls that are running in forward
         self.awaiting: WeakSet[object] = WeakSet()  # calls not left by backward yet; without a graph they drop out
         self.unwatched: WeakSet[object] = WeakSet()  # calls that backward comes through, and is not seen leaving
-        self.arrived: set[ShardedParameter] = set()  # whose gradient backward has brought since the last were sent
+        self.arrived: set[ShardedParameter] = set()  # whose gradient backward has brought since it was last settled
+        self.is_unsent = False  # whether any gradient has come since the last were sent
         self._pending: Pending | None = None
         self._is_installed = False  # whether the module sees the full parameters
         self._all_gather: Start | None = None
@@ -148,7 +149,7 @@ class GatherGroup:
         self.hide()
         self._storage.resize_(0)
 
-    def take_gradient(self, parameter: ShardedParameter, *, accumulate: bool) -> Tensor | None:
+    def take_gradient(self, parameter: ShardedParameter, *, added_up: bool) -> Tensor | None:
         """Move the full parameter's gradient into its buffer; a replicated parameter's is returned instead."""
         assert parameter.full is not None
         gradient, parameter.full.grad = parameter.full.grad, None
@@ -158,9 +159,10 @@ class GatherGroup:
         if gradient.requires_grad:  # create_graph: what arrives in the shards is a mean over ranks, without a graph
             gradient = gradient.detach()
         self.arrived.add(parameter)
+        self.is_unsent = True
         if parameter.rows is None:
             return gradient
-        self._buffer_of[parameter].add(parameter, gradient, accumulate=accumulate)
+        self._buffer_of[parameter].add(parameter, gradient, added_up=added_up)
         return None
 
     @property

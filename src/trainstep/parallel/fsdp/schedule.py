@@ -69,6 +69,7 @@ class Schedule:
     def __init__(self, groups: Sequence[GatherGroup], ranks: Ranks, prefetch: int, device: torch.device) -> None:
         self.groups = groups
         self.synchronise = True
+        self.added_up = False  # whether `synchronise` was off since gradients were last complete
         self.passes_running = 0  # forwards of the wrapper
         names = [group.name for group in groups]
         self.agreement = Agreement(ranks.everyone, names, at_once=host_waits(ranks.everyone, device))
@@ -207,18 +208,19 @@ class Schedule:
             if parameter in used:
                 parameter.attach_gradient(gradient)
         self._used, self._undecided, self._first_attached = set(), [], None
-        self._awaits_backward = False
+        self._awaits_backward = self.added_up = False
         self._free_all()
         self.agreement.end_pass()
 
     def discard(self) -> None:
         self._complete()
         for group in self.groups:
+            group.is_unsent = False
             for buffer in group.buffers:
                 buffer.discard()
         self._replicated.discard()
         self._used, self._undecided, self._first_attached = set(), [], None
-        self._awaits_backward = False
+        self._awaits_backward = self.added_up = False
         self._free_all()
 
     def _upcoming(self, call: Call) -> Iterator[GatherGroup]:
@@ -242,7 +244,7 @@ class Schedule:
                 "cannot be differentiated: return it, or keep it in an attribute of the module"
             )
         self._used.add(parameter)
-        replicated = group.take_gradient(parameter, accumulate=not self.synchronise)
+        replicated = group.take_gradient(parameter, added_up=self.added_up)
         if replicated is not None:
             self._replicated.add(parameter, replicated)
         if group.all_arrived:
@@ -265,13 +267,14 @@ class Schedule:
     def _send(self, group: GatherGroup) -> None:
         """Send a group's gradients. Of those sent before, none is still on its way within the replica, and one group's
         shards at most are on their way between replicas; so two groups' gradients are alive at most."""
-        ready = [buffer for buffer in group.buffers if not buffer.is_empty]
-        if ready:
+        if group.is_unsent and group.buffers:
+            group.is_unsent = False
             self.agreement.announce("send", self._numbers[group])
             self._complete(self._at_once - 1)
             for sending in chain.from_iterable(self._under_way):
                 sending.go_on()
-            self._under_way.append([buffer.launch(self._reductions, self._between) for buffer in ready])
+            how = {"added_up": self.added_up}
+            self._under_way.append([each.launch(self._reductions, self._between, **how) for each in group.buffers])
 
     def _complete(self, but: int = 0) -> None:
         """Complete all that were sent, `but` the last ones."""

@@ -177,7 +177,7 @@ class FullyShardedDataParallel(nn.Module):
         That takes the memory of all gradients, unsharded, in the shards' dtype. Several backwards outside of `no_sync`
         before one `finish_gradient_synchronization()` also add up, in the shards: less memory, more communication.
         """
-        before, self._schedule.synchronise = self._schedule.synchronise, False
+        before, self._schedule.synchronise, self._schedule.added_up = self._schedule.synchronise, False, True
         try:
             yield
         finally:

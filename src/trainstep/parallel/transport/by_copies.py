@@ -93,7 +93,7 @@ class PeerCopies:
         def rounds(dtype: torch.dtype) -> list[tuple[Tensor, CopiesFrom, slice]]:
             """Each round's inbox here, the copies to all inboxes, and the part of a row that it is."""
             fit = self._exchange_bytes // (layout.ranks * dtype.itemsize)
-            at_once = fit if fit >= layout.size else max(fit // 128 * 128, 1)  # rows that begin at whole cache lines
+            at_once = fit if fit >= layout.size else fit // 128 * 128 or max(fit, 1)  # whole cache lines
             made = []
             for first in range(0, layout.size, at_once):
                 part = slice(first, min(first + at_once, layout.size))
