@@ -28,6 +28,8 @@ SHAPE = {"vocab_size": 1000, "d_model": 384, "d_ff": 1536, "num_layers": 3, "num
 MODEL = ModelConfig(**SHAPE)
 """That `docs/measure_hosts.py` takes steps of."""
 GROUPS = MODEL.num_layers + 2  # of its parameters under fsdp: blocks, the embedding and the head
+CALLS = {"flat": 30, "sharded-optimizer": 30, "fsdp": None, "hsdp": None}
+"""Tensors in the calls that each scheme's plan is made of: lists of gradients and of slices, or one buffer (None)."""
 COLUMNS = (
     "Mbit/s",
     "scheme",
@@ -85,7 +87,9 @@ def _held(mbit: int, rows: Sequence[ParallelRow], fits: Sequence[CollectiveFitRo
         assert row.status == "ok", row
         assert row.step_ms is not None
         assert alone is not None
-        planned = 1e3 * _planned_s(row, single, _cluster(fits, ranks_each))
+        planned = 1e3 * _planned_s(
+            row, single, _cluster([fit for fit in fits if fit.tensors == CALLS[row.scheme]], ranks_each)
+        )
         found.append(Held(mbit, row.label, ranks_each, alone, row.step_ms - alone, planned))
     return found
 
