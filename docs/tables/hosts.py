@@ -87,9 +87,8 @@ def _held(mbit: int, rows: Sequence[ParallelRow], fits: Sequence[CollectiveFitRo
         assert row.status == "ok", row
         assert row.step_ms is not None
         assert alone is not None
-        planned = 1e3 * _planned_s(
-            row, single, _cluster([fit for fit in fits if fit.tensors == CALLS[row.scheme]], ranks_each)
-        )
+        alike = [fit for fit in fits if fit.tensors == CALLS[row.scheme]]
+        planned = 1e3 * _planned_s(row, single, _cluster(alike, ranks_each))
         found.append(Held(mbit, row.label, ranks_each, alone, row.step_ms - alone, planned))
     return found
 

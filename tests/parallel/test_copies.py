@@ -44,31 +44,19 @@ def test_copies_reach_storage_that_was_freed_in_between():
     _assert_copied(_copied_twice(torch.device("cpu")))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("calls", [2, 0])
-def test_a_gpu_gets_them_in_one_call_but_on_its_default_stream(calls):
-    assert _batch_call() is not None, "a driver of CUDA 12.8 or later"
-    stream = torch.cuda.Stream() if calls else torch.cuda.default_stream()
-    with mock.patch.object(copies, "_batch_call", return_value=mock.Mock(side_effect=_batch_call())) as made:
-        with torch.cuda.stream(stream):
-            found = _copied_twice(torch.device("cuda", torch.cuda.current_device()))
-        torch.cuda.synchronize()
-    assert made.return_value.call_count == calls
-    _assert_copied(found)
-
-
 def _pieces_of_others(device):
     """What pieces of two tensors, others each time, make of a row, and what it should be."""
     row = torch.zeros(64, dtype=torch.bfloat16, device=device)
     pieces, places = [(0, 0), (1, 30), (0, 17)], [(0, 17), (20, 10), (40, 3)]
-    copies, found = CopiesFrom(pieces, [row[first : first + size] for first, size in places]), []
-    for seed in range(2):
-        tensors = [torch.randn(5, 8, generator=torch.Generator().manual_seed(seed)).bfloat16() for _ in range(2)]
+    both, found = CopiesFrom(pieces, [row[first : first + size] for first, size in places]), []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        tensors = [torch.randn(5, 8, generator=generator).bfloat16() for _ in range(2)]
         wanted = torch.zeros(64, dtype=torch.bfloat16)
         for (number, begin), (first, size) in zip(pieces, places, strict=True):
             wanted[first : first + size] = tensors[number].view(-1)[begin : begin + size]
         there = [each.to(device) for each in tensors]
-        copies.start(there)
+        both.start(there)
         found.append((row.clone().cpu(), wanted))
     return found
 
@@ -79,11 +67,13 @@ def test_pieces_are_taken_from_the_tensors_that_are_given():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("calls", [2, 0])
-def test_pieces_on_a_gpu_go_in_one_call(calls):
+@pytest.mark.parametrize("twice", [_copied_twice, _pieces_of_others])
+def test_a_gpu_gets_them_in_one_call_but_on_its_default_stream(twice, calls):
+    assert _batch_call() is not None, "a driver of CUDA 12.8 or later"
     stream = torch.cuda.Stream() if calls else torch.cuda.default_stream()
     with mock.patch.object(copies, "_batch_call", return_value=mock.Mock(side_effect=_batch_call())) as made:
         with torch.cuda.stream(stream):
-            found = _pieces_of_others(torch.device("cuda", torch.cuda.current_device()))
+            found = twice(torch.device("cuda", torch.cuda.current_device()))
         torch.cuda.synchronize()
     assert made.return_value.call_count == calls
     _assert_copied(found)

@@ -264,18 +264,18 @@ class SideStream:
         """
         stream = self._stream
         if stream is None:
-            return self._given(start, before, after)
+            return self._run_on_current(start, before, after)
         device, computing = torch.cuda.current_device(), torch.cuda.current_stream(stream.device)
         stream.wait_stream(computing)
-        torch.cuda.set_stream(stream)  # with its device; torch.cuda.stream() takes three times as long for it
+        torch.cuda.set_stream(stream)  # and its device; torch.cuda.stream() takes the host 10 µs
         try:
-            return self._given(start, before, after)
+            return self._run_on_current(start, before, after)
         finally:
             torch.cuda.set_stream(computing)
             if device != computing.device_index:
                 torch.cuda.set_device(device)
 
-    def _given(
+    def _run_on_current(
         self,
         start: Callable[[], Waitable | None] | None,
         before: Callable[[], object] | None,

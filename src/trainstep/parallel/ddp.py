@@ -246,11 +246,11 @@ class DistributedDataParallel(nn.Module):
             self._start_next()
 
     def _start_next(self) -> None:
-        number = self._since.next
-        bucket = self._buckets[number]
+        position = self._since.next
+        bucket = self._buckets[position]
         bucket.versions = self._versions(bucket)
-        if number:
-            self._buckets[number - 1].go_on()
+        if position:
+            self._buckets[position - 1].go_on()
         bucket.start([self._gradient(number) for number in bucket.numbers], self.reduce_dtype)
         self._since.next += 1
 

@@ -52,7 +52,7 @@ class FullyShardedDataParallel(nn.Module):
         device: where to train; by default where the parameters are, or, from meta, the group's device.
         initialize: for modules on the meta device: fills the parameters and buffers of the one module it is called
             with, not those inside it. By default the module's `reset_parameters()`.
-        transport: what carries parameters, and gradients in a narrower dtype than the shards': `collectives` (NCCL,
+        transport: what carries parameters, and gradients in another dtype than the shards': `collectives` (NCCL,
             Gloo), or `peer-copies` between ranks of one host, which on GPUs leave all multiprocessors to computation.
             auto: peer-copies between GPUs of one host that can read each other's memory, else collectives.
 

@@ -26,7 +26,9 @@ def choose_transport(
 ) -> Transport:
     """The transport asked for; every rank must call it alike, and all of the group get the same.
 
-    `everyone` has the ranks of groups beside this one too, if there are any: what cannot be in one is an error in all.
+    Args:
+        slice_bytes, exchange_bytes: the most that a gather and an exchange take, as `PeerCopies` has them.
+        everyone: the ranks of groups beside this one too, if there are any: what cannot be in one is an error in all.
 
     Raises:
         UsageError: peer-copies were asked for and the ranks cannot copy to each other.
