@@ -10,9 +10,11 @@ from torch import nn
 
 from trainstep.bench.fit.costs import block_costs
 from trainstep.bench.fit.moments import HEAD, LOSS, OTHER, measure_moments
+from trainstep.bench.fit.operators import Operators
 from trainstep.bench.memory import measure_peaks
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError
+from trainstep.measure.timing import device_clock
 from trainstep.plan.fit import Choice, StepCost, peak_of
 from trainstep.training_step import build_step
 from trainstep.workload import Workload, WorkloadSource, builtin_source
@@ -185,3 +187,14 @@ def test_what_a_cache_holds_is_there_whatever_is_chosen_and_a_call_fills_it_once
     costs = block_costs(source_of(lambda: models.append(Caching()) or models[-1]), CONFIG)
     assert models[-1].lengths == [3]
     assert [each.plain_bytes for each in costs] == [64 * 4 * 16] * 3
+
+
+def test_a_result_that_is_changed_in_place_is_not_offered():
+    """As RMSNorm's mean, to which epsilon is added."""
+    x = torch.randn(4, 8, requires_grad=True)
+    operators = Operators(device_clock(torch.device("cpu")))
+    with operators, torch.autograd.graph.saved_tensors_hooks(operators.note_saved, lambda kept: kept):
+        torch.nn.functional.rms_norm(x, (8,), torch.ones(8), 1e-5)
+    sizes = {each.name: each.bytes for each in operators.found()}
+    assert sizes["mean#0"] == 0
+    assert sizes["rsqrt#0"] == 4 * 4

@@ -25,6 +25,7 @@ class Operators(TorchDispatchMode):
         self._clock = clock
         self._counts: dict[str, int] = defaultdict(int)
         self._seen: list[tuple[Result, Any, Any, float]] = []
+        self._maker: dict[int, int] = {}  # address of a storage → place in `_seen` of what made it last
         self._last_saved = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,6 +38,12 @@ class Operators(TorchDispatchMode):
         made = [storage for each in tree_leaves(result) for storage in storages_of(each)]
         is_view = any(storage.data_ptr() in given for storage in made)
         size = 0 if is_view or not can_be_kept(func, args, kwargs) else sum(storage.nbytes() for storage in made)
+        if is_view and func._schema.is_mutable:  # what is changed in place cannot be kept as it was made
+            for place in {self._maker[address] for storage in made if (address := storage.data_ptr()) in self._maker}:
+                changed, *times = self._seen[place]
+                self._seen[place] = dataclasses.replace(changed, bytes=0), times[0], times[1], times[2]
+        elif not is_view:
+            self._maker.update((storage.data_ptr(), len(self._seen)) for storage in made)
         operator = operator_name(func)
         name = f"{operator}#{self._counts[operator]}"
         self._counts[operator] += 1
