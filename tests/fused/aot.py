@@ -46,9 +46,11 @@ class Kernel:
 def kernels_of(head_dim: int, n_vocab: int) -> dict[str, Kernel]:
     """Every kernel as the shapes of a model make it."""
     half = head_dim // 2
-    turn = {"HALF": half, "BLOCK_HALF": 1 << (half - 1).bit_length(), "BLOCK_H": rotary.BLOCK_HEADS}
+    block, turning = rotary.tile(heads := 32, half)
+    turn = {"Q_HEADS": heads, "K_HEADS": heads, "HALF": half, "BLOCK_HALF": 1 << (half - 1).bit_length()}
+    turn["BLOCK_H"] = block
     rows, warps = cross_entropy.layout(n_vocab, -(-n_vocab // cross_entropy.ALIGNED) * cross_entropy.ALIGNED)
-    found = {"rope": Kernel(rotary.rope_kernel, rotary.warps(32, half), turn)}
+    found = {"rope": Kernel(rotary.rope_kernel, turning, turn)}
     for gradient in (False, True):
         constants = rows | {"GRADIENT": gradient}
         kernel = cross_entropy.kernel_for(n_vocab)

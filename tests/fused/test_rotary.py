@@ -34,6 +34,13 @@ def inputs(batch=2, heads=4, kv_heads=4, positions=9, head_dim=16, dtype=torch.f
         {"heads": 20, "kv_heads": 5, "head_dim": 6},
         {"head_dim": 80},
         {"heads": 3, "kv_heads": 1, "positions": 17},
+        {
+            "batch": 1,
+            "heads": 33,
+            "kv_heads": 3,
+            "positions": 2,
+            "head_dim": 130,
+        },  # several blocks, one of queries alone
     ],
     ids=str,
 )
@@ -124,6 +131,7 @@ def test_in_place_refuses_leaves_and_shared_memory() -> None:
         lambda q, k, cos, sin: (q, k.half(), cos, sin),
         lambda q, k, cos, sin: (q, k, cos[:5], sin[:5]),
         lambda q, k, cos, sin: (q, k, cos.requires_grad_(), sin),
+        lambda q, k, cos, sin: (q[:1].expand(70_000, -1, -1, -1), k[:1].expand(70_000, -1, -1, -1), cos, sin),
     ],
 )
 def test_bad_inputs(change) -> None:

@@ -11,6 +11,8 @@ from trainstep.errors import UsageError
 from trainstep.fused.operators import described, operator, require
 from trainstep.fused.triton.rotary import launch_rope
 
+MOST_SEQUENCES = 65_535
+
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """`eager.rope`: q (B, H, S, K), k (B, H', S, K) of one dtype, cos and sin (S, K/2) or longer → both turned.
@@ -43,6 +45,8 @@ def _check_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         what = "cos and sin (S, K/2) with a row for each position"
     elif cos.requires_grad or sin.requires_grad:
         what = "cos and sin that take no gradient"
+    elif q.shape[0] > MOST_SEQUENCES:
+        what = f"at most {MOST_SEQUENCES:,} sequences, which is how far CUDA's grids reach"
     if what:
         raise UsageError(f"fused RoPE takes {what}: got {described(q=q, k=k, cos=cos, sin=sin)}")
 

@@ -65,7 +65,7 @@ class Compiled:
 def arguments(kernel: Any, tensors: dict[str, Tensor], block: int) -> Launch:
     a, b = tensors["a"], tensors["b"]
     named = {"a_desc": Descriptor(a, 4), "a_ptr": a, "b_ptr": b, "size": a.shape[0], "BLOCK": block, "num_warps": 4}
-    return a.shape[0] // block, named
+    return (a.shape[0] // block,), named
 
 
 def launched_with(kernel: Kernel) -> tuple[Any, ...]:

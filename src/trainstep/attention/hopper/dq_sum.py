@@ -128,7 +128,7 @@ def _by_rows(kernel: Any, tensors: dict[str, Tensor], scale: float) -> Launch:
     named = pointers_and_strides(kernel, tensors)
     named |= {"heads": heads, "n_queries": n_queries, "stat_rows": stat_rows, "scale": scale}
     named |= {"HEAD_DIM": head_dim, "BLOCK_D": hopper_block_of(head_dim), "num_warps": 4}
-    return batch * heads * stat_rows // 64, named
+    return (batch * heads * stat_rows // 64,), named
 
 
 launch_prepare = Launcher(prepare_dq_kernel, _by_rows)

@@ -395,10 +395,10 @@ def _arguments(
     *_, n_queries, head_dim = tensors["q"].shape
     block_d = hopper_block_of(head_dim)
     tile, takes_turns = for_rows(tile, block_d, is_causal, n_queries, window)
-    programs, named = on_hopper(kernel, tensors, is_causal, scale, tile, window)
+    (programs,), named = on_hopper(kernel, tensors, is_causal, scale, tile, window)
     if block_d <= 128:
         programs = min(programs, torch.cuda.get_device_properties(tensors["q"].device).multi_processor_count)
-    return programs, named | {"TURNS": takes_turns}
+    return (programs,), named | {"TURNS": takes_turns}
 
 
 launch_forward = Launcher(forward_kernel, _arguments)

@@ -167,8 +167,8 @@ def _round_to_tf32(x):
     return tl.where(x == x, rounded, x)  # adding to the bits of a NaN may make a zero of it
 
 
-Launch = tuple[int, dict[str, Any]]
-"""The number of programs, and by name the kernel's arguments and the compiler's options."""
+Launch = tuple[tuple[int, ...], dict[str, Any]]
+"""The number of programs along one to three axes, and by name the kernel's arguments and the compiler's options."""
 
 
 def tensor_names(kernel: Any) -> list[str]:
@@ -219,7 +219,8 @@ def kernel_arguments(
     values |= {"all_heads": batch * heads, "all_kv_heads": batch * kv_heads, "heads_per_section": heads_per_section}
     values |= {"n_queries": n_queries, "n_keys": n_keys, "scale": scale, "scale_log2": scale * math.log2(math.e)}
     named |= {"IS_CAUSAL": is_causal, "HEAD_DIM": head_dim}
-    return tiles_per_head * batch * owners, named | {name: values[name] for name in kernel.arg_names if name in values}
+    named |= {name: values[name] for name in kernel.arg_names if name in values}
+    return (tiles_per_head * batch * owners,), named
 
 
 class Launcher:
@@ -288,12 +289,12 @@ class Launcher:
     def _asked_for(self, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> Any:
         """The kernel of a launch, compiled or, in Triton's asynchronous mode, perhaps a future one."""
         programs, named = self._arguments(self._kernel, self._named(tensors), *settings)
-        return self._kernel.warmup(grid=(programs, 1, 1), **named)
+        return self._kernel.warmup(grid=(*programs, 1, 1)[:3], **named)
 
     def _first(self, key: Any, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> None:
         tensors = [t.detach() for t in tensors]  # told apart below, also where a caller passes one tensor twice
         programs, named = self._arguments(self._kernel, self._named(tensors), *settings)
-        grid = (programs, 1, 1)
+        grid = (*programs, 1, 1)[:3]
         compiled = _finished(self._kernel[grid](**named))
         if compiled is None:  # Triton's interpreter has nothing to remember
             return

@@ -20,7 +20,7 @@ INTERPRETED = not isinstance(_nothing, triton.runtime.JITFunction)
 """Whether Triton's interpreter was chosen (TRITON_INTERPRET=1 before its import): then kernels run on a CPU."""
 
 
-def named_arguments(kernel: Any, tensors: dict[str, Tensor], programs: int, **named: Any) -> Launch:
+def named_arguments(kernel: Any, tensors: dict[str, Tensor], *programs: int, **named: Any) -> Launch:
     """`named`, and of every tensor called "x": x_ptr, and stride_x where the kernel has it, its first stride."""
     found: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
     found |= {f"stride_{name}": tensor.stride(0) for name, tensor in tensors.items() if tensor.ndim}

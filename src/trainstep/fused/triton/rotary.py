@@ -1,5 +1,8 @@
 """Rotary positions: a program turns all heads of queries and keys at one position of one sequence.
 
+A block of both is under way at a time: the keys are asked for before the queries are written. The number of heads is
+the compiler's to know, so that where a block is all of them there is no loop.
+
 The backward is the same kernel with the angles negated. What is read may be what is written.
 """
 
@@ -10,74 +13,82 @@ import triton.language as tl
 from torch import Tensor
 
 from trainstep.attention.triton import Launch, Launcher
-from trainstep.fused.triton import named_arguments, warps_for
+from trainstep.fused.triton import named_arguments
 
-BLOCK_HEADS = 16
+BLOCK_PAIRS = 2048
+"""Of queries, and as many of keys, that a program holds at a time at most."""
 
 
 @triton.jit
-def _turn_heads(
-    from_ptr, to_ptr, stride_from, stride_to, cos, sin, heads, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Turn `heads` heads of one position, each HALF pairs; the strides are from head to head."""
-    features = tl.arange(0, BLOCK_HALF)
-    for start in range(0, heads, BLOCK_H):
-        head = start + tl.arange(0, BLOCK_H)
-        mask = (head < heads)[:, None] & (features < HALF)[None, :]
-        source = from_ptr + head.to(tl.int64)[:, None] * stride_from + features[None, :]
-        target = to_ptr + head.to(tl.int64)[:, None] * stride_to + features[None, :]
-        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-        turned = (first * cos[None, :] - second * sin[None, :]).to(to_ptr.dtype.element_ty)
-        turned_second = (second * cos[None, :] + first * sin[None, :]).to(to_ptr.dtype.element_ty)
-        tl.store(target, turned, mask=mask)
-        tl.store(target + HALF, turned_second, mask=mask)
+def _pairs_of(ptr, stride, head, heads, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Of heads [BLOCK_H] of one position, each HALF pairs: where the first of each pair is, and which there are."""
+    features = tl.arange(0, BLOCK_HALF)[None, :]
+    return ptr + head.to(tl.int64)[:, None] * stride + features, (head < heads)[:, None] & (features < HALF)
 
 
-@triton.jit(do_not_specialize=["positions"])
+@triton.jit
+def _load_pairs(first_ptr, mask, HALF: tl.constexpr):
+    first = tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32)
+    return first, tl.load(first_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_turned(first_ptr, mask, first, second, cos, sin, HALF: tl.constexpr):
+    dtype = first_ptr.dtype.element_ty
+    tl.store(first_ptr, (first * cos - second * sin).to(dtype), mask=mask)
+    tl.store(first_ptr + HALF, (second * cos + first * sin).to(dtype), mask=mask)
+
+
+@triton.jit
 def rope_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, oq_ptr, ok_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     stride_oqb, stride_oqh, stride_oqn, stride_okb, stride_okh, stride_okn, stride_cos, stride_sin,
-    positions, q_heads, k_heads, sign,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+    sign,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """q, oq (batch, q_heads, positions, 2 HALF), k, ok with k_heads; cos, sin (positions, HALF). sign: 1.0 or -1.0."""
-    program = tl.program_id(0)
-    batch = (program // positions).to(tl.int64)
-    place = (program % positions).to(tl.int64)
+    """q, oq (batch, Q_HEADS, positions, 2 HALF), k, ok with K_HEADS; cos, sin (positions, HALF). sign: 1.0 or -1.0."""
+    place = tl.program_id(0).to(tl.int64)
+    batch = tl.program_id(1).to(tl.int64)
     features = tl.arange(0, BLOCK_HALF)
-    cos = tl.load(cos_ptr + place * stride_cos + features, mask=features < HALF, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + place * stride_sin + features, mask=features < HALF, other=0.0).to(tl.float32) * sign
-    _turn_heads(
-        q_ptr + batch * stride_qb + place * stride_qn, oq_ptr + batch * stride_oqb + place * stride_oqn,
-        stride_qh, stride_oqh, cos, sin, q_heads, HALF, BLOCK_HALF, BLOCK_H,
-    )  # fmt: skip
-    _turn_heads(
-        k_ptr + batch * stride_kb + place * stride_kn, ok_ptr + batch * stride_okb + place * stride_okn,
-        stride_kh, stride_okh, cos, sin, k_heads, HALF, BLOCK_HALF, BLOCK_H,
-    )  # fmt: skip
+    cos = tl.load(cos_ptr + place * stride_cos + features, mask=features < HALF, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + place * stride_sin + features, mask=features < HALF, other=0.0).to(tl.float32)[None, :]
+    sin *= sign
+    q_ptr += batch * stride_qb + place * stride_qn
+    k_ptr += batch * stride_kb + place * stride_kn
+    oq_ptr += batch * stride_oqb + place * stride_oqn
+    ok_ptr += batch * stride_okb + place * stride_okn
+    for start in tl.static_range(0, max(Q_HEADS, K_HEADS), BLOCK_H):
+        head = start + tl.arange(0, BLOCK_H)
+        queries, q_mask = _pairs_of(q_ptr, stride_qh, head, Q_HEADS, HALF, BLOCK_HALF)
+        keys, k_mask = _pairs_of(k_ptr, stride_kh, head, K_HEADS, HALF, BLOCK_HALF)
+        q_first, q_second = _load_pairs(queries, q_mask, HALF)
+        k_first, k_second = _load_pairs(keys, k_mask, HALF)
+        queries, q_mask = _pairs_of(oq_ptr, stride_oqh, head, Q_HEADS, HALF, BLOCK_HALF)
+        keys, k_mask = _pairs_of(ok_ptr, stride_okh, head, K_HEADS, HALF, BLOCK_HALF)
+        _store_turned(queries, q_mask, q_first, q_second, cos, sin, HALF)
+        _store_turned(keys, k_mask, k_first, k_second, cos, sin, HALF)
 
 
-def warps(q_heads: int, half: int) -> int:
-    """By the numbers that a program holds and that are no padding: two loads and two stores of each head's pairs."""
-    return warps_for(4 * min(BLOCK_HEADS, q_heads) * half)
+def tile(heads: int, half: int) -> tuple[int, int]:
+    """Heads in a block, of the more of queries and keys, and warps; those that were fastest on an H200."""
+    block = min(triton.next_power_of_2(heads), max(1, BLOCK_PAIRS // triton.next_power_of_2(half)))
+    return block, 4 if min(block, heads) * half <= 1280 else 8
 
 
 def _by_position(kernel: Any, tensors: dict[str, Tensor], sign: float) -> Launch:
     q, k = tensors["q"], tensors["k"]
     batch, q_heads, positions, head_dim = q.shape
-    half = head_dim // 2
+    half, k_heads = head_dim // 2, k.shape[1]
+    block, warps = tile(max(q_heads, k_heads), half)
     strides = {
         f"stride_{name}{axis}": stride
         for name in ("q", "k", "oq", "ok")
         for axis, stride in zip("bhn", tensors[name].stride(), strict=False)
     }
     return named_arguments(
-        kernel, tensors, batch * positions, **strides, positions=positions, q_heads=q_heads, k_heads=k.shape[1],
-        sign=sign, HALF=half, BLOCK_HALF=triton.next_power_of_2(half), BLOCK_H=BLOCK_HEADS,
-        num_warps=warps(q_heads, half),
+        kernel, tensors, positions, batch, **strides, sign=sign, Q_HEADS=q_heads, K_HEADS=k_heads, HALF=half,
+        BLOCK_HALF=triton.next_power_of_2(half), BLOCK_H=block, num_warps=warps,
     )  # fmt: skip
 
 
