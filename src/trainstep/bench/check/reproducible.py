@@ -20,6 +20,9 @@ from trainstep.precision import PrecisionName
 REPEATS = 1e-3
 """Gradients of one batch and the same weights that are further apart were made by other random numbers: on a GPU, sums
 in another order bring them 1e-5 apart."""
+ROUNDINGS = 4
+"""The same in a 16-bit precision, in roundings of it. Kernels that add up in any order brought a bf16 Llama of 24
+blocks 1.06 of them apart on an H200, where random roundings of all operators would allow 13; other masks make it 90."""
 SEEDS = "torch, numpy and `random` are seeded before the factory is called; seed any other generator there"
 
 
@@ -38,7 +41,7 @@ def check_same_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]
 def check_same_gradients(first: Gradients, second: Gradients, precision: PrecisionName) -> None:
     """Raise `NotReproducibleError` where the same weights and batch gave other gradients."""
     apart = Rounding.between(second, first).relative(first)
-    if not apart <= max(REPEATS, one_rounding(precision)) or first.by_name.keys() != second.by_name.keys():
+    if not apart <= max(REPEATS, ROUNDINGS * one_rounding(precision)) or first.by_name.keys() != second.by_name.keys():
         raise NotReproducibleError(
             f"not reproducible: the same weights and batch gave gradients that are {apart:.2g} apart; {SEEDS}"
         )

@@ -153,7 +153,8 @@ class StepCheck:
         self.source, self.plain = source, plain
         self._too_large: set[StepConfig] = set()
         self._references: tuple[Reference, Reference] | None = None
-        self._unlike: NotReproducibleError | None = None
+        self._unlike = ""
+        """Why the workload can be held against nothing; empty where it can."""
         self._held_against = ""
         self._not_plain = ""
         """Why the plain step is not the reference; empty where it is."""
@@ -168,14 +169,14 @@ class StepCheck:
 
     def _refer_to(self, plain: StepConfig) -> tuple[Reference, Reference]:
         """The plain step as it is, and with its dropout switched off: the same one where it has none."""
-        if self._unlike is not None:
-            raise self._unlike
+        if self._unlike:
+            raise NotReproducibleError(self._unlike)
         try:
             with without_dropout() as seen:
                 without = Reference(self.source, plain)
             return Reference(self.source, plain) if seen.calls else without, without
         except NotReproducibleError as error:
-            self._unlike = error
+            self._unlike = str(error)  # the error itself would keep weights and gradients in memory, by its traceback
             raise
 
     @property
