@@ -155,12 +155,12 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "memory-fit-gpt2": partial(
         _fits,
         "h200-fit-gpt2",
-        "GPT-2 of transformers, 16 × 1,024 tokens, bf16, SDPA, fused AdamW; budgets of 50, 65, 80 %",
+        "GPT-2 of transformers, 64 × 1,024 tokens, bf16, SDPA, fused AdamW; budgets of 50, 65, 80 %",
     ),
     "memory-fit-llama": partial(
         _fits,
         "h200-fit-llama",
-        "A Llama of 1.04 B from transformers, 8 × 1,024 tokens, bf16, SDPA, fused AdamW; budgets of 50, 65, 80 %",
+        "A Llama of 1.04 B from transformers, 8 × 2,048 tokens, bf16, SDPA, fused AdamW; budgets of 50, 65, 80 %",
     ),
     "memory-owners": partial(plain, "h200-allocations", kinds.OwnerRow, brief=False),
     "memory-largest": partial(plain, "h200-allocations", kinds.AllocationRow, brief=False),
