@@ -6,7 +6,7 @@ What the backends do, in torch 2.11 to 2.13 (lists: calls over several tensors, 
 |---|---|---|---|
 | all-reduce, broadcast, all-gather, all-to-all | yes | yes | copied to the host and back |
 | all-reduce of a list | one launch | packed | refused |
-| reduce-scatter of a list | one launch | all-reduce of each, cut in the wait | likewise |
+| reduce-scatter, of a list too | one launch | all-reduce of each, cut in the wait | likewise |
 | all-gather of a list | one launch | corrupts the heap now and then | the host reads the GPU's addresses |
 | means | on the way | no | no |
 | the host | goes on | waits | waits |

@@ -11,7 +11,7 @@ Tensors of a CPU take the same way, in plain memory: so lists are packed for Glo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,17 +36,23 @@ def to_host(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 class Staged:
-    """A call under way over the host's memory; waiting for it brings the results back: (from, to)."""
+    """A call under way over the host's memory; waiting for it brings the results back: (from, to).
 
-    def __init__(self, work: dist.Work, back: Sequence[tuple[Tensor, Tensor]]) -> None:
+    `before` makes of what has come what is to be brought back.
+    """
+
+    def __init__(
+        self, work: dist.Work, back: Sequence[tuple[Tensor, Tensor]], before: Callable[[], object] = lambda: None
+    ) -> None:
         self._work: dist.Work | None = work
-        self._back = back
+        self._back, self._before = back, before
 
     def wait(self) -> None:
         """The host waits for Gloo, the current stream for the copies."""
         if self._work is None:
             return
         self._work.wait()
+        self._before()
         for source, target in self._back:
             target.copy_(source, non_blocking=True)  # torch keeps pinned memory until streams are through with it
-        self._work, self._back = None, ()
+        self._work, self._back, self._before = None, (), lambda: None

@@ -5,7 +5,6 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.parallel.nets import batch
 from trainstep.checkpointing import Checkpointing
@@ -54,7 +53,7 @@ class Recorder:
             (gradients, "all_reduce_mean"),
         ):
             self._replace(module, name, functools.partial(self._send_list, name, getattr(module, name)))
-        self._replace(dist, "all_to_all_single", functools.partial(self._send_one, dist.all_to_all_single))
+        self._replace(by_collectives, "all_to_all", functools.partial(self._send_one, by_collectives.all_to_all))
         return self
 
     def __exit__(self, *_):
@@ -69,9 +68,9 @@ class Recorder:
         self.sent.append((name, sum(tensor.nbytes for tensor in tensors)))
         return original(tensors, group, *slices)
 
-    def _send_one(self, original, output, tensor, **options):
-        self.sent.append(("all_to_all", tensor.nbytes))
-        return original(output, tensor, **options)
+    def _send_one(self, original, receive, send, group):
+        self.sent.append(("all_to_all", send.nbytes))
+        return original(receive, send, group)
 
     def of(self, kind):
         return [number for what, number in self.events if what == kind]
