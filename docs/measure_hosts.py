@@ -1,11 +1,11 @@
 """Measure what steps on two hosts send to each other, at 1 and 10 Gbit/s: docs/results/cpu-hosts.jsonl.
 
-    python docs/measure_hosts.py               # as root, ten minutes on two cores, which nothing else should use
+    python docs/measure_hosts.py               # as root, twelve minutes on two cores, which nothing else should use
     python docs/measure_hosts.py --mbit 1000   # one bandwidth; what was measured of the other stays
 
 Two hosts are network namespaces of this machine, joined by a switch whose ports take so many megabits a second. First
-the collectives are timed that the plan is calibrated with, then steps. `docs/theory.md` holds the plan against them.
-Rows say in their environment how fast the network was.
+the collectives are timed that the plan is calibrated with, as many at once as a step has, then steps. `docs/theory.md`
+holds the plan against them. Rows say in their environment how fast the network was, and how many worlds ran at once.
 """
 
 from __future__ import annotations
@@ -29,38 +29,46 @@ SIZE = " ".join(f"--{name.replace('_', '-')} {getattr(MODEL, name)}" for name in
 STEP = "--batch 1 --context 32 --steps 6 --warmup 2 --rounds 2"
 CALLS = "--collective all-reduce,all-gather,reduce-scatter --size-mb 4,10,25 --tensors 1,30"
 COLLECTIVES = f"bench collectives {CALLS} --steps 10"
-RUNS = {  # ranks on each of so many hosts → commands
-    (1, 2): (COLLECTIVES, f"bench parallel --size tiny {SIZE} {STEP} --scheme single,flat,sharded-optimizer,fsdp"),
-    (2, 1): (COLLECTIVES,),
-    (2, 2): (f"bench parallel --size tiny {SIZE} {STEP} --scheme single,hsdp",),
-}
+PAIR, ROWS, COLUMNS = ((0, 1),), ((0,), (1,)), ((0, 1), (1, 0))
+"""The hosts of each world that runs at the same time; it meets at its first."""
+RUNS: Sequence[tuple[int, Sequence[Sequence[int]], str]] = (  # ranks of a world on each of its hosts, worlds, command
+    (1, PAIR, COLLECTIVES),
+    (1, PAIR, f"bench parallel --size tiny {SIZE} {STEP} --scheme single,flat,sharded-optimizer,fsdp"),
+    (2, ROWS, COLLECTIVES),
+    (1, COLUMNS, COLLECTIVES),
+    (2, PAIR, f"bench parallel --size tiny {SIZE} {STEP} --scheme single,hsdp"),
+)
 
 
 def measure(mbit: int, folder: Path) -> list[Row]:
     """The rows of all runs at a bandwidth."""
     rows: list[Row] = []
-    for (ranks, count), commands in RUNS.items():
-        for number, command in enumerate(commands):
-            out = folder / f"{mbit}-{ranks}-{count}-{number}"
-            rows += run(command, mbit, ranks, count, out)
-    kept = [*of_kind(rows, CollectiveFitRow), *of_kind(rows, ParallelRow)]
-    return [dataclasses.replace(row, samples={}, environment={**row.environment, "mbit": mbit}) for row in kept]
+    for number, (ranks, worlds, command) in enumerate(RUNS):
+        where = {"mbit": mbit, "worlds": len(worlds)}
+        found = run(command, mbit, ranks, worlds, folder / f"{mbit}-{number}")
+        kept = [*of_kind(found, CollectiveFitRow), *of_kind(found, ParallelRow)]
+        rows += [dataclasses.replace(row, samples={}, environment={**row.environment, **where}) for row in kept]
+    return rows
 
 
-def run(command: str, mbit: int, ranks: int, count: int, out: Path) -> list[Row]:
-    """The rows of one command."""
-    print(f"{mbit} Mbit/s, {ranks} ranks on each of {count} hosts: {command}", flush=True)
-    words = ["-m", "trainstep", *command.split(), "--device", "cpu", "--out", str(out)]
+def run(command: str, mbit: int, ranks: int, worlds: Sequence[Sequence[int]], folder: Path) -> list[Row]:
+    """The rows of the first world."""
+    folder.mkdir()
+    print(
+        f"{mbit} Mbit/s, {len(worlds)} worlds of {ranks} ranks on each of {len(worlds[0])} hosts: {command}", flush=True
+    )
     with Hosts(2) as hosts:
         hosts.limit(mbit)
-        logs = [out.with_suffix(f".{name}.log") for name in hosts.names[:count]]
-        running = [
-            hosts.torchrun(host, *words, log=log, nodes=str(count), ranks=ranks) for host, log in enumerate(logs)
-        ]
-        codes = [each.wait() for each in running]
-    if any(codes):
-        sys.exit(logs[0].read_text(errors="replace")[-3000:])
-    return read_records(out / "results.jsonl")
+        running = {}
+        for number, own in enumerate(worlds):
+            words = ["-m", "trainstep", *command.split(), "--device", "cpu", "--out", str(folder / str(number))]
+            for host in own:
+                log = folder / f"{number}-{host}.log"
+                running[log] = hosts.torchrun(host, *words, log=log, nodes=str(len(own)), ranks=ranks, meets=own[0])
+        for log, each in running.items():
+            if each.wait():
+                sys.exit(log.read_text(errors="replace")[-3000:])
+    return read_records(folder / "0" / "results.jsonl")
 
 
 def main(asked: Sequence[int], before: Sequence[Row]) -> None:

@@ -1,13 +1,16 @@
 """The table of steps between two hosts, measured and as the plan has them (`docs/measure_hosts.py`).
 
-The plan's time of what is sent comes from the collectives that were timed at the same bandwidth. What it hides behind
-is the step's own computation, as the step without communication measured it: no datasheet knows the CPU it ran on.
+The plan's time of what is sent comes from the collectives that were timed at the same bandwidth, as many at once as the
+scheme has. What it hides behind is the step's own computation, as the step without communication measured it: no
+datasheet knows the CPU it ran on. While it is hidden it takes that computation's cores, as long as the timed calls kept
+them busy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 from tables import results
 from trainstep.config import ModelConfig
@@ -30,6 +33,8 @@ MODEL = ModelConfig(**SHAPE)
 GROUPS = MODEL.num_layers + 2  # of its parameters under fsdp: blocks, the embedding and the head
 CALLS = {"flat": 30, "sharded-optimizer": 30, "fsdp": None, "hsdp": None}
 """Tensors in the calls that each scheme's plan is made of: lists of gradients and of slices, or one buffer (None)."""
+CORES = 2
+"""Of the machine, which all ranks share."""
 COLUMNS = (
     "Mbit/s",
     "scheme",
@@ -87,21 +92,26 @@ def _held(mbit: int, rows: Sequence[ParallelRow], fits: Sequence[CollectiveFitRo
         assert row.status == "ok", row
         assert row.step_ms is not None
         assert alone is not None
-        alike = [fit for fit in fits if fit.tensors == CALLS[row.scheme]]
+        alike = [fit for fit in fits if fit.tensors == CALLS[row.scheme] and fit.environment["worlds"] == ranks_each]
         planned = 1e3 * _planned_s(row, single, _cluster(alike, ranks_each))
         found.append(Held(mbit, row.label, ranks_each, alone, row.step_ms - alone, planned))
     return found
 
 
 def _cluster(fits: Sequence[CollectiveFitRow], ranks_each: int) -> Cluster:
-    """Two hosts whose ranks share a network card."""
-    (inside,) = [fit for fit in fits if fit.hosts is None and fit.collective == "all-reduce"]
-    network = {
-        name: Link(link.overhead_s, link.bus_bytes_per_s / ranks_each) for name, link in network_links(fits).items()
+    """Two hosts, each collective at what it took while the other ranks did the same."""
+    network = network_links(fits)
+    inside = {
+        fit.collective: Link((fit.overhead_us or 0) / 1e6, (fit.bus_gb_s or 0) * 1e9)
+        for fit in fits
+        if fit.hosts is None
     }
-    link = Link((inside.overhead_us or 0) / 1e6, (inside.bus_gb_s or 0) * 1e9)
+    busy = mean(fit.cpu_share or 0 for fit in fits)
     nothing: dict[str, float] = {}
-    machine = Machine("a CPU", nothing, 1.0, 0, 1, nothing, link, network=network, interference=0.0)
+    machine = Machine(
+        "a CPU", nothing, 1.0, 0, 1, nothing, network["all-reduce"], by_collective=inside, network=network,
+        interference=min(1.0, busy * 2 * ranks_each / CORES),
+    )  # fmt: skip
     return Cluster(machine, ranks_each, 2, network["all-reduce"].bus_bytes_per_s)
 
 
@@ -118,7 +128,8 @@ def _planned_s(row: ParallelRow, single: ParallelRow, cluster: Cluster) -> float
         PhaseSeconds(forward, 0.0), PhaseSeconds(backward, 0.0), PhaseSeconds(optimizer * layout.updated, 0.0)
     )
     moved = Exchange(size, size, size, GROUPS, not_again=4 * kept_groups(MODEL))
-    return exchange_seconds(layout, cluster, compute, moved)[1]
+    busy, exposed = exchange_seconds(layout, cluster, compute, moved)
+    return exposed + cluster.machine.interference * max(0.0, busy - exposed)
 
 
 def hosts_table() -> Table:

@@ -2,16 +2,18 @@
 
 Each case is first checked: the tensors hold small whole numbers, whose sums are exact. Then all ranks are lined up
 before every call (on a GPU by a small all-reduce in the same stream, so that what is timed starts at the same moment on
-every device), and each takes its own time. A call lasts as long as on its slowest rank. At the end a line of overhead
+every device), and each takes its own time. A call lasts as long as on its slowest rank. How long it keeps a rank's
+cores busy is told too: over Gloo that is time which computation beside it does not have. At the end a line of overhead
 and bandwidth is fitted for every collective.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from torch import Tensor
 from trainstep.bench.cases import CollectiveCase
 from trainstep.bench.outcome import Failure, classify, failed_row
 from trainstep.casting import DTYPES
+from trainstep.config import PhaseContext
 from trainstep.errors import UsageError
 from trainstep.kinds import CollectiveFitRow, CollectiveRow
 from trainstep.measure.environment import describe, gpu_state
@@ -38,6 +41,7 @@ class _Part:
     """One rank's part in a case."""
 
     milliseconds: list[float] = field(default_factory=list)  # of every timed call
+    cpu_ms: float = 0.0  # of its median one, of all threads of the rank
     wrong: bool = False
     failure: Failure | None = None
 
@@ -98,8 +102,15 @@ def _take_part(
         tensor.zero_()
     line_up = partial(dist.all_reduce, torch.zeros(1, device=process.device), group=group)
     clock = device_clock(process.device)
-    timing = time_steps(lambda _: call(tensors, group), device=clock, warmup=warmup, steps=steps, cover=line_up)
-    return _Part([sample.ms for sample in timing.samples])
+    busy: list[float] = []
+
+    def timed(_: PhaseContext) -> None:
+        begin = time.process_time()
+        call(tensors, group)
+        busy.append(1e3 * (time.process_time() - begin))
+
+    timing = time_steps(timed, device=clock, warmup=warmup, steps=steps, cover=line_up)
+    return _Part([sample.ms for sample in timing.samples], median(busy[warmup:]))
 
 
 _CALLS: dict[str, Callable[[list[Tensor], dist.ProcessGroup], object]] = {
@@ -157,6 +168,7 @@ def _row(case: CollectiveCase, process: Process, parts: Sequence[_Part]) -> Coll
         fastest_rank_ms=min(by_rank),
         slowest_rank_ms=max(by_rank),
         slowest_rank=by_rank.index(max(by_rank)),
+        cpu_ms=mean(part.cpu_ms for part in parts),
         algorithm_gb_s=bytes_per_s / 1e9,
         bus_gb_s=bytes_per_s * bus_factor(case.collective, case.world_size) / 1e9,
         **gpu_state(process.device),  # type: ignore[arg-type]  # columns of `GpuState`
@@ -205,5 +217,6 @@ def _fits(rows: Sequence[CollectiveRow]) -> Iterator[CollectiveFitRow]:
         if fit is not None:
             case = {name: value for name, value in first.case.items() if name != "size_mb"}
             values = {"sizes": len(points), "worst_error": fit.worst_error}
+            values["cpu_share"] = median((row.cpu_ms or 0.0) / row.times["time"].median for row in measured)
             values |= {"overhead_us": fit.link.overhead_s * 1e6, "bus_gb_s": fit.link.bus_bytes_per_s / 1e9}
             yield make_row(CollectiveFitRow, case, values, environment=first.environment)

@@ -19,6 +19,7 @@ class CollectiveRow(GpuState, Timed, kind="collective"):
     fastest_rank_ms: float | None = None
     slowest_rank_ms: float | None = None
     slowest_rank: int | None = None
+    cpu_ms: float | None = None  # that a call keeps cores busy for, all threads of a rank; the mean of the ranks
     algorithm_gb_s: float | None = None
     bus_gb_s: float | None = None  # bytes on each link of a ring over the time
     wrong_ranks: tuple[int, ...] | None = None  # those that did not get what they should
@@ -36,6 +37,7 @@ class CollectiveFitRow(Row, kind="collective fit"):
     sizes: int | None = None
     overhead_us: float | None = None
     bus_gb_s: float | None = None
+    cpu_share: float | None = None  # of a call's time, for which it keeps a core of a rank busy
     worst_error: float | None = None
 
 

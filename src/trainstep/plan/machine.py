@@ -46,6 +46,8 @@ class Machine:
     multiprocessors: int
     peak_flops: Mapping[str, float]  # the datasheet's: what utilisation is a fraction of
     link: Link  # between GPUs of one node
+    by_collective: Mapping[CollectiveName, Link] = field(default_factory=dict)
+    """The same of collectives that have one of their own."""
     network: Mapping[CollectiveName, Link] = field(default_factory=dict)
     """Between GPUs of several nodes, for one GPU of each, where it was measured."""
     optimizer_fraction: Mapping[str, float] = field(default_factory=lambda: dict(OPTIMIZER_FRACTION))
@@ -108,7 +110,7 @@ class Cluster:
         """
         here = max(1, min(ranks, self.gpus_per_node // stride))
         nodes = math.ceil(ranks / here)
-        link = self.machine.link
+        link = self.machine.by_collective.get(collective, self.machine.link)
         rates = [link.bus_bytes_per_s] if here > 1 else []
         overhead = link.overhead_s
         if nodes > 1:

@@ -33,6 +33,7 @@ COLLECTIVE = define(
     columns.median("time (ms) [95 %]", "time"),
     replace(columns.mean("mean ± std", "time"), page=False),
     *columns.values({"fastest rank (ms)": "fastest_rank_ms", "slowest rank (ms)": "slowest_rank_ms"}, brief=False),
+    columns.value("CPU (ms)", "cpu_ms", brief=False),
     *columns.values({"algorithm GB/s": "algorithm_gb_s", "bus GB/s": "bus_gb_s"}),
     columns.OUTCOME,
 )
@@ -41,6 +42,7 @@ FIT = define(
     "What a call costs: an overhead, and bytes on each link at a bandwidth",
     *_COLLECTIVES,
     *columns.values({"overhead (µs)": "overhead_us", "bus GB/s": "bus_gb_s"}),
+    columns.value("CPU (share)", "cpu_share", brief=False),
     columns.value("sizes", "sizes", page=False),
     columns.value("worst error (%)", "worst_error", digits=2),
 )
