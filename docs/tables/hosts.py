@@ -23,6 +23,7 @@ from trainstep.plan.roofline import PhaseSeconds, StepSeconds
 from trainstep.plan.strategies import Layout, kept_groups
 from trainstep.report.numbers import number
 from trainstep.report.subjects.parallel import alone_ms
+from trainstep.report.subjects.workload import where
 from trainstep.report.tables import Table, text_table
 from trainstep.schemes import SCHEMES
 
@@ -99,17 +100,22 @@ def _held(mbit: int, rows: Sequence[ParallelRow], fits: Sequence[CollectiveFitRo
 
 
 def _cluster(fits: Sequence[CollectiveFitRow], ranks_each: int) -> Cluster:
-    """Two hosts, each collective at what it took while the other ranks did the same."""
+    """Two hosts, each collective at what it took while the other ranks did the same.
+
+    With one rank on each all calls go between them; with more, HSDP's, what is gathered and scattered stays within.
+    """
     network = network_links(fits)
     inside = {
         fit.collective: Link((fit.overhead_us or 0) / 1e6, (fit.bus_gb_s or 0) * 1e9)
         for fit in fits
         if fit.hosts is None
     }
-    busy = mean(fit.cpu_share or 0 for fit in fits)
+    made = [fit for fit in fits if ranks_each == 1 or (fit.hosts is None) == (fit.collective != "all-reduce")]
+    busy = mean(fit.cpu_share or 0 for fit in made)  # whichever takes longest
     nothing: dict[str, float] = {}
+    link = inside.get("all-reduce", network["all-reduce"])
     machine = Machine(
-        "a CPU", nothing, 1.0, 0, 1, nothing, network["all-reduce"], by_collective=inside, network=network,
+        "a CPU", nothing, 1.0, 0, 1, nothing, link, by_collective=inside, network=network,
         interference=min(1.0, busy * 2 * ranks_each / CORES),
     )  # fmt: skip
     return Cluster(machine, ranks_each, 2, network["all-reduce"].bus_bytes_per_s)
@@ -135,11 +141,10 @@ def _planned_s(row: ParallelRow, single: ParallelRow, cluster: Cluster) -> float
 def hosts_table() -> Table:
     """Measured and planned, a row for each scheme and bandwidth."""
     rows = results(NAME, ParallelRow)
-    where = rows[0].environment
     millions = next(row.start_weights_gib or 0 for row in rows if row.scheme == "single") * GIB / 4e6
     title = (
-        f"Two hosts as network namespaces, Gloo between them; a decoder of {millions:.1f} M parameters in fp32; "
-        f"{where['cpu']}, two cores, torch {where['torch']}, {where['date']}, commit {where['commit']}"
+        f"Two hosts as network namespaces on {CORES} cores, Gloo between them; a decoder of {millions:.1f} M "
+        f"parameters in fp32; {where(rows)}"
     )
     cells = [
         (

@@ -48,7 +48,13 @@ def test_under_torchrun_the_first_rank_writes_what_all_ranks_measured(tmp_path):
         assert row.values["algorithm_gb_s"] == pytest.approx(payload / row.values["time_ms"] / 1e6, rel=1e-4)
         factor = {"all-reduce": 1, "all-gather": 0.5, "reduce-scatter": 0.5, "broadcast": 1}[row.case["collective"]]
         assert row.values["bus_gb_s"] == pytest.approx(factor * row.values["algorithm_gb_s"], rel=1e-4)
-    assert {row.case["collective"] for row in records if row.kind == "collective fit"} <= set(COLLECTIVES)
+        assert row.values["cpu_ms"] > 0, "some of each call is a rank's own"
+    fits = [row for row in records if row.kind == "collective fit"]
+    assert {row.case["collective"] for row in fits} <= set(COLLECTIVES)
+    for fit in fits:
+        own = [row for row in rows if row.case["collective"] == fit.case["collective"]]
+        shares = [row.values["cpu_ms"] / row.values["time_ms"] for row in own]
+        assert fit.values["cpu_share"] == pytest.approx(sum(shares) / 2, rel=1e-4), "the median of two sizes"
     assert (tmp_path / "report.html").exists()
     assert (tmp_path / "tables" / "collective.md").exists()
 

@@ -46,11 +46,11 @@ class Kernel:
 def kernels_of(head_dim: int, n_vocab: int) -> dict[str, Kernel]:
     """Every kernel as the shapes of a model make it."""
     half = head_dim // 2
-    block, turning = rotary.tile(heads := 32, half)
-    turn = {"Q_HEADS": heads, "K_HEADS": heads, "HALF": half, "BLOCK_HALF": 1 << (half - 1).bit_length()}
-    turn["BLOCK_H"] = block
+    block, turning = rotary.tile(32, half)
+    turn = {"Q_HEADS": 32, "K_HEADS": 32, "HALF": half, "BLOCK_HALF": 1 << (half - 1).bit_length(), "BLOCK_H": block}
     rows, warps = cross_entropy.layout(n_vocab, -(-n_vocab // cross_entropy.ALIGNED) * cross_entropy.ALIGNED)
     found = {"rope": Kernel(rotary.rope_kernel, turning, turn)}
+    found["rope, grouped"] = Kernel(rotary.rope_kernel, turning, turn | {"Q_HEADS": 48, "K_HEADS": 8})
     for gradient in (False, True):
         constants = rows | {"GRADIENT": gradient}
         kernel = cross_entropy.kernel_for(n_vocab)

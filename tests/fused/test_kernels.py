@@ -74,5 +74,6 @@ def test_profiles_know_them(n_vocab) -> None:
     named = {name: each.kernel.fn.__name__ for name, each in kernels_of(16, n_vocab).items()}
     families = {name: kernel_family(kernel) for name, kernel in named.items()}
     losses = dict.fromkeys(("loss, gradient False", "loss, gradient True"), "softmax")
-    assert families == {"rope": "elementwise", "scale": "elementwise", "targets": "reduction"} | losses
+    turns = dict.fromkeys(("rope", "rope, grouped"), "elementwise")
+    assert families == {**turns, "scale": "elementwise", "targets": "reduction"} | losses
     assert len(set(named.values())) == 4

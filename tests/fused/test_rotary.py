@@ -40,7 +40,7 @@ def inputs(batch=2, heads=4, kv_heads=4, positions=9, head_dim=16, dtype=torch.f
             "kv_heads": 3,
             "positions": 2,
             "head_dim": 130,
-        },  # several blocks, one of queries alone
+        },  # three blocks of queries, one of keys
     ],
     ids=str,
 )
@@ -88,8 +88,13 @@ def test_strides_are_kept() -> None:
     assert (dq.shape, dk.shape) == (q.shape, k.shape)
 
 
-def test_in_place() -> None:
-    q, k, cos, sin = inputs()
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"heads": 33, "kv_heads": 3, "head_dim": 130}, {"heads": 2, "kv_heads": 18, "head_dim": 130}],
+    ids=["one block", "more blocks of queries", "more blocks of keys"],
+)
+def test_in_place(shape) -> None:
+    q, k, cos, sin = inputs(**shape)
     moved = [(x * 1.0).transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)]
     found = rope(*moved, cos, sin, in_place=True)
     expected = eager.rope(q, k, cos, sin)

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from tests.fused.places import DEVICE, DTYPES, HERE, draw
 from trainstep.bench.check.fused import compare, differentiate, expected
-from trainstep.run.changes.rotary import HOW, Rotary
+from trainstep.run.changes.rotary import HOW, Rotary, _kernel_takes
 
 pytestmark = HERE
 LENGTH, WIDTH = 7, 12
@@ -182,3 +182,9 @@ def test_a_gpu_is_asked_for_its_tables_until_the_first_update_only(home):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(second, first)
+
+
+def test_more_sequences_than_a_grid_has_are_left_to_the_script():
+    cos = sin = torch.ones(1, 1, 2, device=DEVICE)
+    taken = [_kernel_takes(*[torch.ones(count, 1, 1, 2, device=DEVICE)] * 2, cos, sin) for count in (65_535, 65_536)]
+    assert taken == [True, False]

@@ -161,7 +161,7 @@ def _kinds(process):
 
 
 @pytest.mark.distributed
-def test_between_cpus_nothing_is_staged_but_by_force(two):
+def test_between_cpus_an_all_reduce_is_staged_by_force_alone(two):
     for (plain, forced), tensors in two.run(_kinds):
         assert plain is not Staged
         assert forced is Staged

@@ -165,6 +165,9 @@ def test_links_of_groups():
     assert many.group_link("all-gather", 32).bus_bytes_per_s == min(H200.link.bus_bytes_per_s, 8 * 4e10)
     assert many.group_link("all-gather", 8, stride=4).bus_bytes_per_s == 2 * 4e10
     assert many.group_link("all-gather", 4, stride=8).bus_bytes_per_s == 4e10
+    own = cluster(8, by_collective={"all-gather": Link(1e-3, 5e9)})
+    assert own.group_link("all-gather", 2) == Link(1e-3, 5e9)
+    assert own.group_link("all-reduce", 2) == cluster(8).group_link("all-reduce", 2)
     overhead = many.group_link("all-gather", 32).overhead_s
     assert overhead == pytest.approx(NETWORK_OVERHEAD_S + 27 * LINK_HOP_S + 3 * NETWORK_HOP_S)
     tree = many.group_link("all-reduce", 32).overhead_s

@@ -12,6 +12,7 @@ from trainstep.fused.operators import described, operator, require
 from trainstep.fused.triton.rotary import launch_rope
 
 MOST_SEQUENCES = 65_535
+"""Along the second axis of a grid of CUDA's."""
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor]:

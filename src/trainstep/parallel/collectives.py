@@ -330,11 +330,11 @@ def _reduce_scatter(
     form: Form,
     slices: list[Tensor] | None,
 ) -> Waitable:
-    options = dist.ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = operation, True
     slices = slices_of(tensors, group) if slices is None else slices
     if form is not Form.LISTS:
-        return _packed_sum(tensors, slices, group)
+        return _packed_sum(tensors, slices, group)  # of what `_mean` has divided, if it is one
+    options = dist.ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = operation, True
     return group.reduce_scatter_tensor_coalesced(slices, [flat(tensor) for tensor in tensors], options)
 
 
@@ -345,7 +345,9 @@ def _packed_sum(tensors: Sequence[Tensor], slices: Sequence[Tensor], group: dist
     a call after the other. A sum of 16-bit numbers is rounded once here, there at every rank.
     """
     size = group.size()
-    send, _ = to_host([slice_of(tensor, rank, size) for rank in range(size) for tensor in tensors])
+    rows = [flat(tensor).view(size, -1) for tensor in tensors]
+    packed = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).view(-1)
+    send = to_host([packed])[0] if packed.is_cuda else packed
     received, _ = host_room([send])
     own, parts = host_room(slices)
     work = dist.all_to_all_single(received, send, group=group, async_op=True)

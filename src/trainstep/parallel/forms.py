@@ -12,7 +12,8 @@ What the backends do, in torch 2.11 to 2.13 (lists: calls over several tensors, 
 | the host | goes on | waits | waits |
 
 So what is on a GPU, and goes over Gloo, is copied to the host by us, a list in one (`staged`), and takes the form that
-it takes on a CPU. Single tensors of a few bytes, such as a norm, may be left to Gloo's own copies.
+it takes on a CPU. Single tensors of a few bytes, such as a norm, may be left to Gloo's own copies. Its reduce-scatter
+is not used: slices are exchanged, and added up here.
 """
 
 from __future__ import annotations

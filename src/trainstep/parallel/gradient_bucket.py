@@ -69,7 +69,7 @@ class GradientBucket:
         """Make the current stream wait; returns the means: of the gradients, or of this rank's slices of them."""
         assert self._work is not None, "not started"
         self.go_on()
-        (self._replicated or self._work).wait()  # each once: Gloo's reduce-scatter writes its result in its wait
+        (self._replicated or self._work).wait()  # `_replicated` has waited for `_work`, over Gloo for its results too
         sent = self._slices if self.scattered else self._sent
         if self._sent is self._gradients:
             return sent

@@ -47,7 +47,8 @@ class Machine:
     peak_flops: Mapping[str, float]  # the datasheet's: what utilisation is a fraction of
     link: Link  # between GPUs of one node
     by_collective: Mapping[CollectiveName, Link] = field(default_factory=dict)
-    """The same of collectives that have one of their own."""
+    """`link`, of collectives that were measured by themselves. `plan.measured` leaves it empty: within a host FSDP's
+    gathers are copies, which no collective tells."""
     network: Mapping[CollectiveName, Link] = field(default_factory=dict)
     """Between GPUs of several nodes, for one GPU of each, where it was measured."""
     optimizer_fraction: Mapping[str, float] = field(default_factory=lambda: dict(OPTIMIZER_FRACTION))

@@ -1,7 +1,7 @@
 """Rotary positions: a program turns all heads of queries and keys at one position of one sequence.
 
-A block of both is under way at a time: the keys are asked for before the queries are written. The number of heads is
-the compiler's to know, so that where a block is all of them there is no loop.
+A block of both is under way at a time: the keys are asked for before the queries are written. The compiler knows the
+number of heads, so where a block is all of them there is no loop.
 
 The backward is the same kernel with the angles negated. What is read may be what is written.
 """
@@ -58,7 +58,7 @@ def rope_kernel(
     k_ptr += batch * stride_kb + place * stride_kn
     oq_ptr += batch * stride_oqb + place * stride_oqn
     ok_ptr += batch * stride_okb + place * stride_okn
-    for start in tl.static_range(0, max(Q_HEADS, K_HEADS), BLOCK_H):
+    for start in tl.static_range(0, Q_HEADS if Q_HEADS > K_HEADS else K_HEADS, BLOCK_H):  # max is no constant in 3.5
         head = start + tl.arange(0, BLOCK_H)
         queries, q_mask = _pairs_of(q_ptr, stride_qh, head, Q_HEADS, HALF, BLOCK_HALF)
         keys, k_mask = _pairs_of(k_ptr, stride_kh, head, K_HEADS, HALF, BLOCK_HALF)

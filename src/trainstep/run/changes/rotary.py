@@ -152,8 +152,9 @@ def _kernel_takes(q: Any, k: Any, cos: Any, sin: Any) -> bool:
         return False
     try:
         from trainstep.fused.operators import require
+        from trainstep.fused.rotary import MOST_SEQUENCES
 
         require("fused RoPE", q=q, k=k, cos=cos, sin=sin)
     except (ImportError, TypeError, UnsupportedError):  # no Triton here; float64; a CPU
         return False
-    return True
+    return q.shape[0] <= MOST_SEQUENCES
