@@ -66,7 +66,8 @@ def collectives(records: Sequence[Row]) -> Section | None:
     lead = (
         "Results are checked before anything is timed. All ranks are lined up before every call, and a call lasts as "
         "long as on its slowest rank. Size is that of the full tensor. Bus bandwidth is bytes on each link of a ring "
-        "over time, so it can be compared between collectives and numbers of ranks."
+        "over time, so it can be compared between collectives and numbers of ranks. CPU is for how long a call keeps a "
+        "rank's cores busy, all its threads together."
     )
     blocks.append(make_table(COLLECTIVE, rows, "page", name="collectives"))
     return Section("collectives", "Collectives", "Collectives by size", lead, blocks)
