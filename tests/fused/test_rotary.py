@@ -34,13 +34,7 @@ def inputs(batch=2, heads=4, kv_heads=4, positions=9, head_dim=16, dtype=torch.f
         {"heads": 20, "kv_heads": 5, "head_dim": 6},
         {"head_dim": 80},
         {"heads": 3, "kv_heads": 1, "positions": 17},
-        {
-            "batch": 1,
-            "heads": 33,
-            "kv_heads": 3,
-            "positions": 2,
-            "head_dim": 130,
-        },  # three blocks of queries, one of keys
+        {"batch": 1, "heads": 33, "kv_heads": 3, "positions": 2, "head_dim": 130},  # three blocks of queries
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ MOST_SEQUENCES = 65_535
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """`eager.rope`: q (B, H, S, K), k (B, H', S, K) of one dtype, cos and sin (S, K/2) or longer → both turned.
+    B is at most `MOST_SEQUENCES`.
 
     Any strides whose last is 1; others are copied. The backward turns the gradients back; nothing of q and k is saved.
 
