@@ -31,6 +31,8 @@ CALLS = "--collective all-reduce,all-gather,reduce-scatter --size-mb 4,10,25 --t
 COLLECTIVES = f"bench collectives {CALLS} --steps 10"
 PAIR, ROWS, COLUMNS = ((0, 1),), ((0,), (1,)), ((0, 1), (1, 0))
 """The hosts of each world that runs at the same time; it meets at its first."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""That torchrun sets by itself only where a host has several ranks: all hosts share this machine's cores."""
 RUNS: Sequence[tuple[int, Sequence[Sequence[int]], str]] = (  # ranks of a world on each of its hosts, worlds, command
     (1, PAIR, COLLECTIVES),
     (1, PAIR, f"bench parallel --size tiny {SIZE} {STEP} --scheme single,flat,sharded-optimizer,fsdp"),
@@ -64,7 +66,9 @@ def run(command: str, mbit: int, ranks: int, worlds: Sequence[Sequence[int]], fo
             words = ["-m", "trainstep", *command.split(), "--device", "cpu", "--out", str(folder / str(number))]
             for host in own:
                 log = folder / f"{number}-{host}.log"
-                running[log] = hosts.torchrun(host, *words, log=log, nodes=str(len(own)), ranks=ranks, meets=own[0])
+                running[log] = hosts.torchrun(
+                    host, *words, log=log, nodes=str(len(own)), ranks=ranks, meets=own[0], environment=ONE_THREAD
+                )
         for log, each in running.items():
             if each.wait():
                 sys.exit(log.read_text(errors="replace")[-3000:])
