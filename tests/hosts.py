@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from torch.distributed.run import get_args_parser
+
 PORT = 29400
 FOLDER = Path("/run/netns")
 CARD = "eth0"
@@ -176,7 +178,7 @@ class Hosts:
             *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}"),
             *(f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[meets]}:{PORT}"),
             *(f"--rdzv-conf={meeting},join_timeout=60,read_timeout=10", f"--local-addr={self.addresses[host]}"),
-            *("--monitor-interval=0.5", "--shutdown-timeout=12"),
+            *("--monitor-interval=0.5", *_patience()),
         ]
         return self.run(host, [*command, *words], log, environment)
 
@@ -185,6 +187,13 @@ def kill(process: int) -> None:
     """End a process as the kernel does, if it is there."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
+
+
+@functools.cache
+def _patience() -> Sequence[str]:
+    """That ranks have 12 s to end when told; torchrun before torch 2.12 gives them 30 s, and cannot be told."""
+    known = {option for action in get_args_parser()._actions for option in action.option_strings}
+    return ["--shutdown-timeout=12"] if "--shutdown-timeout" in known else []
 
 
 def _command_of(process: int) -> str:
