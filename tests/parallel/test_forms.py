@@ -114,7 +114,7 @@ def test_staged_collectives_give_what_they_say(four, dtype):
     size = 24 * dtype.itemsize
     for calls in test_collectives.check(Staging(four), dtype):
         assert calls[0] == ("all-reduce", 1, size, dtype), "packed here"
-        assert calls[1:3] == [("all-to-all", 1, size, dtype), ("all-gather", 1, size, dtype)]
+        assert calls[1:3] == [("reduce-scatter", 2, size, dtype), ("all-gather", 2, size, dtype)]
 
 
 def _sent(process, device):

@@ -35,8 +35,9 @@ from trainstep.bench.parallel.one_process import Expected, expected
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.model import text
 from trainstep.parallel import gradient_bucket as sent
-from trainstep.parallel.collectives import all_reduce_sum, flat, reduce_scatter_sum, slice_of
+from trainstep.parallel.collectives import all_reduce_sum, reduce_scatter_sum
 from trainstep.parallel.process import Process
+from trainstep.parallel.slices import flat, slice_of
 from trainstep.parallel.zero import pieces
 from trainstep.replicas import local_gradients
 from trainstep.schemes import SCHEMES, Scheme

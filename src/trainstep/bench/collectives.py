@@ -29,8 +29,9 @@ from trainstep.errors import UsageError
 from trainstep.kinds import CollectiveFitRow, CollectiveRow
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.timing import device_clock, time_steps
-from trainstep.parallel.collectives import all_gather_slices, all_reduce_sum, reduce_scatter_sum, slice_of
+from trainstep.parallel.collectives import all_gather_slices, all_reduce_sum, reduce_scatter_sum
 from trainstep.parallel.process import Process
+from trainstep.parallel.slices import slice_of
 from trainstep.plan.communication import CollectiveName, Link, bus_factor
 from trainstep.records import Times, by_case, make_row
 from trainstep.stats import summarize

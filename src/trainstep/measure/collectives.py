@@ -55,7 +55,7 @@ class _Recorder(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "namespace", None) in ("c10d", "_c10d_functional", "trainstep_peer_copies"):
+        if getattr(func, "namespace", None) in ("c10d", "_c10d_functional", "trainstep_exchanges"):
             operator = func._schema.name.partition("::")[2]
             if not operator.startswith(_NO_CALLS):
                 self.calls.append(_collective(operator, args))

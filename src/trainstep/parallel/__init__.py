@@ -12,7 +12,7 @@ share
     A rank's part of the global batch.
 slice
     One of `world size` equal stretches of a tensor's memory: what a reduce-scatter leaves on a rank and an all-gather
-    takes from it (`collectives.slice_of`). The sharded optimizer updates slices of parameters.
+    takes from it (`slices.slice_of`). The sharded optimizer updates slices of parameters.
 shard
     The rows of a parameter that a rank keeps under FSDP; in the module its place is taken by the whole while gathered.
 replicated

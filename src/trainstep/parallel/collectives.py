@@ -1,11 +1,11 @@
 """Collectives over lists of tensors, which tensors share one, and the side stream that runs beside computation.
 
 A collective takes a list in one call, in place and asynchronous. The tensors stay where they are: NCCL runs a list as
-one group of operations in one launch; for Gloo they are packed and unpacked, on the way from and to a GPU if they are
-on one (`forms` says when, `staged` how). Over NCCL a call runs on the group's own stream, after what the current stream
-was given before it; `wait()` on what is returned makes the current stream, not the host, wait for the result. Over Gloo
-the host waits, too. All tensors of a call share dtype and device, and every rank gives the same sizes in the same
-order.
+one group of operations in one launch. Gloo packs what it reduces; what it gathers and scatters goes by messages
+(`over_gloo`). What is on a GPU passes through the host's memory on its way (`forms` says when, `staged` how). Over NCCL
+a call runs on the group's own stream, after what the current stream was given before it; `wait()` on what is returned
+makes the current stream, not the host, wait for the result. Over Gloo the host waits, too. All tensors of a call share
+dtype and device, and every rank gives the same sizes in the same order.
 """
 
 from __future__ import annotations
@@ -13,53 +13,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainstep.parallel import over_gloo
 from trainstep.parallel.forms import Form, form_of
-from trainstep.parallel.staged import Staged, host_room, to_host
+from trainstep.parallel.slices import flat, slices_of
+from trainstep.parallel.staged import Staged, Waitable, host_room, to_host
 
 Owner = TypeVar("Owner")
 MB = 10**6  # bytes in a megabyte, as networks count them
-
-
-class Waitable(Protocol):
-    """A call under way."""
-
-    def wait(self) -> object:
-        """Let the current stream (on a CPU: the caller) wait for the result."""
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """The elements in the order they have in memory, as a one-dimensional view, or the tensor itself if it is one.
-
-    Raises:
-        ValueError: the tensor's elements do not fill a stretch of memory, so that no view has them.
-    """
-    if not tensor.is_contiguous():  # a transposed weight, or channels_last: dense all the same
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-        if not tensor.is_contiguous():
-            shape, strides = tuple(tensor.shape), tensor.stride()
-            raise ValueError(
-                f"a tensor of shape {shape} and strides {strides} does not fill its memory; make it contiguous"
-            )
-    return tensor if tensor.dim() == 1 else tensor.view(-1)
-
-
-def slice_of(tensor: Tensor, rank: int, world_size: int) -> Tensor:
-    """The rank's part of a tensor cut into `world_size` equal parts of its memory, as a one-dimensional view."""
-    size, rest = divmod(tensor.numel(), world_size)
-    assert rest == 0, f"{tensor.numel()} elements cannot be cut into {world_size} equal parts"
-    return flat(tensor)[rank * size : (rank + 1) * size]
-
-
-def slices_of(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """`slice_of` this rank of each."""
-    rank, size = group.rank(), group.size()  # once: asking takes as long as slicing
-    return [slice_of(tensor, rank, size) for tensor in tensors]
 
 
 def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
@@ -97,8 +63,9 @@ def all_gather_slices(
 ) -> Waitable:
     """In every tensor, `slice_of` each rank becomes what that rank has there; `slices` as for `reduce_scatter_mean`."""
     slices = slices_of(tensors, group) if slices is None else slices
-    if form_of(group, tensors[0].device) is not Form.LISTS:
-        return _packed_gather(tensors, slices, group)
+    form = form_of(group, tensors[0].device)
+    if form is not Form.LISTS:
+        return over_gloo.all_gather(tensors, slices, group, staged=form is Form.STAGED)
     return group.allgather_into_tensor_coalesced([flat(tensor) for tensor in tensors], slices)
 
 
@@ -115,12 +82,10 @@ def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Waitable
 
 def all_to_all(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Waitable:
     """receive[i] becomes what rank i has in send[this rank]; both are contiguous, (ranks, elements)."""
-    if form_of(group, send.device) is not Form.STAGED:
-        return _under_way(dist.all_to_all_single(receive, send, group=group, async_op=True))
-    target = receive.view(-1)
-    (there, _), (received, _) = to_host([send.view(-1)]), host_room([target])
-    work = dist.all_to_all_single(received, there, group=group, async_op=True)
-    return Staged(_under_way(work), [(received, target)])
+    form = form_of(group, send.device)
+    if form is not Form.LISTS:
+        return over_gloo.all_to_all(receive, send, group, staged=form is Form.STAGED)
+    return _under_way(dist.all_to_all_single(receive, send, group=group, async_op=True))
 
 
 def broadcast_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -295,24 +260,6 @@ class SideStream:
         return Pending() if stream is None else Pending(event=stream.record_event(), holds=(start, after))
 
 
-def _packed_gather(tensors: Sequence[Tensor], slices: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
-    """An all-gather of several tensors over Gloo, packed into one here and unpacked when it is waited for.
-
-    Gloo's own gather of a list corrupts the heap now and then (torch 2.13: two processes that do nothing else die of
-    it within 20,000 calls; see docs/lab-log.md).
-    """
-    size = group.size()
-    packed, parts = to_host(slices)
-    gathered, rows = host_room([packed] * size)
-    sizes = [part.numel() for part in parts]
-    back = [
-        (part, slice_of(tensor, rank, size))
-        for rank, row in enumerate(rows)
-        for tensor, part in zip(tensors, row.split(sizes), strict=True)
-    ]
-    return Staged(group._allgather_base(gathered, packed), back)
-
-
 def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp, form: Form) -> Waitable:
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp, options.asyncOp = operation, True
@@ -332,30 +279,11 @@ def _reduce_scatter(
 ) -> Waitable:
     slices = slices_of(tensors, group) if slices is None else slices
     if form is not Form.LISTS:
-        return _packed_sum(tensors, slices, group)  # of what `_mean` has divided, if it is one
+        # of what `_mean` has divided, if it is one
+        return over_gloo.reduce_scatter(tensors, slices, group, staged=form is Form.STAGED)
     options = dist.ReduceScatterOptions()
     options.reduceOp, options.asyncOp = operation, True
     return group.reduce_scatter_tensor_coalesced(slices, [flat(tensor) for tensor in tensors], options)
-
-
-def _packed_sum(tensors: Sequence[Tensor], slices: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
-    """A reduce-scatter over Gloo: every rank sends each other one that one's slices, packed, and adds up what it gets.
-
-    Gloo's own is an all-reduce of each tensor by itself, of which all but the slice is dropped: twice the bytes, and
-    a call after the other. A sum of 16-bit numbers is rounded once here, there at every rank.
-    """
-    size = group.size()
-    rows = [flat(tensor).view(size, -1) for tensor in tensors]
-    packed = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).view(-1)
-    send = to_host([packed])[0] if packed.is_cuda else packed
-    received, _ = host_room([send])
-    own, parts = host_room(slices)
-    work = dist.all_to_all_single(received, send, group=group, async_op=True)
-
-    def add_up() -> None:
-        torch.sum(received.view(size, -1), dim=0, out=own)
-
-    return Staged(_under_way(work), list(zip(parts, slices, strict=True)), before=add_up)
 
 
 def _under_way(work: dist.Work | None) -> dist.Work:

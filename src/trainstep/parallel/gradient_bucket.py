@@ -11,16 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trainstep.parallel.collectives import (
-    Pending,
-    SideStream,
-    Waitable,
-    all_reduce_mean,
-    reduce_scatter_mean,
-    slices_of,
-)
+from trainstep.parallel.collectives import Pending, SideStream, all_reduce_mean, reduce_scatter_mean
 from trainstep.parallel.forms import host_waits
 from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.slices import slices_of
+from trainstep.parallel.staged import Waitable
 
 
 class GradientBucket:

@@ -6,16 +6,23 @@ then on nothing of the call is on the GPU, and whatever it is given next runs be
 
 Back: the host waits for Gloo, and what the current stream does after that comes after the copies.
 
-Tensors of a CPU take the same way, in plain memory: so lists are packed for Gloo.
+Tensors of a CPU take the same way, in plain memory, where lists are packed for Gloo.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+
+class Waitable(Protocol):
+    """A call under way."""
+
+    def wait(self) -> object:
+        """Let the current stream (on a CPU: the caller) wait for the result."""
 
 
 def host_room(likes: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -42,9 +49,9 @@ class Staged:
     """
 
     def __init__(
-        self, work: dist.Work, back: Sequence[tuple[Tensor, Tensor]], before: Callable[[], object] = lambda: None
+        self, work: Waitable, back: Sequence[tuple[Tensor, Tensor]], before: Callable[[], object] = lambda: None
     ) -> None:
-        self._work: dist.Work | None = work
+        self._work: Waitable | None = work
         self._back, self._before = back, before
 
     def wait(self) -> None:

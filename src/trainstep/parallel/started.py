@@ -1,7 +1,7 @@
-"""The collectives that this process has started, as torch's flight recorder has them.
+"""The collectives that this process has started: torch's, as its flight recorder has them, and exchanges of messages.
 
-It is a ring of the last 2,000 calls that torch keeps by itself (`TORCH_FR_BUFFER_SIZE`), of Gloo and of NCCL, and that
-any thread may read. Where it is switched off, nothing is found.
+The recorder is a ring of the last 2,000 calls that torch keeps by itself (`TORCH_FR_BUFFER_SIZE`), of Gloo and of NCCL,
+and that any thread may read. Where it is switched off, none of them are found.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from trainstep.parallel.messages import exchanges
+
 BESIDE = "checkpoints"
 """The description of groups that threads use beside training: not to have come there does not make a rank late."""
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
@@ -22,7 +24,8 @@ _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 @dataclass(frozen=True)
 class Call:
     group: str
-    """Backend, name and description of the process group: `gloo:0:default_pg`. Each counts for itself."""
+    """Backend, name and description of the process group: `gloo:0:default_pg`; for exchanges with `messages` in place
+    of the backend. Each counts for itself."""
     number: int
     name: str  # as torch calls the operation
     is_over: bool
@@ -43,6 +46,8 @@ def started() -> list[Call]:
             group = ":".join((backend, *entry["process_group"]))
             seconds = (time.time_ns() - entry["time_created_ns"]) / 1e9
             found.append(Call(group, entry["collective_seq_id"], operation, entry["retired"], seconds))
+    now = time.time()
+    found += [Call(each.group, each.number, each.name, each.is_over, now - each.since) for each in exchanges()]
     return sorted(found, key=lambda call: -call.seconds)
 
 

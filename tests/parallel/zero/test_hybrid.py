@@ -146,16 +146,16 @@ def test_what_goes_within_replicas_and_between_them(four):
     """Between replicas a slice, as narrow as the rest of the way; weights are gathered within replicas alone."""
     for sums, count, order in four.run(_calls):
         between = [place for place, call in enumerate(order) if call == ("all-reduce", 2)]
-        within = [place for place, call in enumerate(order) if call == ("all-to-all", 2)]
+        within = [place for place, call in enumerate(order) if call == ("reduce-scatter", 2)]
         assert len(between) == len(within) >= 2
         assert all(place < after for place, after in zip(between, within[1:], strict=False)), "not all in the end"
-        sliced = sums["all-to-all", 2, torch.bfloat16] // 2
+        sliced = sums["reduce-scatter", 2, torch.bfloat16] // 2
         assert sums["all-reduce", 2, torch.bfloat16] == 2 * sliced / 2
         assert sums["all-gather", 2, torch.float32] == 4 * sliced
         whole = sums.get(("all-reduce", 4, torch.bfloat16), 0) // 2
         assert sliced + whole == count
         assert sliced > 0.9 * count
-        assert not {key for key in sums if key[0] in ("all-gather", "all-to-all") and key[1] == 4}
+        assert not {key for key in sums if key[0] in ("all-gather", "reduce-scatter") and key[1] == 4}
 
 
 def _save(process, folder):

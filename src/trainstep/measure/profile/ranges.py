@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from trainstep.blocks import is_called
@@ -185,9 +187,15 @@ def profiler_of_steps(steps: int, trace: Path, *, on_gpu: bool, shapes: bool) ->
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
         schedule=schedule(wait=0, warmup=WARMUP, active=steps, repeat=1),
         record_shapes=shapes,
+        experimental_config=_all_threads() if not on_gpu else None,
         acc_events=True,  # there is one cycle; without it torch warns of others
         on_trace_ready=lambda done: done.export_chrome_trace(str(trace)),
     )
+
+
+def _all_threads() -> _ExperimentalConfig | None:
+    """Between ranks on CPUs, messages run on threads that torch does not tell of the profiler by itself."""
+    return _ExperimentalConfig(profile_all_threads=True) if dist.is_available() and dist.is_initialized() else None
 
 
 def run_under_nvtx(

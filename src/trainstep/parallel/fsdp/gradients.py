@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.parallel.collectives import Pending, SideStream, all_reduce_mean, reduce_scatter_mean, slice_of
+from trainstep.parallel.collectives import Pending, SideStream, all_reduce_mean, reduce_scatter_mean
 from trainstep.parallel.forms import host_waits
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.slices import slice_of
 from trainstep.parallel.transport.by_collectives import Collectives
 from trainstep.parallel.transport.choice import Transport
 from trainstep.parallel.transport.layout import Layout

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.parallel.collectives import Waitable, all_gather_slices, all_to_all, slices_of
+from trainstep.parallel.collectives import all_gather_slices, all_to_all
+from trainstep.parallel.slices import slices_of
+from trainstep.parallel.staged import Waitable
 from trainstep.parallel.transport.layout import Layout
 
 TransportName = Literal["auto", "collectives", "peer-copies"]

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.parallel.collectives import slice_of
+from trainstep.parallel.announced import announce
+from trainstep.parallel.slices import slice_of
 from trainstep.parallel.transport.by_collectives import Exchange, Start, TransportName
 from trainstep.parallel.transport.copies import Copies, CopiesFrom
 from trainstep.parallel.transport.layout import Layout
@@ -22,18 +23,6 @@ than the barriers around it that rounds cost nothing to speak of."""
 
 _GATHER, _EXCHANGE = 0, 1
 """Channels of barriers: gathers and exchanges run on streams of their own."""
-
-# Copies are no collectives that torch's dispatcher would see. These operators do nothing but announce them there, with
-# their payload and how many ranks make them, to whoever watches (measure/collectives.py, or a profile).
-_library = torch.library.Library("trainstep_peer_copies", "DEF")
-for _name in ("all_gather", "all_to_all"):
-    _library.define(f"{_name}(Tensor[] payload, int ranks) -> ()")
-    _library.impl(_name, lambda payload, ranks: None, "CompositeExplicitAutograd")
-
-
-def _announce(name: str, payload: Sequence[Tensor], ranks: int) -> None:
-    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():  # else nobody watches
-        getattr(torch.ops.trainstep_peer_copies, name)(payload, ranks)
 
 
 class PeerCopies:
@@ -76,7 +65,7 @@ class PeerCopies:
             return pieces(number, self._rank), Copies(targets, sources)
 
         def start() -> None:
-            _announce("all_gather", tensors, self._ranks)
+            announce("all_gather", tensors, self._ranks)
             for number in range(len(rounds)):
                 (outbox, mine), from_others = made(number)
                 torch._foreach_copy_(outbox, mine)
@@ -109,7 +98,7 @@ class PeerCopies:
 
         def exchange(gradients: Sequence[Tensor], result: Tensor) -> tuple[Start, None]:
             def start() -> None:
-                _announce("all_to_all", gradients, self._ranks)
+                announce("all_to_all", gradients, self._ranks)
                 for inbox, copies, part in rounds(gradients[0].dtype):
                     self._memory.barrier(_EXCHANGE)
                     copies.start(gradients)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import platform
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from trainstep.parallel.hosts import this_host
 
 
 class PeerMemory:
@@ -67,8 +67,7 @@ class PeerMemory:
 
 def obstacle_to_sharing(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks cannot copy to each other directly; None if they can. Every rank must call it."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")  # tells two hosts of one name apart, where the kernel says it
-    mine = (platform.node(), boot_id.read_text() if boot_id.exists() else "", device.type, device.index)
+    mine = (*this_host(), device.type, device.index)
     everyone: list[tuple[str, str, str, int | None]] = [mine] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     hosts = {(node, boot) for node, boot, _, _ in everyone}

@@ -24,9 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import Pending, Waitable, all_gather_slices, broadcast, flat, slice_of
+from trainstep.parallel.collectives import Pending, all_gather_slices, broadcast
 from trainstep.parallel.ranks import Ranks, placements
 from trainstep.parallel.scattered import ScatteredGradient
+from trainstep.parallel.slices import flat, slice_of
+from trainstep.parallel.staged import Waitable
 
 
 @dataclass(frozen=True)

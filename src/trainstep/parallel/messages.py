@@ -1,0 +1,115 @@
+"""Exchanges over Gloo by messages from rank to rank, every receive announced before anything is sent.
+
+Gloo sends a message when it knows that the other rank is ready for it. What tells a rank that this one is ready takes
+the same connection, behind all that is being sent on it. Gloo's own all-gather and all-to-all send first, so two ranks
+mostly take turns: while one sends, the other does not know that it may. Here receives come first, and both directions
+of a connection are used at once. Between two hosts at 1 Gbit/s an all-to-all of 25 MB takes 108 ms for Gloo's 210.
+
+An exchange runs on a thread of its group's, which waits for its messages; as of Gloo's own threads there are two. What
+is under way can be asked for (`exchanges`), since torch's flight recorder does not know of messages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainstep.parallel.announced import Announced
+
+Message = tuple[int, Tensor]
+"""The other rank, by its number in the group, and contiguous memory of the host that is sent or written into."""
+THREADS = 2  # of a group
+_TAGS = 2**30  # a tag's exchange is over long before the tag comes again
+
+
+class Exchange:
+    """Messages under way."""
+
+    def __init__(self, name: Announced, group: dist.ProcessGroup, number: int) -> None:
+        self.name, self.number, self.since = name, number, time.time()
+        self.group = f"messages:{group.group_name}:{group.group_desc}"
+        self._done: Future[None] = Future()
+
+    @property
+    def is_over(self) -> bool:
+        return self._done.done()
+
+    def wait(self) -> None:
+        """Wait until everything was received and sent.
+
+        Raises:
+            RuntimeError: Gloo's: another rank is gone, or the group's timeout is over.
+        """
+        self._done.result()
+
+    def carry_out(self, backend: Any, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        """Receive and send, and wait for it, on the thread that calls."""
+        try:
+            works = [backend.recv([into], other, self.number % _TAGS) for other, into in receives]
+            works += [backend.send([what], other, self.number % _TAGS) for other, what in sends]
+            for work in works:
+                work.wait()
+        except BaseException as error:
+            self._done.set_exception(error)
+        else:
+            self._done.set_result(None)
+
+
+class _Carriers:
+    """A group's threads, and how many exchanges it has had."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.numbers: Iterator[int] = itertools.count(1)
+        self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        for number in range(THREADS):
+            threading.Thread(target=_carry, args=(self.jobs,), name=f"messages {number}", daemon=True).start()
+        weakref.finalize(group, _end, self.jobs).atexit = False
+
+
+_carriers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Carriers] = weakref.WeakKeyDictionary()
+_last: deque[Exchange] = deque(maxlen=2000)  # as many as torch's flight recorder keeps
+
+
+def exchange(
+    name: Announced, group: dist.ProcessGroup, *, receives: Sequence[Message], sends: Sequence[Message]
+) -> Exchange:
+    """Start to receive and to send; between two ranks the first that is sent goes into the first that is received.
+
+    All ranks of the group start the same exchanges in the same order. Memory that is received into must not be used,
+    and what is sent must not change, until the exchange was waited for.
+    """
+    if group not in _carriers:
+        _carriers[group] = _Carriers(group)
+    carriers = _carriers[group]
+    started = Exchange(name, group, next(carriers.numbers))
+    _last.append(started)
+    backend = group._get_backend(torch.device("cpu"))
+    carriers.jobs.put(lambda: started.carry_out(backend, receives, sends))
+    return started
+
+
+def exchanges() -> list[Exchange]:
+    """The last ones of this process, the oldest first."""
+    return list(_last)
+
+
+def _carry(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # and with it the memory, which would live on until the next
+
+
+def _end(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    for _ in range(THREADS):
+        jobs.put(None)

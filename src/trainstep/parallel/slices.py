@@ -1,0 +1,37 @@
+"""Stretches of a tensor's memory: all of it, and one for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements in the order they have in memory, as a one-dimensional view, or the tensor itself if it is one.
+
+    Raises:
+        ValueError: the tensor's elements do not fill a stretch of memory, so that no view has them.
+    """
+    if not tensor.is_contiguous():  # a transposed weight, or channels_last: dense all the same
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+        if not tensor.is_contiguous():
+            shape, strides = tuple(tensor.shape), tensor.stride()
+            raise ValueError(
+                f"a tensor of shape {shape} and strides {strides} does not fill its memory; make it contiguous"
+            )
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
+
+
+def slice_of(tensor: Tensor, rank: int, world_size: int) -> Tensor:
+    """The rank's part of a tensor cut into `world_size` equal parts of its memory, as a one-dimensional view."""
+    size, rest = divmod(tensor.numel(), world_size)
+    assert rest == 0, f"{tensor.numel()} elements cannot be cut into {world_size} equal parts"
+    return flat(tensor)[rank * size : (rank + 1) * size]
+
+
+def slices_of(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """`slice_of` this rank of each."""
+    rank, size = group.rank(), group.size()  # once: asking takes as long as slicing
+    return [slice_of(tensor, rank, size) for tensor in tensors]

@@ -1,0 +1,176 @@
+"""Exchanges by messages: what arrives where, whatever else is under way; who announces first; and errors."""
+
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainstep.parallel import hosts, messages, over_gloo
+from trainstep.parallel.messages import THREADS, exchange, exchanges
+from trainstep.parallel.slices import flat, slice_of
+from trainstep.parallel.started import members, started
+
+pytestmark = pytest.mark.distributed
+
+SIZES = [(1, 8), (5, 4), (3, 64), (2, 70_000)]
+"""Of tensors, of which the last alone is large."""
+
+
+def _tensors(rank, dtype, sizes):
+    generator = torch.Generator().manual_seed(rank)
+    made = [torch.randint(-60, 60, size, generator=generator).to(dtype) for size in sizes]
+    return [each.t().contiguous().t() if number % 2 else each for number, each in enumerate(made)]
+
+
+def _at_once(process, dtype, sizes):
+    """Gathers, sums and all-to-alls of many lists, all started before any is waited for, and waited for backwards."""
+    rank, size = process.rank, process.world_size
+    gathered, summed = _tensors(rank, dtype, sizes), _tensors(rank, dtype, sizes)
+    send = torch.arange(size * 3).view(size, 3) + 100 * rank
+    receive = torch.zeros_like(send)
+    calls = []
+    for one, other in zip(gathered, summed, strict=True):
+        calls.append(over_gloo.all_gather([one], [slice_of(one, rank, size)], process.group, staged=False))
+        calls.append(over_gloo.reduce_scatter([other], [slice_of(other, rank, size)], process.group, staged=False))
+    calls.append(over_gloo.all_to_all(receive, send, process.group, staged=False))
+    together = _tensors(rank, dtype, sizes)
+    slices = [slice_of(each, rank, size) for each in together]
+    calls.append(over_gloo.all_gather(together, slices, process.group, staged=False))
+    for call in reversed(calls):
+        call.wait()
+    return gathered, [slice_of(each, rank, size).clone() for each in summed], receive, together
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("workers", ["two", "four"])
+def test_everything_arrives_in_its_place(request, workers, dtype):
+    workers = request.getfixturevalue(workers)
+    n = workers.world_size
+    inputs = [_tensors(rank, dtype, SIZES) for rank in range(n)]
+    for rank, (gathered, summed, received, together) in enumerate(workers.run(_at_once, dtype, SIZES)):
+        for number, (one, also, total) in enumerate(zip(gathered, together, summed, strict=True)):
+            slices = [slice_of(inputs[each][number], each, n) for each in range(n)]
+            assert torch.equal(flat(one), torch.cat(slices))
+            assert torch.equal(one, also)
+            expected = torch.stack([slice_of(inputs[each][number], rank, n) for each in range(n)])
+            assert torch.equal(total, expected.sum(0, dtype=dtype))
+        assert received.tolist() == [[100 * other + 3 * rank + each for each in range(3)] for other in range(n)]
+
+
+def _rounded(process):
+    values = torch.full((process.world_size * 40_000,), 1.0 if process.rank == 0 else 2**-9).bfloat16()
+    mine = slice_of(values, process.rank, process.world_size)
+    over_gloo.reduce_scatter([values], [mine], process.group, staged=False).wait()
+    return mine.float().unique().tolist()
+
+
+def test_a_sum_of_16_bit_numbers_is_rounded_once(four):
+    once = torch.tensor(1 + 3 * 2**-9).bfloat16().item()
+    assert once > 1, "rounded after each addend it would be 1"
+    assert four.run(_rounded) == [[once]] * 4
+
+
+def _calls(process):
+    """The order in which a rank gives Gloo its messages."""
+    backend = process.group._get_backend(torch.device("cpu"))
+    order = []
+
+    class Watching:
+        def __getattr__(self, name):
+            def call(tensors, other, tag):
+                order.append((name, tensors[0].numel()))
+                return getattr(backend, name)(tensors, other, tag)
+
+            return call
+
+    tensors = [torch.zeros(2, 50_000), torch.zeros(2, 60_000)]
+    started = messages.Exchange("all_gather", process.group, 12345)
+    other, parts = 1 - process.rank, [each[process.rank] for each in tensors]
+    receives = [(other, each[other]) for each in tensors]
+    started.carry_out(Watching(), receives, [(other, each) for each in parts])
+    started.wait()
+    return order
+
+
+def test_receives_are_announced_before_anything_is_sent(two):
+    for order in two.run(_calls):
+        assert order == [("recv", 50_000), ("recv", 60_000), ("send", 50_000), ("send", 60_000)]
+
+
+def _record(process):
+    before, store = len(exchanges()), dist.distributed_c10d._get_default_store()
+    into, what = torch.zeros(3), torch.full((3,), float(process.rank))
+    other = 1 - process.rank
+    if process.rank == 1:
+        store.wait(["messages/go"])
+    call = exchange("all_to_all", process.group, receives=[(other, into)], sends=[(other, what)])
+    under_way = [each for each in started() if each.group.startswith("messages")][-1]
+    if process.rank == 0:
+        store.set("messages/go", "")
+    call.wait()
+    over = [each for each in started() if each.group.startswith("messages")][-1]
+    assert len(exchanges()) == before + 1
+    found = (under_way.name, under_way.is_over), (over.name, over.is_over), over.number
+    return *found, members(over.group), into.tolist()
+
+
+def test_what_is_under_way_can_be_asked_for(two):
+    """By who finds out which rank has not come to what."""
+    (under_way, over, number, ranks, got), (_, _, other_number, _, other) = two.run(_record)
+    assert under_way == ("all_to_all", False), "the other rank had not started"
+    assert over == ("all_to_all", True)
+    assert number == other_number
+    assert ranks == [0, 1]
+    assert got == [1.0] * 3
+    assert other == [0.0] * 3
+
+
+def _kept(process):
+    """Whether memory is let go of when its exchange is over, and how many threads the group has."""
+    group, other, what = dist.new_group(list(range(process.world_size))), 1 - process.rank, torch.ones(4)
+    before, kept = _threads(), weakref.ref(what)
+    exchange("all_to_all", group, receives=[(other, torch.zeros(4))], sends=[(other, what)]).wait()
+    threads = _threads() - before
+    del what
+    _until(lambda: kept() is None)
+    messages._end(messages._carriers.pop(group).jobs)
+    _until(lambda: _threads() == before)
+    return kept() is None, threads, _threads() - before
+
+
+def _threads():
+    return sum(each.name.startswith("messages") for each in threading.enumerate())
+
+
+def _until(holds):
+    deadline = time.monotonic() + 10
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_memory_is_let_go_of_and_threads_end(two):
+    assert two.run(_kept) == [(True, THREADS, 0)] * 2
+
+
+def _hosts(process, name):
+    """`name`: what the last rank takes its host for."""
+    saved = hosts.this_host
+    if process.rank == process.world_size - 1:
+        hosts.this_host = lambda: (name or saved()[0], saved()[1])
+    try:
+        group = dist.new_group(list(range(process.world_size)))
+        near = hosts.are_on_one_host(group)
+    finally:
+        hosts.this_host = saved
+    tensor = torch.full((process.world_size, 50_000), float(process.rank))
+    began = len(exchanges())
+    over_gloo.all_gather([tensor], [tensor[process.rank]], group, staged=False).wait()
+    return near, len(exchanges()) - began, tensor[:, 7].tolist()
+
+
+@pytest.mark.parametrize(("name", "near"), [("", True), ("elsewhere", False)])
+def test_of_several_hosts_more_than_two_ranks_take_gloo_s_ring(four, name, near):
+    assert four.run(_hosts, name) == [(near, int(near), [0.0, 1.0, 2.0, 3.0])] * 4
