@@ -27,7 +27,7 @@ from trainstep.records import Row, of_kind, read_records, write_whole
 KEPT = RESULTS / "cpu-hosts.jsonl"
 SIZE = " ".join(f"--{name.replace('_', '-')} {getattr(MODEL, name)}" for name in SHAPE)
 STEP = "--batch 1 --context 32 --steps 6 --warmup 2 --rounds 2"
-CALLS = "--collective all-reduce,all-gather,reduce-scatter --size-mb 4,10,25 --tensors 1,30"
+CALLS = "--collective all-reduce,all-gather,reduce-scatter --size-mb 2,10,32 --tensors 1,30"
 COLLECTIVES = f"bench collectives {CALLS} --steps 10"
 PAIR, ROWS, COLUMNS = ((0, 1),), ((0,), (1,)), ((0, 1), (1, 0))
 """The hosts of each world that runs at the same time; it meets at its first."""
