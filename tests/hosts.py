@@ -54,11 +54,15 @@ def missing() -> str | None:
 
 
 class Hosts:
-    """Two or more hosts `a`, `b`, … with addresses 10.77.0.1, 10.77.0.2, …"""
+    """Two or more hosts `a`, `b`, … with addresses 10.77.0.1, 10.77.0.2, …
+
+    Args:
+        apart: each has its own part of this machine's cores.
+    """
 
     _made = 0
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, apart: bool = False) -> None:
         Hosts._made += 1
         prefix = f"trainstep-{os.getpid()}-{Hosts._made}"
         self.names = [chr(ord("a") + number) for number in range(count)]
@@ -66,6 +70,9 @@ class Hosts:
         self._switch = f"{prefix}-switch"
         self.spaces = [f"{prefix}-{name}" for name in self.names]
         self._running: list[subprocess.Popen[bytes]] = []
+        cores = sorted(os.sched_getaffinity(0))
+        each = len(cores) // count if apart else len(cores)
+        self._cores = [cores[host * each :][:each] if apart else cores for host in range(count)]
 
     def __enter__(self) -> Hosts:
         _remove(path.name for path in FOLDER.glob("trainstep-*") if _is_orphan(path.name))
@@ -142,6 +149,7 @@ class Hosts:
     ) -> subprocess.Popen[bytes]:
         """Start a command on a host, which prints into a file. It ends with the test."""
         named = [
+            *("taskset", "--cpu-list", ",".join(map(str, self._cores[host]))),
             "unshare",
             "--uts",
             "sh",
