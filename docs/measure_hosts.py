@@ -1,11 +1,12 @@
 """Measure what steps on two hosts send to each other, at 1 and 10 Gbit/s: docs/results/cpu-hosts.jsonl.
 
-    python docs/measure_hosts.py               # as root, twelve minutes on two cores, which nothing else should use
+    python docs/measure_hosts.py               # as root, ten minutes on sixteen cores, which nothing else should use
     python docs/measure_hosts.py --mbit 1000   # one bandwidth; what was measured of the other stays
 
-Two hosts are network namespaces of this machine, joined by a switch whose ports take so many megabits a second. First
-the collectives are timed that the plan is calibrated with, as many at once as a step has, then steps. `docs/theory.md`
-holds the plan against them. Rows say in their environment how fast the network was, and how many worlds ran at once.
+Two hosts are network namespaces of this machine, each with half of its cores, joined by a switch whose ports take so
+many megabits a second. First the collectives are timed that the plan is calibrated with, as many at once as a step has,
+and a copy, then steps. `docs/theory.md` holds the plan against them. Rows say in their environment how fast the network
+was, and how many worlds ran at once.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from tests.hosts import Hosts
 
 from tables import RESULTS
 from tables.hosts import MODEL, SHAPE
-from trainstep.kinds import CollectiveFitRow, ParallelRow
+from trainstep.kinds import CeilingRow, CollectiveFitRow, ParallelRow
+from trainstep.measure.environment import describe, measure_ceilings
 from trainstep.records import Row, of_kind, read_records, write_whole
 
+CPU = torch.device("cpu")
 KEPT = RESULTS / "cpu-hosts.jsonl"
 SIZE = " ".join(f"--{name.replace('_', '-')} {getattr(MODEL, name)}" for name in SHAPE)
-STEP = "--batch 1 --context 32 --steps 6 --warmup 2 --rounds 2"
-CALLS = "--collective all-reduce,all-gather,reduce-scatter --size-mb 2,10,32 --tensors 1,30"
+STEP = "--batch 1 --context 32 --steps 6 --warmup 2 --rounds 3"
+CALLS = "--collective all-reduce,all-gather,reduce-scatter --size-mb 0.1,2,10,32 --tensors 1,30"
 COLLECTIVES = f"bench collectives {CALLS} --steps 10"
 PAIR, ROWS, COLUMNS = ((0, 1),), ((0,), (1,)), ((0, 1), (1, 0))
 """The hosts of each world that runs at the same time; it meets at its first."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""That torchrun sets by itself only where a host has several ranks: all hosts share this machine's cores."""
+"""That torchrun sets by itself only where a host has several ranks."""
 RUNS: Sequence[tuple[int, Sequence[Sequence[int]], str]] = (  # ranks of a world on each of its hosts, worlds, command
     (1, PAIR, COLLECTIVES),
     (1, PAIR, f"bench parallel --size tiny {SIZE} {STEP} --scheme single,flat,sharded-optimizer,fsdp"),
@@ -44,7 +48,10 @@ RUNS: Sequence[tuple[int, Sequence[Sequence[int]], str]] = (  # ranks of a world
 
 def measure(mbit: int, folder: Path) -> list[Row]:
     """The rows of all runs at a bandwidth."""
-    rows: list[Row] = []
+    torch.set_num_threads(1)
+    environment = {**describe(CPU), "mbit": mbit, "worlds": 0}
+    copied = CeilingRow(operation="copy", gb_s=measure_ceilings(CPU, []).copy_gb_s, environment=environment)
+    rows: list[Row] = [copied]
     for number, (ranks, worlds, command) in enumerate(RUNS):
         where = {"mbit": mbit, "worlds": len(worlds)}
         found = run(command, mbit, ranks, worlds, folder / f"{mbit}-{number}")
@@ -59,7 +66,7 @@ def run(command: str, mbit: int, ranks: int, worlds: Sequence[Sequence[int]], fo
     print(
         f"{mbit} Mbit/s, {len(worlds)} worlds of {ranks} ranks on each of {len(worlds[0])} hosts: {command}", flush=True
     )
-    with Hosts(2) as hosts:
+    with Hosts(2, apart=True) as hosts:
         hosts.limit(mbit)
         running = {}
         for number, own in enumerate(worlds):

@@ -2,31 +2,33 @@
 
 The plan's time of what is sent comes from the collectives that were timed at the same bandwidth, as many at once as the
 scheme has. What it hides behind is the step's own computation, as the step without communication measured it: no
-datasheet knows the CPU it ran on. While it is hidden it takes that computation's cores, as long as the timed calls kept
-them busy.
+datasheet knows the CPU it ran on. What FSDP does for its communication besides is counted as well: copies, at the rate
+of a large one, and the small all-gather by which ranks agree before each call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
+from typing import TypeVar
 
 from tables import results
 from trainstep.config import ModelConfig
-from trainstep.kinds import CollectiveFitRow, ParallelRow
+from trainstep.kinds import CeilingRow, CollectiveFitRow, ParallelRow
 from trainstep.plan.communication import Link, collective_seconds
 from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.measured import network_links
 from trainstep.plan.parallelism import Exchange, exchange_seconds
 from trainstep.plan.roofline import PhaseSeconds, StepSeconds
 from trainstep.plan.strategies import Layout, kept_groups
+from trainstep.records import Row
 from trainstep.report.numbers import number
 from trainstep.report.subjects.parallel import alone_ms
 from trainstep.report.subjects.workload import where
 from trainstep.report.tables import Table, text_table
 from trainstep.schemes import SCHEMES
 
+AnyRow = TypeVar("AnyRow", bound=Row)
 NAME = "cpu-hosts"
 SHAPE = {"vocab_size": 1000, "d_model": 384, "d_ff": 1536, "num_layers": 3, "num_heads": 6}
 MODEL = ModelConfig(**SHAPE)
@@ -34,8 +36,6 @@ MODEL = ModelConfig(**SHAPE)
 GROUPS = MODEL.num_layers + 2  # of its parameters under fsdp: blocks, the embedding and the head
 CALLS = {"flat": 30, "sharded-optimizer": 30, "fsdp": None, "hsdp": None}
 """Tensors in the calls that each scheme's plan is made of: lists of gradients and of slices, or one buffer (None)."""
-CORES = 2
-"""Of the machine, which all ranks share."""
 COLUMNS = (
     "Mbit/s",
     "scheme",
@@ -69,21 +69,21 @@ def held() -> list[Held]:
     Raises:
         NotMeasuredError: nothing was measured yet.
     """
-    rows, fits = results(NAME, ParallelRow), results(NAME, CollectiveFitRow)
+    kinds = (ParallelRow, CollectiveFitRow, CeilingRow)
+    rows, fits, copies = (results(NAME, kind) for kind in kinds)
     bandwidths = sorted({int(row.environment["mbit"]) for row in rows})
-    return [
-        each
-        for mbit in bandwidths
-        for each in _held(
-            mbit,
-            [row for row in rows if row.environment["mbit"] == mbit],
-            [fit for fit in fits if fit.environment["mbit"] == mbit],
-        )
-    ]
+    return [each for mbit in bandwidths for each in _held(mbit, *(_at(mbit, each) for each in (rows, fits, copies)))]
 
 
-def _held(mbit: int, rows: Sequence[ParallelRow], fits: Sequence[CollectiveFitRow]) -> list[Held]:
+def _at(mbit: int, rows: Sequence[AnyRow]) -> list[AnyRow]:
+    return [row for row in rows if row.environment["mbit"] == mbit]
+
+
+def _held(
+    mbit: int, rows: Sequence[ParallelRow], fits: Sequence[CollectiveFitRow], copies: Sequence[CeilingRow]
+) -> list[Held]:
     found = []
+    (copied,) = copies
     for row in rows:
         if not SCHEMES[row.scheme].communicates:
             continue
@@ -94,12 +94,12 @@ def _held(mbit: int, rows: Sequence[ParallelRow], fits: Sequence[CollectiveFitRo
         assert row.step_ms is not None
         assert alone is not None
         alike = [fit for fit in fits if fit.tensors == CALLS[row.scheme] and fit.environment["worlds"] == ranks_each]
-        planned = 1e3 * _planned_s(row, single, _cluster(alike, ranks_each))
+        planned = 1e3 * _planned_s(row, single, _cluster(alike, ranks_each, copied))
         found.append(Held(mbit, row.label, ranks_each, alone, row.step_ms - alone, planned))
     return found
 
 
-def _cluster(fits: Sequence[CollectiveFitRow], ranks_each: int) -> Cluster:
+def _cluster(fits: Sequence[CollectiveFitRow], ranks_each: int, copied: CeilingRow) -> Cluster:
     """Two hosts, each collective at what it took while the other ranks did the same.
 
     With one rank on each all calls go between them; with more, HSDP's, what is gathered and scattered stays within.
@@ -110,14 +110,11 @@ def _cluster(fits: Sequence[CollectiveFitRow], ranks_each: int) -> Cluster:
         for fit in fits
         if fit.hosts is None
     }
-    made = [fit for fit in fits if ranks_each == 1 or (fit.hosts is None) == (fit.collective != "all-reduce")]
-    busy = mean(fit.cpu_share or 0 for fit in made)  # whichever takes longest
+    assert copied.gb_s is not None
     nothing: dict[str, float] = {}
     link = inside.get("all-reduce", network["all-reduce"])
-    machine = Machine(
-        "a CPU", nothing, 1.0, 0, 1, nothing, link, by_collective=inside, network=network,
-        interference=min(1.0, busy * 2 * ranks_each / CORES),
-    )  # fmt: skip
+    rate = copied.gb_s * 1e9
+    machine = Machine("a CPU", nothing, rate, 0, 1, nothing, link, by_collective=inside, network=network)
     return Cluster(machine, ranks_each, 2, network["all-reduce"].bus_bytes_per_s)
 
 
@@ -133,9 +130,18 @@ def _planned_s(row: ParallelRow, single: ParallelRow, cluster: Cluster) -> float
     compute = StepSeconds(
         PhaseSeconds(forward, 0.0), PhaseSeconds(backward, 0.0), PhaseSeconds(optimizer * layout.updated, 0.0)
     )
-    moved = Exchange(size, size, size, GROUPS, not_again=4 * kept_groups(MODEL))
-    busy, exposed = exchange_seconds(layout, cluster, compute, moved)
-    return exposed + cluster.machine.interference * max(0.0, busy - exposed)
+    again = size - 4 * kept_groups(MODEL)  # gathered in backward as well
+    moved = Exchange(size, size, size, GROUPS, not_again=size - again)
+    _, exposed = exchange_seconds(layout, cluster, compute, moved)
+    return exposed + (_besides_s(size, again, layout.parts, cluster) if layout.shards_weights else 0.0)
+
+
+def _besides_s(size: float, again: float, ranks: int, cluster: Cluster) -> float:
+    """What the host does for FSDP's communication: its shards laid where the others' come, gradients packed, and the
+    sum of its own rows taken from them, read and written; and the agreement of all ranks before each call."""
+    copied = 2 * ((size + again) / ranks + size + size / ranks)
+    calls = GROUPS * (1 + again / size + 1) + 1
+    return copied / cluster.machine.copy_bytes_per_s + calls * cluster.machine.network["all-gather"].overhead_s
 
 
 def hosts_table() -> Table:
@@ -143,8 +149,8 @@ def hosts_table() -> Table:
     rows = results(NAME, ParallelRow)
     millions = next(row.start_weights_gib or 0 for row in rows if row.scheme == "single") * GIB / 4e6
     title = (
-        f"Two hosts as network namespaces on {CORES} cores, Gloo between them; a decoder of {millions:.1f} M "
-        f"parameters in fp32; {where(rows)}"
+        f"Two hosts as network namespaces of one machine, Gloo between them; a decoder of {millions:.1f} M parameters in "
+        f"fp32; {where(rows)}"
     )
     cells = [
         (
