@@ -149,8 +149,8 @@ def hosts_table() -> Table:
     rows = results(NAME, ParallelRow)
     millions = next(row.start_weights_gib or 0 for row in rows if row.scheme == "single") * GIB / 4e6
     title = (
-        f"Two hosts as network namespaces of one machine, Gloo between them; a decoder of {millions:.1f} M parameters in "
-        f"fp32; {where(rows)}"
+        f"Two hosts as network namespaces of one machine, Gloo between them; a decoder of {millions:.1f} M "
+        f"parameters in fp32; {where(rows)}"
     )
     cells = [
         (

@@ -2,9 +2,9 @@
 
 Each case is first checked: the tensors hold small whole numbers, whose sums are exact. Then all ranks are lined up
 before every call (on a GPU by a small all-reduce in the same stream, so that what is timed starts at the same moment on
-every device), and each takes its own time. On a CPU its caches have been emptied before, as by the rest of a step. A
-call lasts as long as on its slowest rank. How long it keeps a rank's cores busy is told too: over Gloo that is time
-which computation beside it does not have. At the end a line of overhead and bandwidth is fitted for every collective.
+every device), and each takes its own time. A call lasts as long as on its slowest rank. How long it keeps a rank's
+cores busy is told too: over Gloo that is time which computation beside it does not have. At the end a line of overhead
+and bandwidth is fitted for every collective.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import mean, median
 from typing import Any
 
@@ -34,9 +35,6 @@ from trainstep.parallel.slices import slice_of
 from trainstep.plan.communication import CollectiveName, Link, bus_factor
 from trainstep.records import Times, by_case, make_row
 from trainstep.stats import summarize
-
-EVICTING_BYTES = 2**28
-"""More than the last level of a CPU's caches holds."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +101,7 @@ def _take_part(
         return _Part(wrong=wrong)
     for tensor in tensors:
         tensor.zero_()
-    line_up, evicting = torch.zeros(1, device=process.device), _evicting(process.device)
-
-    def cover() -> None:
-        evicting.sum()
-        dist.all_reduce(line_up, group=group)
-
+    line_up = partial(dist.all_reduce, torch.zeros(1, device=process.device), group=group)
     clock = device_clock(process.device)
     busy: list[float] = []
 
@@ -117,7 +110,7 @@ def _take_part(
         call(tensors, group)
         busy.append(1e3 * (time.process_time() - begin))
 
-    timing = time_steps(timed, device=clock, warmup=warmup, steps=steps, cover=cover)
+    timing = time_steps(timed, device=clock, warmup=warmup, steps=steps, cover=line_up)
     return _Part([sample.ms for sample in timing.samples], median(busy[warmup:]))
 
 
@@ -127,11 +120,6 @@ _CALLS: dict[str, Callable[[list[Tensor], dist.ProcessGroup], object]] = {
     "reduce-scatter": lambda tensors, group: reduce_scatter_sum(tensors, group).wait(),
     "broadcast": lambda tensors, group: dist.broadcast(tensors[0], group=group, group_src=0),
 }
-
-
-def _evicting(device: torch.device) -> Tensor:
-    """Memory that, once read, has driven what was there out of a CPU's caches; nothing for a GPU."""
-    return torch.zeros(EVICTING_BYTES // 4 if device.type == "cpu" else 0)
 
 
 def _fill(tensor: Tensor, number: int) -> None:
