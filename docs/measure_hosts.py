@@ -2,6 +2,7 @@
 
     python docs/measure_hosts.py               # as root, ten minutes on sixteen cores, which nothing else should use
     python docs/measure_hosts.py --mbit 1000   # one bandwidth; what was measured of the other stays
+    python docs/measure_hosts.py --only collectives
 
 Two hosts are network namespaces of this machine, each with half of its cores, joined by a switch whose ports take so
 many megabits a second. First the collectives are timed that the plan is calibrated with, as many at once as a step has,
@@ -31,8 +32,9 @@ CPU = torch.device("cpu")
 KEPT = RESULTS / "cpu-hosts.jsonl"
 SIZE = " ".join(f"--{name.replace('_', '-')} {getattr(MODEL, name)}" for name in SHAPE)
 STEP = "--batch 1 --context 32 --steps 6 --warmup 2 --rounds 3"
-CALLS = "--collective all-reduce,all-gather,reduce-scatter --size-mb 0.1,2,10,32 --tensors 1,30"
-COLLECTIVES = f"bench collectives {CALLS} --steps 10"
+CALLS = "--collective all-reduce,all-gather,reduce-scatter --size-mb 4,10,32 --tensors 1,30"
+"""Of sizes beyond what the network's token buckets let through at once."""
+COLLECTIVES = f"bench collectives {CALLS} --steps 6"
 PAIR, ROWS, COLUMNS = ((0, 1),), ((0,), (1,)), ((0, 1), (1, 0))
 """The hosts of each world that runs at the same time; it meets at its first."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -46,13 +48,15 @@ RUNS: Sequence[tuple[int, Sequence[Sequence[int]], str]] = (  # ranks of a world
 )
 
 
-def measure(mbit: int, folder: Path) -> list[Row]:
-    """The rows of all runs at a bandwidth."""
+def measure(mbit: int, only: str, folder: Path) -> list[Row]:
+    """The rows of all runs at a bandwidth, or of those that are of collectives or steps `only`."""
     torch.set_num_threads(1)
     environment = {**describe(CPU), "mbit": mbit, "worlds": 0}
     copied = CeilingRow(operation="copy", gb_s=measure_ceilings(CPU, []).copy_gb_s, environment=environment)
     rows: list[Row] = [copied]
     for number, (ranks, worlds, command) in enumerate(RUNS):
+        if only and (command == COLLECTIVES) != (only == "collectives"):
+            continue
         where = {"mbit": mbit, "worlds": len(worlds)}
         found = run(command, mbit, ranks, worlds, folder / f"{mbit}-{number}")
         kept = [*of_kind(found, CollectiveFitRow), *of_kind(found, ParallelRow)]
@@ -82,16 +86,20 @@ def run(command: str, mbit: int, ranks: int, worlds: Sequence[Sequence[int]], fo
     return read_records(folder / "0" / "results.jsonl")
 
 
-def main(asked: Sequence[int], before: Sequence[Row]) -> None:
-    """Measure, and keep it beside what is there of other bandwidths."""
-    rows = [row for row in before if row.environment["mbit"] not in asked]
+def main(asked: Sequence[int], only: str, before: Sequence[Row]) -> None:
+    """Measure, and keep it beside what is there of other bandwidths, or of what was not asked for."""
+    stays = {"": (), "collectives": (ParallelRow,), "steps": (CollectiveFitRow,)}[only]
+    rows = [row for row in before if row.environment["mbit"] not in asked or isinstance(row, stays)]
     with tempfile.TemporaryDirectory() as folder:
         for mbit in asked:
-            rows += measure(mbit, Path(folder))
+            rows += measure(mbit, only, Path(folder))
             write_whole(KEPT, sorted(rows, key=lambda row: int(row.environment["mbit"])))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", default="1000,10000", help="bandwidths in Mbit/s, with commas between")
-    main([int(each) for each in parser.parse_args().mbit.split(",")], read_records(KEPT) if KEPT.exists() else [])
+    parser.add_argument("--only", choices=("collectives", "steps"), default="", help="leave the others as they are")
+    given = parser.parse_args()
+    kept = read_records(KEPT) if KEPT.exists() else []
+    main([int(each) for each in given.mbit.split(",")], given.only, kept)
