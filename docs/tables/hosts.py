@@ -2,8 +2,10 @@
 
 The plan's time of what is sent comes from the collectives that were timed at the same bandwidth, as many at once as the
 scheme has. What it hides behind is the step's own computation, as the step without communication measured it: no
-datasheet knows the CPU it ran on. What FSDP does for its communication besides is counted as well: copies, at the rate
-of a large one, and the small all-gather by which ranks agree before each call.
+datasheet knows the CPU it ran on. What the host does for communication besides is counted as well, at the rate of a
+large copy: gradients are divided before Gloo adds them, and FSDP packs them. What FSDP gathers and scatters is taken to
+hide behind nothing: over Gloo its ranks agree before each call, and what they say waits behind what is under way on the
+same connection. What replicas then average hides behind the rest of backward.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from typing import TypeVar
 from tables import results
 from trainstep.config import ModelConfig
 from trainstep.kinds import CeilingRow, CollectiveFitRow, ParallelRow
-from trainstep.plan.communication import Link, collective_seconds
+from trainstep.plan.communication import Link, collective_seconds, sticking_out_s
 from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.measured import network_links
-from trainstep.plan.parallelism import Exchange, exchange_seconds
+from trainstep.plan.parallelism import Exchange, exchange_seconds, scaled
 from trainstep.plan.roofline import PhaseSeconds, StepSeconds
 from trainstep.plan.strategies import Layout, kept_groups
 from trainstep.records import Row
@@ -121,8 +123,9 @@ def _cluster(fits: Sequence[CollectiveFitRow], ranks_each: int, copied: CeilingR
 def _planned_s(row: ParallelRow, single: ParallelRow, cluster: Cluster) -> float:
     assert single.start_weights_gib is not None
     size = single.start_weights_gib * GIB
+    divided = 2 * size / cluster.machine.copy_bytes_per_s  # read and written
     if row.scheme == "flat":  # after backward, in one call
-        return collective_seconds("all-reduce", round(size), 2, cluster.group_link("all-reduce", 2))
+        return divided + collective_seconds("all-reduce", round(size), 2, cluster.group_link("all-reduce", 2))
     planned_as = SCHEMES[row.scheme].planned_as
     assert planned_as is not None
     layout = Layout(planned_as, row.world_size, replicas=row.replicas or 1)
@@ -130,18 +133,27 @@ def _planned_s(row: ParallelRow, single: ParallelRow, cluster: Cluster) -> float
     compute = StepSeconds(
         PhaseSeconds(forward, 0.0), PhaseSeconds(backward, 0.0), PhaseSeconds(optimizer * layout.updated, 0.0)
     )
-    again = size - 4 * kept_groups(MODEL)  # gathered in backward as well
+    if layout.shards_weights:
+        return divided + _fsdp_s(layout, size, compute, cluster)
+    _, exposed = exchange_seconds(layout, cluster, compute, Exchange(size, size, size, GROUPS))
+    return exposed + divided
+
+
+def _fsdp_s(layout: Layout, size: float, compute: StepSeconds, cluster: Cluster) -> float:
+    """Of the ranks that divide the model, and of what replicas average; `size`: bytes of the weights."""
+    ranks, again = layout.parts, size - 4 * kept_groups(MODEL)  # gathered in backward as well
+    within = Layout("fsdp", ranks)
     moved = Exchange(size, size, size, GROUPS, not_again=size - again)
-    _, exposed = exchange_seconds(layout, cluster, compute, moved)
-    return exposed + (_besides_s(size, again, layout.parts, cluster) if layout.shards_weights else 0.0)
-
-
-def _besides_s(size: float, again: float, ranks: int, cluster: Cluster) -> float:
-    """What the host does for FSDP's communication: its shards laid where the others' come, gradients packed, and the
-    sum of its own rows taken from them, read and written; and the agreement of all ranks before each call."""
-    copied = 2 * ((size + again) / ranks + size + size / ranks)
-    calls = GROUPS * (1 + again / size + 1) + 1
-    return copied / cluster.machine.copy_bytes_per_s + calls * cluster.machine.network["all-gather"].overhead_s
+    busy, _ = exchange_seconds(within, cluster if layout.replicas == 1 else scaled(cluster, ranks), compute, moved)
+    # shards laid where the others' come, gradients packed, the sum of its own rows taken from them: read and written
+    busy += 2 * ((size + again) / ranks + size + size / ranks) / cluster.machine.copy_bytes_per_s
+    if layout.replicas == 1:
+        return busy
+    link = cluster.group_link("all-reduce", layout.replicas, ranks)
+    averaged = collective_seconds("all-reduce", round(size / ranks), layout.replicas, Link(0.0, link.bus_bytes_per_s))
+    divided = 2 * size / ranks / cluster.machine.copy_bytes_per_s
+    beside = compute.backward.total + busy / 2  # of what goes within replicas, in backward
+    return busy + divided + sticking_out_s(beside, averaged, GROUPS, link.overhead_s)
 
 
 def hosts_table() -> Table:
