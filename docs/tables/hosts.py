@@ -159,10 +159,11 @@ def _fsdp_s(layout: Layout, size: float, compute: StepSeconds, cluster: Cluster)
 def hosts_table() -> Table:
     """Measured and planned, a row for each scheme and bandwidth."""
     rows = results(NAME, ParallelRow)
+    every = [*rows, *results(NAME, CollectiveFitRow)]
     millions = next(row.start_weights_gib or 0 for row in rows if row.scheme == "single") * GIB / 4e6
     title = (
         f"Two hosts as network namespaces of one machine, Gloo between them; a decoder of {millions:.1f} M "
-        f"parameters in fp32; {where(rows)}"
+        f"parameters in fp32; {where(every)}"
     )
     cells = [
         (

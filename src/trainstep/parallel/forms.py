@@ -13,7 +13,8 @@ What the backends do, in torch 2.11 to 2.13 (lists: calls over several tensors, 
 
 So what is on a GPU, and goes over Gloo, is copied to the host by us, a list in one (`staged`), and takes the form that
 it takes on a CPU. Single tensors of a few bytes, such as a norm, may be left to Gloo's own copies. Its reduce-scatter
-is not used: slices are exchanged, and added up here.
+and all-to-all are not used, and its all-gather not between two ranks or within a host: there ranks send each other
+messages (`over_gloo`).
 """
 
 from __future__ import annotations

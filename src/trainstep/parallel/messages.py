@@ -30,7 +30,9 @@ from trainstep.parallel.announced import Announced
 Message = tuple[int, Tensor]
 """The other rank, by its number in the group, and contiguous memory of the host that is sent or written into."""
 THREADS = 2  # of a group
-_TAGS = 2**30  # a tag's exchange is over long before the tag comes again
+_TAGS = 2**30
+"""The first tag, and how many there are: a user's own messages have small ones, and an exchange is over long before its
+tag comes again."""
 
 
 class Exchange:
@@ -55,13 +57,14 @@ class Exchange:
 
     def carry_out(self, backend: Any, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         """Receive and send, and wait for it, on the thread that calls."""
+        tag = _TAGS + self.number % _TAGS
         try:
-            works = [backend.recv([into], other, self.number % _TAGS) for other, into in receives]
-            works += [backend.send([what], other, self.number % _TAGS) for other, what in sends]
+            works = [backend.recv([into], other, tag) for other, into in receives]
+            works += [backend.send([what], other, tag) for other, what in sends]
             for work in works:
                 work.wait()
         except BaseException as error:
-            self._done.set_exception(error)
+            self._done.set_exception(error.with_traceback(None))  # which would keep the memory
         else:
             self._done.set_result(None)
 
