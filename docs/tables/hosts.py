@@ -36,8 +36,8 @@ SHAPE = {"vocab_size": 1000, "d_model": 384, "d_ff": 1536, "num_layers": 3, "num
 MODEL = ModelConfig(**SHAPE)
 """That `docs/measure_hosts.py` takes steps of."""
 GROUPS = MODEL.num_layers + 2  # of its parameters under fsdp: blocks, the embedding and the head
-CALLS = {"flat": 30, "sharded-optimizer": 30, "fsdp": None, "hsdp": None}
-"""Tensors in the calls that each scheme's plan is made of: lists of gradients and of slices, or one buffer (None)."""
+LIST = 30
+"""Tensors in the calls that a scheme's plan is made of; but FSDP's gradients, packed into one buffer."""
 COLUMNS = (
     "Mbit/s",
     "scheme",
@@ -95,7 +95,9 @@ def _held(
         assert row.status == "ok", row
         assert row.step_ms is not None
         assert alone is not None
-        alike = [fit for fit in fits if fit.tensors == CALLS[row.scheme] and fit.environment["worlds"] == ranks_each]
+        at_once = [fit for fit in fits if fit.environment["worlds"] == ranks_each]
+        packs = SCHEMES[row.scheme].planned_as in ("fsdp", "hsdp")
+        alike = [fit for fit in at_once if fit.tensors == (None if packs and fit.collective != "all-gather" else LIST)]
         planned = 1e3 * _planned_s(row, single, _cluster(alike, ranks_each, copied))
         found.append(Held(mbit, row.label, ranks_each, alone, row.step_ms - alone, planned))
     return found
@@ -146,14 +148,17 @@ def _fsdp_s(layout: Layout, size: float, compute: StepSeconds, cluster: Cluster)
     moved = Exchange(size, size, size, GROUPS, not_again=size - again)
     busy, _ = exchange_seconds(within, cluster if layout.replicas == 1 else scaled(cluster, ranks), compute, moved)
     # shards laid where the others' come, gradients packed, the sum of its own rows taken from them: read and written
-    busy += 2 * ((size + again) / ranks + size + size / ranks) / cluster.machine.copy_bytes_per_s
+    rate = cluster.machine.copy_bytes_per_s
+    busy += 2 * ((size + again) / ranks + size + size / ranks) / rate
     if layout.replicas == 1:
         return busy
     link = cluster.group_link("all-reduce", layout.replicas, ranks)
     averaged = collective_seconds("all-reduce", round(size / ranks), layout.replicas, Link(0.0, link.bus_bytes_per_s))
-    divided = 2 * size / ranks / cluster.machine.copy_bytes_per_s
-    beside = compute.backward.total + busy / 2  # of what goes within replicas, in backward
-    return busy + divided + sticking_out_s(beside, averaged, GROUPS, link.overhead_s)
+    gather = cluster.group_link("all-gather", ranks)
+    gathered = collective_seconds("all-gather", round(size), ranks, Link(0.0, gather.bus_bytes_per_s))
+    in_backward = busy - gathered - GROUPS * gather.overhead_s - 2 * size / ranks / rate
+    out = sticking_out_s(compute.backward.total + in_backward, averaged, GROUPS, link.overhead_s)
+    return busy + 2 * size / ranks / rate + out  # divided before they are added
 
 
 def hosts_table() -> Table:

@@ -112,7 +112,7 @@ def step8b() -> Table:
         columns.value("clock (MHz)", "sm_clock_mhz"),
         columns.value("slowed by", "throttled_by"),
     )
-    caption = "8 B, two GPUs, a sequence of 32,768 tokens each, bf16-pure, fused AdamW; three runs, the last on another machine"
+    caption = "8 B, two GPUs, 32,768 tokens each, bf16-pure, fused AdamW; three runs, the last on another machine"
     return tabulate("step8b", f"{caption}; {where(rows)}", wanted, rows)
 
 

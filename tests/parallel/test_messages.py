@@ -1,15 +1,25 @@
-"""Exchanges by messages: what arrives where, whatever else is under way; who announces first; and errors."""
+"""Exchanges by messages: what arrives where, whatever else is under way; who announces first; errors; and ends."""
 
+import gc
+import gzip
+import json
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from trainstep.measure.profile.chrome import read_chrome_trace
+from trainstep.measure.profile.ranges import profiler_of_steps
 from trainstep.parallel import hosts, messages, over_gloo
 from trainstep.parallel.messages import THREADS, exchange, exchanges
+from trainstep.parallel.rollcall import is_of_a_collective
 from trainstep.parallel.slices import flat, slice_of
 from trainstep.parallel.started import members, started
 
@@ -17,6 +27,8 @@ pytestmark = pytest.mark.distributed
 
 SIZES = [(1, 8), (5, 4), (3, 64), (2, 70_000)]
 """Of tensors, of which the last alone is large."""
+LARGE = [(300_000, 4), (400_000, 4), (2, 300_000)]
+"""Each a message of its own, to each of up to four ranks, whatever its dtype."""
 
 
 def _tensors(rank, dtype, sizes):
@@ -36,27 +48,31 @@ def _at_once(process, dtype, sizes):
         calls.append(over_gloo.all_gather([one], [slice_of(one, rank, size)], process.group, staged=False))
         calls.append(over_gloo.reduce_scatter([other], [slice_of(other, rank, size)], process.group, staged=False))
     calls.append(over_gloo.all_to_all(receive, send, process.group, staged=False))
-    together = _tensors(rank, dtype, sizes)
-    slices = [slice_of(each, rank, size) for each in together]
-    calls.append(over_gloo.all_gather(together, slices, process.group, staged=False))
+    together, also = _tensors(rank, dtype, sizes), _tensors(rank, dtype, sizes)
+    for call, tensors in ((over_gloo.all_gather, together), (over_gloo.reduce_scatter, also)):
+        slices = [slice_of(each, rank, size) for each in tensors]
+        calls.append(call(tensors, slices, process.group, staged=False))
     for call in reversed(calls):
         call.wait()
-    return gathered, [slice_of(each, rank, size).clone() for each in summed], receive, together
+    sums = [[slice_of(each, rank, size).clone() for each in tensors] for tensors in (summed, also)]
+    return gathered, together, *sums, receive
 
 
+@pytest.mark.parametrize("sizes", [SIZES, LARGE], ids=["small and large", "large"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("workers", ["two", "four"])
-def test_everything_arrives_in_its_place(request, workers, dtype):
+def test_everything_arrives_in_its_place(request, workers, dtype, sizes):
     workers = request.getfixturevalue(workers)
     n = workers.world_size
-    inputs = [_tensors(rank, dtype, SIZES) for rank in range(n)]
-    for rank, (gathered, summed, received, together) in enumerate(workers.run(_at_once, dtype, SIZES)):
-        for number, (one, also, total) in enumerate(zip(gathered, together, summed, strict=True)):
-            slices = [slice_of(inputs[each][number], each, n) for each in range(n)]
-            assert torch.equal(flat(one), torch.cat(slices))
-            assert torch.equal(one, also)
-            expected = torch.stack([slice_of(inputs[each][number], rank, n) for each in range(n)])
-            assert torch.equal(total, expected.sum(0, dtype=dtype))
+    inputs = [_tensors(rank, dtype, sizes) for rank in range(n)]
+    for rank, (gathered, together, summed, also, received) in enumerate(workers.run(_at_once, dtype, sizes)):
+        for number in range(len(sizes)):
+            whole = torch.cat([slice_of(inputs[each][number], each, n) for each in range(n)])
+            assert torch.equal(flat(gathered[number]), whole)
+            assert torch.equal(flat(together[number]), whole)
+            total = torch.stack([slice_of(inputs[each][number], rank, n) for each in range(n)]).sum(0, dtype=dtype)
+            assert torch.equal(summed[number], total)
+            assert torch.equal(also[number], total)
         assert received.tolist() == [[100 * other + 3 * rank + each for each in range(3)] for other in range(n)]
 
 
@@ -87,7 +103,7 @@ def _calls(process):
             return call
 
     tensors = [torch.zeros(2, 50_000), torch.zeros(2, 60_000)]
-    started = messages.Exchange("all_gather", process.group, 12345)
+    started = messages.Exchange(messages.Record("", 12345, "all_gather", 0.0))
     other, parts = 1 - process.rank, [each[process.rank] for each in tensors]
     receives = [(other, each[other]) for each in tensors]
     started.carry_out(Watching(), receives, [(other, each) for each in parts])
@@ -128,14 +144,16 @@ def test_what_is_under_way_can_be_asked_for(two):
 
 
 def _kept(process):
-    """Whether memory is let go of when its exchange is over, and how many threads the group has."""
+    """Whether memory is let go of when its exchange is over; the threads of a group, before and after its end."""
     group, other, what = dist.new_group(list(range(process.world_size))), 1 - process.rank, torch.ones(4)
     before, kept = _threads(), weakref.ref(what)
     exchange("all_to_all", group, receives=[(other, torch.zeros(4))], sends=[(other, what)]).wait()
     threads = _threads() - before
     del what
     _until(lambda: kept() is None)
-    messages._end(messages._carriers.pop(group).jobs)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
     _until(lambda: _threads() == before)
     return kept() is None, threads, _threads() - before
 
@@ -173,3 +191,73 @@ def _hosts(process, name):
 @pytest.mark.parametrize(("name", "near"), [("", True), ("elsewhere", False)])
 def test_of_several_hosts_more_than_two_ranks_take_gloo_s_ring(four, name, near):
     assert four.run(_hosts, name) == [(near, int(near), [0.0, 1.0, 2.0, 3.0])] * 4
+
+
+def _alone(process):
+    """A rank that comes alone; the other one leaves it waiting."""
+    group = dist.new_group(list(range(process.world_size)), timeout=timedelta(seconds=1))
+    said, memory = "", torch.zeros(100_000)
+    kept = weakref.ref(memory)
+    if process.rank == 0:
+        call = exchange("all_gather", group, receives=[(1, memory)], sends=[(1, torch.ones(100_000))])
+        try:
+            call.wait()
+        except RuntimeError as error:
+            said = str(error)
+        record = exchanges()[-1]
+        assert (record.name, record.is_over) == ("all_gather", True)
+        del call
+    del memory
+    gc.collect()
+    _until(lambda: kept() is None)
+    dist.barrier(group=process.group)
+    return said, kept() is None
+
+
+def test_a_rank_that_does_not_come_is_an_error_in_time(two):
+    (said, let_go), _ = two.run(_alone)
+    assert is_of_a_collective(RuntimeError(said)), said
+    assert let_go, "nothing that is asked about later keeps the memory of what failed"
+
+
+def _profiled(process, folder):
+    rank, tensors = process.rank, [torch.zeros(2, 1_000_000) for _ in range(4)]
+    path = Path(folder) / f"{rank}.json.gz"
+    with profiler_of_steps(2, path, on_gpu=False, shapes=False) as profiler:
+        for _ in range(4):
+            over_gloo.all_gather(tensors, [each[rank] for each in tensors], process.group, staged=False).wait()
+            profiler.step()
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    work = [each for each in read_chrome_trace(path).work if each.kind == "collective"]
+    inner = [each for each in events if each.get("name") in ("gloo:recv", "gloo:send")]
+    told = sum(each.get("name") == "trainstep_exchanges::all_gather" for each in events)
+    spanned = sum(each.duration for each in work) / sum(each["dur"] for each in inner if each["name"] == "gloo:recv")
+    return [each.name for each in work], len(inner), told, spanned
+
+
+def test_a_profile_has_an_exchange_as_one_collective(two, tmp_path):
+    for names, messages_of_all, told, spanned in two.run(_profiled, str(tmp_path)):
+        assert names == ["gloo:all_gather"] * 2, "of the steps that are recorded"
+        assert messages_of_all == 2 * 8
+        assert told == 2
+        assert spanned > 1 / 4, "all four receives, which run at once, and not the first alone"
+
+
+ENDS = """
+import sys, torch, torch.distributed as dist
+from trainstep.parallel import over_gloo
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+rank, memory = int(sys.argv[2]), torch.ones(200_000)
+for _ in range(20):
+    over_gloo.all_gather([memory], [memory[rank * 100_000 :][:100_000]], dist.group.WORLD, staged=False).wait()
+"""
+
+
+def test_processes_end_in_order(tmp_path):
+    """Threads that outlived Python took most of these processes down in their last moment."""
+    for number in range(4):
+        words = [sys.executable, "-c", ENDS, str(tmp_path / f"store-{number}")]
+        ranks = [subprocess.Popen([*words, str(rank)], stderr=subprocess.PIPE) for rank in range(2)]
+        told = [(each.communicate(timeout=60)[1], each.returncode) for each in ranks]
+        assert [code for _, code in told] == [0, 0], told

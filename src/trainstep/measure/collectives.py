@@ -1,8 +1,8 @@
 """Which collectives a step starts, and how many bytes each is given.
 
 Every call of torch.distributed goes through torch's dispatcher, where a mode sees it, in backward's threads too; copies
-between ranks announce themselves there. Counted is the payload: the full tensors that are reduced, gathered or sent,
-not what an algorithm makes of it on the wire (`plan.communication` says that).
+and messages between ranks announce themselves there. Counted is the payload: the full tensors that are reduced,
+gathered or sent, not what an algorithm makes of it on the wire (`plan.communication` says that).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _collective(operator: str, args: tuple[Any, ...]) -> Collective:
 
 
 def _ranks(args: tuple[Any, ...]) -> int | None:
-    """The size of the group: it is among the arguments, or its name is the last one, or (of copies) its size."""
+    """The size of the group: it is among the arguments, or its name is the last one, or (announced) its size."""
     for each in args:
         if isinstance(each, torch.ScriptObject) and each._type().name() == "ProcessGroup":  # type: ignore[attr-defined]
             return dist.ProcessGroup.unbox(each).size()

@@ -22,5 +22,10 @@ for _name in ("all_gather", "all_to_all", "reduce_scatter"):
 
 def announce(name: Announced, payload: Sequence[Tensor], ranks: int) -> None:
     """Say that `payload`, the full tensors that are gathered, exchanged or reduced, is about to be sent."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():  # else nobody watches
+    if torch._C._len_torch_dispatch_stack() or is_profiled():  # else nobody watches
         getattr(torch.ops.trainstep_exchanges, name)(list(payload), ranks)
+
+
+def is_profiled() -> bool:
+    """Whether a profiler runs, on this thread or, as one of all threads, on any."""
+    return torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled

@@ -18,34 +18,44 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
-from trainstep.parallel.announced import Announced
+from trainstep.parallel.announced import Announced, is_profiled
 
 Message = tuple[int, Tensor]
 """The other rank, by its number in the group, and contiguous memory of the host that is sent or written into."""
 THREADS = 2  # of a group
+_ENDING_S = 1.0
 _TAGS = 2**30
 """The first tag, and how many there are: a user's own messages have small ones, and an exchange is over long before its
 tag comes again."""
 
 
+@dataclass(eq=False)
+class Record:
+    """Of an exchange, for whoever asks what is under way; it holds no memory of the exchange's."""
+
+    group: str  # with `messages` in place of the backend, its name and its description
+    number: int  # of the group's exchanges, from 1
+    name: Announced
+    since: float  # time.time()
+    is_over: bool = False
+
+
 class Exchange:
     """Messages under way."""
 
-    def __init__(self, name: Announced, group: dist.ProcessGroup, number: int) -> None:
-        self.name, self.number, self.since = name, number, time.time()
-        self.group = f"messages:{group.group_name}:{group.group_desc}"
+    def __init__(self, record: Record) -> None:
+        self._record = record
         self._done: Future[None] = Future()
-
-    @property
-    def is_over(self) -> bool:
-        return self._done.done()
 
     def wait(self) -> None:
         """Wait until everything was received and sent.
@@ -57,15 +67,19 @@ class Exchange:
 
     def carry_out(self, backend: Any, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         """Receive and send, and wait for it, on the thread that calls."""
-        tag = _TAGS + self.number % _TAGS
+        tag = _TAGS + self._record.number % _TAGS
+        profiled = record_function(f"gloo:{self._record.name}") if is_profiled() else nullcontext()
         try:
-            works = [backend.recv([into], other, tag) for other, into in receives]
-            works += [backend.send([what], other, tag) for other, what in sends]
-            for work in works:
-                work.wait()
+            with profiled:  # in which torch's own range of each message is a part
+                works = [backend.recv([into], other, tag) for other, into in receives]
+                works += [backend.send([what], other, tag) for other, what in sends]
+                while works:
+                    works.pop(0).wait()
         except BaseException as error:
+            self._record.is_over = True
             self._done.set_exception(error.with_traceback(None))  # which would keep the memory
         else:
+            self._record.is_over = True
             self._done.set_result(None)
 
 
@@ -75,13 +89,18 @@ class _Carriers:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.numbers: Iterator[int] = itertools.count(1)
         self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        for number in range(THREADS):
-            threading.Thread(target=_carry, args=(self.jobs,), name=f"messages {number}", daemon=True).start()
-        weakref.finalize(group, _end, self.jobs).atexit = False
+        threads = [
+            threading.Thread(target=_carry, args=(self.jobs,), name=f"messages {number}", daemon=True)
+            for number in range(THREADS)
+        ]
+        for thread in threads:
+            thread.start()
+        self.end = weakref.finalize(group, _end, self.jobs, threads)  # or when Python ends
 
 
 _carriers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Carriers] = weakref.WeakKeyDictionary()
-_last: deque[Exchange] = deque(maxlen=2000)  # as many as torch's flight recorder keeps
+_carriers_change = threading.Lock()  # autograd's threads start exchanges, too
+_last: deque[Record] = deque(maxlen=2000)  # as many as torch's flight recorder keeps
 
 
 def exchange(
@@ -92,17 +111,20 @@ def exchange(
     All ranks of the group start the same exchanges in the same order. Memory that is received into must not be used,
     and what is sent must not change, until the exchange was waited for.
     """
-    if group not in _carriers:
-        _carriers[group] = _Carriers(group)
-    carriers = _carriers[group]
-    started = Exchange(name, group, next(carriers.numbers))
-    _last.append(started)
     backend = group._get_backend(torch.device("cpu"))
-    carriers.jobs.put(lambda: started.carry_out(backend, receives, sends))
+    with _carriers_change:
+        if group not in _carriers:
+            _carriers[group] = _Carriers(group)
+        carriers = _carriers[group]
+        where = f"messages:{group.group_name}:{group.group_desc}"
+        record = Record(where, next(carriers.numbers), name, time.time())
+        started = Exchange(record)
+        carriers.jobs.put(lambda: started.carry_out(backend, receives, sends))
+    _last.append(record)
     return started
 
 
-def exchanges() -> list[Exchange]:
+def exchanges() -> list[Record]:
     """The last ones of this process, the oldest first."""
     return list(_last)
 
@@ -113,6 +135,11 @@ def _carry(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
         del job  # and with it the memory, which would live on until the next
 
 
-def _end(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    for _ in range(THREADS):
+def _end(jobs: SimpleQueue[Callable[[], None] | None], threads: Sequence[threading.Thread]) -> None:
+    """End the threads, and wait for it unless they wait for others: one that runs on while Python ends takes the
+    process down with it (SIGABRT)."""
+    for _ in threads:
         jobs.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_ENDING_S)

@@ -75,6 +75,7 @@ def reduce_scatter(
         sums, back = [total], list(zip(parts, slices, strict=True))
     received = [torch.empty_like(rows, pin_memory=tensors[0].is_cuda) for rows in sent]
 
+    @torch.no_grad()
     def add_up() -> None:
         for rows, mine, result in zip(received, sent, sums, strict=True):
             rows[rank].copy_(mine[rank])
