@@ -143,9 +143,9 @@ def _planned_s(row: ParallelRow, single: ParallelRow, cluster: Cluster) -> float
 
 def _fsdp_s(layout: Layout, size: float, compute: StepSeconds, cluster: Cluster) -> float:
     """Of the ranks that divide the model, and of what replicas average; `size`: bytes of the weights."""
-    ranks, again = layout.parts, size - 4 * kept_groups(MODEL)  # gathered in backward as well
-    within = Layout("fsdp", ranks)
-    moved = Exchange(size, size, size, GROUPS, not_again=size - again)
+    ranks, kept = layout.parts, 4 * kept_groups(MODEL)
+    within, again = Layout("fsdp", ranks), size - kept  # gathered in backward as well
+    moved = Exchange(size, size, size, GROUPS, not_again=kept)
     busy, _ = exchange_seconds(within, cluster if layout.replicas == 1 else scaled(cluster, ranks), compute, moved)
     # shards laid where the others' come, gradients packed, the sum of its own rows taken from them: read and written
     rate = cluster.machine.copy_bytes_per_s

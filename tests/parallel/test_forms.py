@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from tests.parallel import test_collectives, test_ddp
-from tests.parallel.fsdp import test_hybrid, test_wrapper
-from tests.parallel.fsdp.test_wrapper import CASES, assert_same
+from tests.parallel.fsdp import test_hybrid
+from tests.parallel.fsdp.training import CASES, assert_same, train_cases
 from tests.parallel.nets import train_alone
 from tests.parallel.training import OPTIMIZERS, differing, reference
 from tests.parallel.zero import test_hybrid as test_zero_hybrid
@@ -196,7 +196,7 @@ def test_staged_sharded_optimizer_trains_like_one_process(two, name, scattered):
 @pytest.mark.distributed
 def test_staged_fsdp_trains_as_one_process_bit_for_bit(two):
     names = ["tied", "frozen", "bfloat16", "float16"]
-    by_rank = two.run(staged, test_wrapper._train_cases, [CASES[name] for name in names])
+    by_rank = two.run(staged, train_cases, [CASES[name] for name in names])
     for name, found, other in zip(names, *by_rank, strict=True):
         options, how, dtype = CASES[name]
         assert_same(found, train_alone(options, how, 4, ranks=2, dtype=dtype), name)

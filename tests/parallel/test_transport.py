@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.parallel.fsdp.test_wrapper import CASES, _train, assert_same
+from tests.parallel.fsdp.training import CASES, assert_same, train
 from tests.parallel.nets import build, train_alone
 from trainstep.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
@@ -117,7 +117,7 @@ def _train_by_copies(process, names, room=2**28):
     for name in names:
         options, how, dtype = CASES[name]
         with mock.patch.multiple(by_copies, OUTBOX_BYTES=room, INBOX_BYTES=room):
-            found.append(_train(process, options, how, 4, dtype, transport="peer-copies"))
+            found.append(train(process, options, how, 4, dtype, transport="peer-copies"))
     return found
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from trainstep.parallel.announced import announce
 from trainstep.parallel.hosts import are_on_one_host
 from trainstep.parallel.messages import exchange
+from trainstep.parallel.ranks import others
 from trainstep.parallel.slices import flat, slice_of
 from trainstep.parallel.staged import Staged, host_room, to_host
 
@@ -34,25 +35,25 @@ def all_gather(
     Gloo's own gather of a list corrupts the heap now and then (torch 2.13: two processes that do nothing else die of
     it within 20,000 calls; see docs/lab-log.md).
     """
-    size, others = group.size(), _others(group)
+    size, to = group.size(), others(group)
     is_near = size == 2 or are_on_one_host(group)
     if is_near:
         announce("all_gather", tensors, size)
     if is_near and not staged and _are_large(slices):
-        receives = [(other, slice_of(tensor, other, size)) for other in others for tensor in tensors]
-        sends = [(other, mine) for other in others for mine in slices]
+        receives = [(other, slice_of(tensor, other, size)) for other in to for tensor in tensors]
+        sends = [(other, mine) for other in to for mine in slices]
         return Staged(exchange("all_gather", group, receives=receives, sends=sends), [])
     packed, parts = to_host(slices)
     gathered, rows = host_room([packed] * size)
     sizes = [part.numel() for part in parts]
     back = [
         (part, slice_of(tensor, other, size))
-        for other in others
+        for other in to
         for tensor, part in zip(tensors, rows[other].split(sizes), strict=True)
     ]
     if not is_near:
         return Staged(group._allgather_base(gathered, packed), back)
-    receives, sends = [(other, rows[other]) for other in others], [(other, packed) for other in others]
+    receives, sends = [(other, rows[other]) for other in to], [(other, packed) for other in to]
     return Staged(exchange("all_gather", group, receives=receives, sends=sends), back)
 
 
@@ -81,8 +82,8 @@ def reduce_scatter(
             rows[rank].copy_(mine[rank])
             torch.sum(rows, dim=0, out=result)
 
-    receives = [(other, rows[other]) for other in _others(group) for rows in received]
-    sends = [(other, rows[other]) for other in _others(group) for rows in sent]
+    receives = [(other, rows[other]) for other in others(group) for rows in received]
+    sends = [(other, rows[other]) for other in others(group) for rows in sent]
     return Staged(exchange("reduce_scatter", group, receives=receives, sends=sends), back, before=add_up)
 
 
@@ -95,14 +96,8 @@ def all_to_all(receive: Tensor, send: Tensor, group: dist.ProcessGroup, *, stage
         room, _ = host_room([target])
         receive, back = room.view(receive.shape), [(room, target)]
     receive[group.rank()].copy_(send[group.rank()])
-    receives, sends = ([(other, rows[other]) for other in _others(group)] for rows in (receive, send))
+    receives, sends = ([(other, rows[other]) for other in others(group)] for rows in (receive, send))
     return Staged(exchange("all_to_all", group, receives=receives, sends=sends), back)
-
-
-def _others(group: dist.ProcessGroup) -> list[int]:
-    """In another order on every rank, so that no two send to one at a time."""
-    rank, size = group.rank(), group.size()
-    return [(rank + distance) % size for distance in range(1, size)]
 
 
 def _are_large(slices: Sequence[Tensor]) -> bool:

@@ -53,6 +53,12 @@ class Ranks:
         return None if self.given is None else (self.given.device_type, self.given.mesh.tolist())
 
 
+def others(group: dist.ProcessGroup) -> list[int]:
+    """The numbers of a group's other ranks, in another order on every rank, so that no two turn to one at a time."""
+    rank, size = group.rank(), group.size()
+    return [(rank + distance) % size for distance in range(1, size)]
+
+
 def placements(mesh: DeviceMesh, *, cut: bool) -> list[Placement]:
     """Of a tensor cut by rows along the last dimension of `Ranks.mesh`, or of one that is whole on every rank."""
     return [*[Replicate()] * (mesh.ndim - 1), Shard(0) if cut else Replicate()]

@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.parallel.fsdp.test_wrapper import assert_same, error
+from tests.parallel.fsdp.training import assert_same, error
 from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
 from trainstep.parallel import FullyShardedDataParallel, load_checkpoint, save_checkpoint

@@ -13,7 +13,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from tests.parallel.fsdp.test_misuse import _message
 from tests.parallel.fsdp.test_schedule import BLOCK, CONFIG, EDGE, GAINS, LAYERS, PARAMETERS
-from tests.parallel.fsdp.test_wrapper import CASES, Delays, _poisoned_copy, assert_same, error, in_turn
+from tests.parallel.fsdp.training import CASES, Delays, assert_same, error, in_turn, poisoned_copy
 from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
 from trainstep.measure.collectives import recorded_collectives
@@ -175,7 +175,7 @@ def test_gradient_scaling_skips_a_step_in_all_replicas(four):
 def _late(process, dtype):
     """Twice, with other delays, and gathered memory that starts as NaN."""
     original, found = GatherGroup._copy_own, []
-    GatherGroup._copy_own = _poisoned_copy(original)
+    GatherGroup._copy_own = poisoned_copy(original)
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     try:
         for seed in range(2):

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import time
 import weakref
 
 import pytest
@@ -11,8 +10,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from tests.parallel.fsdp.training import (
+    CASES,
+    Delays,
+    assert_same,
+    error,
+    in_turn,
+    poisoned_copy,
+    step_once,
+    train,
+    train_cases,
+)
 from tests.parallel.nets import OPTIMIZERS, Net, batch, build, loss_of, train_alone
 from tests.workers import Workers
 from trainstep.checkpointing import Checkpointing
@@ -22,46 +31,9 @@ from trainstep.parallel.fsdp.group import GatherGroup
 pytestmark = pytest.mark.distributed
 
 
-def assert_same(found, expected, case=""):
-    assert found.keys() >= expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert torch.equal(found[name], value), f"{case}: {name} differs by {(found[name] - value).abs().max():.2e}"
-
-
-def _step(process, sharded, optimizer, step):
-    loss_of(sharded, batch(step).chunk(process.world_size)[process.rank]).backward()
-    sharded.finish_gradient_synchronization()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _train(process, options, how, steps, dtype=None, prepare=None, **settings):
-    """Parameters after some steps; `prepare` changes the module once it is sharded."""
-    sharded = FullyShardedDataParallel(build(**options), compute_dtype=dtype, **settings)
-    if prepare is not None:
-        prepare(sharded.module)
-    optimizer = OPTIMIZERS[how](sharded.parameters())
-    for step in range(steps):
-        _step(process, sharded, optimizer, step)
-    return sharded.gather_full_parameters()
-
-
-CASES = {
-    "plain": ({}, "sgd", None),
-    "adamw": ({}, "adamw", None),
-    "tied": ({"tied": True}, "adamw", None),
-    "frozen": ({"frozen": True}, "adamw", None),
-    "unused": ({"unused": True}, "adamw", None),
-    "bfloat16": ({}, "adamw", torch.bfloat16),
-    "float16": ({"tied": True, "unused": True}, "sgd", torch.float16),
-    "float64": ({"frozen": True}, "sgd", torch.float64),
-}
-
-
 def _thrown_away(process):
     sharded = FullyShardedDataParallel(build())
-    _step(process, sharded, torch.optim.SGD(sharded.parameters(), lr=0.1), 0)
+    step_once(process, sharded, torch.optim.SGD(sharded.parameters(), lr=0.1), 0)
     shards = [weakref.ref(parameter) for parameter in sharded.parameters()]
     del sharded
     gc.collect()
@@ -74,27 +46,17 @@ def test_memory_is_free_when_the_wrapper_is_thrown_away(two):
         assert all(freed)
 
 
-def _train_cases(process, cases):
-    return [_train(process, options, how, 4, dtype) for options, how, dtype in cases]
-
-
 def test_two_ranks_train_as_one_process_bit_for_bit(two):
-    by_rank = two.run(_train_cases, list(CASES.values()))
+    by_rank = two.run(train_cases, list(CASES.values()))
     for (name, (options, how, dtype)), found, others in zip(CASES.items(), *by_rank, strict=True):
         assert_same(found, train_alone(options, how, 4, ranks=2, dtype=dtype), name)
         assert_same(others, found, name)
 
 
-def error(found, expected):
-    """‖found − expected‖ / ‖expected‖ over all parameters, in float64."""
-    total = sum((found[name].double() - value.double()).square().sum() for name, value in expected.items())
-    return (total / sum(value.double().square().sum() for value in expected.values())).sqrt().item()
-
-
 def test_four_ranks_train_as_one_process(four):
     """In float32 within the error budget: the order of four ranks' sum is Gloo's. In bfloat16 the order is ours."""
     names = ["plain", "tied"]
-    *wide, narrow, half = four.run(_train_cases, [CASES[name] for name in [*names, "bfloat16", "float16"]])[3]
+    *wide, narrow, half = four.run(train_cases, [CASES[name] for name in [*names, "bfloat16", "float16"]])[3]
     for found, name in zip(wide, names, strict=True):
         options, how, _ = CASES[name]
         oracle = train_alone(options, how, 4, ranks=1, trained=torch.float64)
@@ -133,7 +95,7 @@ def test_groups_of_ranks_train_apart(four):
 
 def test_one_rank_trains_as_plain_pytorch():
     with Workers(1) as one:
-        (found, narrow) = one.run(_train_cases, [CASES["unused"], CASES["bfloat16"]])[0]
+        (found, narrow) = one.run(train_cases, [CASES["unused"], CASES["bfloat16"]])[0]
     assert_same(found, train_alone({"unused": True}, "adamw", 4, ranks=1))
     assert_same(narrow, train_alone({}, "adamw", 4, ranks=1, dtype=torch.bfloat16))
 
@@ -155,14 +117,6 @@ def _accumulate(process, dtype, without_sync, last_outside):
 
 def _accumulate_all(process, dtypes, settings):
     return [_accumulate(process, dtype, *setting) for dtype in dtypes for setting in settings]
-
-
-def in_turn(terms):
-    """The terms added up one by one."""
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
 
 
 def test_gradients_accumulate_with_and_without_synchronisation(two):
@@ -192,12 +146,12 @@ def _train_prepared(process, policies):
     """Checkpointing and compilation after sharding and before it."""
     found = {}
     for policy in policies:
-        found[policy] = _train(process, {}, "adamw", 3, prepare=functools.partial(Checkpointing, policy=policy))
+        found[policy] = train(process, {}, "adamw", 3, prepare=functools.partial(Checkpointing, policy=policy))
     for policy in ("every-1", "selective"):
         module = build()
         Checkpointing(module, policy)
         found[f"{policy} before"] = _train_module(process, module)
-    found["compiled"] = _train(process, {}, "adamw", 3, prepare=_compile_blocks)
+    found["compiled"] = train(process, {}, "adamw", 3, prepare=_compile_blocks)
     module = build()
     _compile_blocks(module)
     found["compiled before"] = _train_module(process, module)
@@ -205,7 +159,7 @@ def _train_prepared(process, policies):
     Checkpointing(module, "every-1")
     _compile_blocks(module)
     found["compiled, every-1"] = _train_module(process, module)
-    found["compiled as a whole"] = _train(
+    found["compiled as a whole"] = train(
         process, {}, "adamw", 3, prepare=functools.partial(nn.Module.compile, backend="aot_eager")
     )
     for reentrant in (False, True):
@@ -232,7 +186,7 @@ def _train_module(process, module):
     sharded = FullyShardedDataParallel(module)
     optimizer = OPTIMIZERS["adamw"](sharded.parameters())
     for step in range(3):
-        _step(process, sharded, optimizer, step)
+        step_once(process, sharded, optimizer, step)
     return sharded.gather_full_parameters()
 
 
@@ -274,78 +228,6 @@ def test_under_autocast(two):
     budget = 2 * error(gradients(torch.bfloat16, torch.float32), oracle) + torch.finfo(torch.bfloat16).eps
     for dtype, found in two.run(_autocast_gradients, tokens)[0].items():
         assert 1e-4 < error(found, oracle) <= budget, dtype
-
-
-def _clip(process, norm_type, max_norm):
-    sharded = FullyShardedDataParallel(build(frozen=True))
-    loss_of(sharded, batch(0).chunk(process.world_size)[process.rank]).backward()
-    sharded.finish_gradient_synchronization()
-    norm = sharded.clip_grad_norm_(max_norm, norm_type)
-    with torch.no_grad():
-        for parameter in sharded.parameters():
-            parameter.copy_(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
-    return norm.item(), sharded.gather_full_parameters()
-
-
-@pytest.mark.parametrize(("norm_type", "max_norm"), [(2.0, 0.05), (float("inf"), 0.01), (1.0, 1e6)])
-def test_clipping_counts_every_element_once(four, norm_type, max_norm):
-    clipped = {}
-
-    def clip(module):
-        clipped["norm"] = nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type).item()
-        clipped["gradients"] = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-
-    train_alone({"frozen": True}, "sgd", 1, ranks=4, change=clip)
-    by_rank = four.run(_clip, norm_type, max_norm)
-    assert len({norm for norm, _ in by_rank}) == 1
-    norm, gradients = by_rank[3]
-    assert norm == pytest.approx(clipped["norm"], rel=1e-5)
-    assert error(gradients, clipped["gradients"]) < 1e-5
-    assert not gradients["blocks.1.up.weight"].any(), "a frozen parameter has no gradient"
-
-
-def _clip_by_the_largest(process):
-    torch.manual_seed(0)
-    sharded = FullyShardedDataParallel(nn.Linear(3, 2))
-    sharded(torch.ones(4, 3)).square().sum().backward()
-    sharded.finish_gradient_synchronization()
-    rows = next(sharded.parameters()).shape[0]
-    return rows, sharded.clip_grad_norm_(1e6, float("inf")).item()
-
-
-def test_clipping_by_the_largest_element_where_ranks_have_no_rows(four):
-    torch.manual_seed(0)
-    module = nn.Linear(3, 2)
-    module(torch.ones(4, 3)).square().sum().backward()
-    largest = max(parameter.grad.abs().max().item() for parameter in module.parameters())
-    rows, norms = zip(*four.run(_clip_by_the_largest), strict=True)
-    assert rows == (1, 1, 0, 0)
-    assert norms == pytest.approx([largest] * 4)
-
-
-def _scale(process):
-    """An overflow on rank 1 alone: no rank may step."""
-    sharded = FullyShardedDataParallel(build(), compute_dtype=torch.float16)
-    optimizer = OPTIMIZERS["sgd"](sharded.parameters())
-    scaler = ShardedGradScaler(device="cpu", init_scale=2.0**10, process_group=process.group)
-    before = sharded.gather_full_parameters()
-    moved = []
-    for step in range(2):
-        loss = scaler.scale(loss_of(sharded, batch(step).chunk(2)[process.rank]))
-        loss.backward()
-        sharded.finish_gradient_synchronization()
-        if step == 0 and process.rank == 1:
-            next(p for p in sharded.parameters() if p.numel() > 0).grad.fill_(float("inf"))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        after = sharded.gather_full_parameters()
-        moved.append(any(not torch.equal(after[name], before[name]) for name in before))
-    return moved, scaler.get_scale()
-
-
-def test_gradient_scaling_skips_a_step_on_all_ranks(two):
-    assert two.run(_scale) == [([False, True], 2.0**9)] * 2
 
 
 class Routed(nn.Module):
@@ -400,31 +282,10 @@ def test_a_parameter_that_one_rank_uses_has_a_gradient_on_all(two):
             assert torch.equal(torch.cat(whole) if expected.dim() > 1 else whole[1], expected), name
 
 
-class Delays:
-    """Ranks and layers that are late, each time differently, and memory that is never what it was."""
-
-    def __init__(self, process, sharded, seed):
-        self._random = torch.Generator().manual_seed(1000 * seed + process.rank)
-        for module in [sharded.module.embedding, *sharded.module.blocks, sharded.module.head]:
-            module.register_forward_pre_hook(self._late)
-            module.register_full_backward_hook(self._late)
-
-    def _late(self, *_):
-        time.sleep(0.004 * torch.rand((), generator=self._random).item())
-
-
-def _poisoned_copy(original):
-    def copy_own(group):
-        torch.empty(0, dtype=torch.uint8).set_(group._storage).fill_(255)  # NaN in every floating-point dtype
-        original(group)
-
-    return copy_own
-
-
 def _train_late(process, repeats, dtype):
     results = []
     original = GatherGroup._copy_own
-    GatherGroup._copy_own = _poisoned_copy(original)
+    GatherGroup._copy_own = poisoned_copy(original)
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     try:
         for seed in range(repeats):
@@ -432,7 +293,7 @@ def _train_late(process, repeats, dtype):
             Delays(process, sharded, seed)
             optimizer = OPTIMIZERS["adamw"](sharded.parameters())
             for step in range(3):
-                _step(process, sharded, optimizer, step)
+                step_once(process, sharded, optimizer, step)
             results.append(sharded.gather_full_parameters())
     finally:
         torch.use_deterministic_algorithms(False)

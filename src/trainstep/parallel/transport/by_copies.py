@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainstep.parallel.announced import announce
+from trainstep.parallel.ranks import others
 from trainstep.parallel.slices import slice_of
 from trainstep.parallel.transport.by_collectives import Exchange, Start, TransportName
 from trainstep.parallel.transport.copies import Copies, CopiesFrom
@@ -45,8 +46,7 @@ class PeerCopies:
         self._exchange_bytes = min(exchange_bytes, INBOX_BYTES)
         self._memory = PeerMemory(max(self._slice_bytes + self._exchange_bytes, 1), group, device)  # outbox, inbox
         self.uncounted_bytes = self._memory.uncounted
-        self._others = [(self._rank + distance) % self._ranks for distance in range(1, self._ranks)]
-        """In another order on every rank, so that no two read from one at a time."""
+        self._others = others(group)
 
     def gather_of(self, tensors: Sequence[Tensor]) -> Start:
         rounds = list(_rounds([tensor.numel() // self._ranks for tensor in tensors], self._slice_bytes))
@@ -60,8 +60,8 @@ class PeerCopies:
         @cache  # views are made once, not for every gather; and late, when there is storage
         def made(number: int) -> tuple[tuple[list[Tensor], list[Tensor]], Copies]:
             """Of a round: the outbox and what goes there, and the copies from the others'."""
-            others = [pieces(number, rank) for rank in self._others]
-            sources, targets = (list(chain.from_iterable(each)) for each in zip(*others, strict=True))
+            theirs = [pieces(number, rank) for rank in self._others]
+            sources, targets = (list(chain.from_iterable(each)) for each in zip(*theirs, strict=True))
             return pieces(number, self._rank), Copies(targets, sources)
 
         def start() -> None:

@@ -1,0 +1,83 @@
+"""A small model trained under FSDP, and how what comes out is held against training in one process."""
+
+import time
+
+import torch
+
+from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
+from trainstep.parallel import FullyShardedDataParallel
+
+CASES = {
+    "plain": ({}, "sgd", None),
+    "adamw": ({}, "adamw", None),
+    "tied": ({"tied": True}, "adamw", None),
+    "frozen": ({"frozen": True}, "adamw", None),
+    "unused": ({"unused": True}, "adamw", None),
+    "bfloat16": ({}, "adamw", torch.bfloat16),
+    "float16": ({"tied": True, "unused": True}, "sgd", torch.float16),
+    "float64": ({"frozen": True}, "sgd", torch.float64),
+}
+
+
+def step_once(process, sharded, optimizer, step):
+    loss_of(sharded, batch(step).chunk(process.world_size)[process.rank]).backward()
+    sharded.finish_gradient_synchronization()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(process, options, how, steps, dtype=None, prepare=None, **settings):
+    """Parameters after some steps; `prepare` changes the module once it is sharded."""
+    sharded = FullyShardedDataParallel(build(**options), compute_dtype=dtype, **settings)
+    if prepare is not None:
+        prepare(sharded.module)
+    optimizer = OPTIMIZERS[how](sharded.parameters())
+    for step in range(steps):
+        step_once(process, sharded, optimizer, step)
+    return sharded.gather_full_parameters()
+
+
+def train_cases(process, cases):
+    return [train(process, options, how, 4, dtype) for options, how, dtype in cases]
+
+
+class Delays:
+    """Ranks and layers that are late, each time differently, and memory that is never what it was."""
+
+    def __init__(self, process, sharded, seed):
+        self._random = torch.Generator().manual_seed(1000 * seed + process.rank)
+        for module in [sharded.module.embedding, *sharded.module.blocks, sharded.module.head]:
+            module.register_forward_pre_hook(self._late)
+            module.register_full_backward_hook(self._late)
+
+    def _late(self, *_):
+        time.sleep(0.004 * torch.rand((), generator=self._random).item())
+
+
+def poisoned_copy(original):
+    def copy_own(group):
+        torch.empty(0, dtype=torch.uint8).set_(group._storage).fill_(255)  # NaN in every floating-point dtype
+        original(group)
+
+    return copy_own
+
+
+def assert_same(found, expected, case=""):
+    assert found.keys() >= expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), f"{case}: {name} differs by {(found[name] - value).abs().max():.2e}"
+
+
+def error(found, expected):
+    """‖found − expected‖ / ‖expected‖ over all parameters, in float64."""
+    total = sum((found[name].double() - value.double()).square().sum() for name, value in expected.items())
+    return (total / sum(value.double().square().sum() for value in expected.values())).sqrt().item()
+
+
+def in_turn(terms):
+    """The terms added up one by one."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
