@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ SIZES = [(1, 8), (5, 4), (3, 64), (2, 70_000)]
 """Of tensors, of which the last alone is large."""
 LARGE = [(300_000, 4), (400_000, 4), (2, 300_000)]
 """Each a message of its own, to each of up to four ranks, whatever its dtype."""
+_sum = partial(over_gloo.reduce_scatter, is_mean=False)
 
 
 def _tensors(rank, dtype, sizes):
@@ -46,10 +48,10 @@ def _at_once(process, dtype, sizes):
     calls = []
     for one, other in zip(gathered, summed, strict=True):
         calls.append(over_gloo.all_gather([one], [slice_of(one, rank, size)], process.group, staged=False))
-        calls.append(over_gloo.reduce_scatter([other], [slice_of(other, rank, size)], process.group, staged=False))
+        calls.append(_sum([other], [slice_of(other, rank, size)], process.group, staged=False))
     calls.append(over_gloo.all_to_all(receive, send, process.group, staged=False))
     together, also = _tensors(rank, dtype, sizes), _tensors(rank, dtype, sizes)
-    for call, tensors in ((over_gloo.all_gather, together), (over_gloo.reduce_scatter, also)):
+    for call, tensors in ((over_gloo.all_gather, together), (_sum, also)):
         slices = [slice_of(each, rank, size) for each in tensors]
         calls.append(call(tensors, slices, process.group, staged=False))
     for call in reversed(calls):
@@ -79,7 +81,7 @@ def test_everything_arrives_in_its_place(request, workers, dtype, sizes):
 def _rounded(process):
     values = torch.full((process.world_size * 40_000,), 1.0 if process.rank == 0 else 2**-9).bfloat16()
     mine = slice_of(values, process.rank, process.world_size)
-    over_gloo.reduce_scatter([values], [mine], process.group, staged=False).wait()
+    _sum([values], [mine], process.group, staged=False).wait()
     return mine.float().unique().tolist()
 
 
@@ -87,6 +89,20 @@ def test_a_sum_of_16_bit_numbers_is_rounded_once(four):
     once = torch.tensor(1 + 3 * 2**-9).bfloat16().item()
     assert once > 1, "rounded after each addend it would be 1"
     assert four.run(_rounded) == [[once]] * 4
+
+
+@pytest.mark.parametrize("elements", [1, 40_000], ids=["packed", "in place"])
+@pytest.mark.parametrize("value", [60_000.0, 2.0**-24], ids=["largest", "smallest"])
+def test_a_mean_of_16_bit_numbers_stays_in_range(four, value, elements):
+    """Neither their sum, which is too large, nor a quarter of each, which is too small, is a number of that type."""
+    assert four.run(_mean_of, value, elements) == [[value]] * 4
+
+
+def _mean_of(process, value, elements):
+    values = torch.full((process.world_size * elements,), value, dtype=torch.float16)
+    mine = slice_of(values, process.rank, process.world_size)
+    over_gloo.reduce_scatter([values], [mine], process.group, is_mean=True, staged=False).wait()
+    return mine.double().unique().tolist()
 
 
 def _calls(process):

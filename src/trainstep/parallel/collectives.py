@@ -31,7 +31,11 @@ MB = 10**6  # bytes in a megabyte, as networks count them
 def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
     """Every tensor becomes the mean of all ranks' tensors in its place."""
     form = form_of(group, tensors[0].device)
-    return _all_reduce(tensors, group, _mean(tensors, group, form), form)
+    if form is Form.LISTS:
+        return _all_reduce(tensors, group, dist.ReduceOp(dist.ReduceOp.AVG), form)
+    if group.size() > 1:  # divided before, not after, the sum stays in range in 16-bit types
+        torch._foreach_div_(list(tensors), group.size())
+    return _all_reduce(tensors, group, dist.ReduceOp(dist.ReduceOp.SUM), form)
 
 
 def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
@@ -46,16 +50,14 @@ def reduce_scatter_mean(
 
     `slices` are those of this rank, if the caller has them, so that the host does not make them again.
     """
-    form = form_of(group, tensors[0].device)
-    return _reduce_scatter(tensors, group, _mean(tensors, group, form), form, slices)
+    return _reduce_scatter(tensors, group, slices, is_mean=True)
 
 
 def reduce_scatter_sum(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None = None
 ) -> Waitable:
     """In every tensor, `slice_of` this rank becomes the sum of all ranks'; otherwise as `reduce_scatter_mean`."""
-    operation = dist.ReduceOp(dist.ReduceOp.SUM)
-    return _reduce_scatter(tensors, group, operation, form_of(group, tensors[0].device), slices)
+    return _reduce_scatter(tensors, group, slices, is_mean=False)
 
 
 def all_gather_slices(
@@ -271,36 +273,21 @@ def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: 
 
 
 def _reduce_scatter(
-    tensors: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    operation: dist.ReduceOp,
-    form: Form,
-    slices: list[Tensor] | None,
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None, *, is_mean: bool
 ) -> Waitable:
+    form = form_of(group, tensors[0].device)
     slices = slices_of(tensors, group) if slices is None else slices
     if form is not Form.LISTS:
-        # of what `_mean` has divided, if it is one
-        return over_gloo.reduce_scatter(tensors, slices, group, staged=form is Form.STAGED)
+        return over_gloo.reduce_scatter(tensors, slices, group, is_mean=is_mean, staged=form is Form.STAGED)
     options = dist.ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = operation, True
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM)
+    options.asyncOp = True
     return group.reduce_scatter_tensor_coalesced(slices, [flat(tensor) for tensor in tensors], options)
 
 
 def _under_way(work: dist.Work | None) -> dist.Work:
     assert work is not None, "an asynchronous call by a member of the group returns its work"
     return work
-
-
-def _mean(tensors: Sequence[Tensor], group: dist.ProcessGroup, form: Form) -> dist.ReduceOp:
-    """The operation that makes a mean: NCCL divides on the way; for Gloo the tensors are divided here, then added.
-
-    Divided before, not after, the sum stays in range in 16-bit types.
-    """
-    if form is Form.LISTS:
-        return dist.ReduceOp(dist.ReduceOp.AVG)
-    if group.size() > 1:
-        torch._foreach_div_(list(tensors), group.size())
-    return dist.ReduceOp(dist.ReduceOp.SUM)
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:

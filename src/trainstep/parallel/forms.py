@@ -30,7 +30,7 @@ from trainstep.errors import UsageError
 
 class Form(Enum):
     LISTS = "lists"  # one call over a list where it is, which makes means; only streams wait
-    HOST = "host"  # the list is packed, sums are made of what was divided before, and the host waits
+    HOST = "host"  # the list is packed, an all-reduce adds what was divided before, and the host waits
     STAGED = "staged"  # as HOST, of copies in the host's memory
 
 

@@ -58,13 +58,15 @@ def all_gather(
 
 
 def reduce_scatter(
-    tensors: Sequence[Tensor], slices: Sequence[Tensor], group: dist.ProcessGroup, *, staged: bool
+    tensors: Sequence[Tensor], slices: Sequence[Tensor], group: dist.ProcessGroup, *, is_mean: bool, staged: bool
 ) -> Staged:
-    """In every tensor, `slice_of` this rank, in `slices`, becomes the sum of all ranks'.
+    """In every tensor, `slice_of` this rank, in `slices`, becomes the sum of all ranks', or their mean.
 
-    Every rank sends each other one that one's slices, and adds up what it gets: a sum of 16-bit numbers is rounded
-    once. Gloo's own is an all-reduce of each tensor, of which all but the slice is dropped.
+    Every rank sends each other one that one's slices, and adds up what it gets: a sum or mean of 16-bit numbers is
+    rounded once, and nothing has to be divided before. Gloo's own is an all-reduce of each tensor, of which all but the
+    slice is dropped.
     """
+    reduce = torch.mean if is_mean else torch.sum
     rank, size = group.rank(), group.size()
     announce("reduce_scatter", tensors, size)
     sent = [flat(tensor).view(size, -1) for tensor in tensors]
@@ -80,7 +82,7 @@ def reduce_scatter(
     def add_up() -> None:
         for rows, mine, result in zip(received, sent, sums, strict=True):
             rows[rank].copy_(mine[rank])
-            torch.sum(rows, dim=0, out=result)
+            reduce(rows, dim=0, out=result)
 
     receives = [(other, rows[other]) for other in others(group) for rows in received]
     sends = [(other, rows[other]) for other in others(group) for rows in sent]
