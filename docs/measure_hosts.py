@@ -31,7 +31,7 @@ from trainstep.records import Row, of_kind, read_records, write_whole
 CPU = torch.device("cpu")
 KEPT = RESULTS / "cpu-hosts.jsonl"
 SIZE = " ".join(f"--{name.replace('_', '-')} {getattr(MODEL, name)}" for name in SHAPE)
-STEP = "--batch 1 --context 32 --steps 6 --warmup 2 --rounds 3"
+STEP = "--batch 1 --context 32 --optimizer adamw-fused --steps 6 --warmup 2 --rounds 8"
 CALLS = "--collective all-reduce,all-gather,reduce-scatter --size-mb 4,10,32 --tensors 1,30"
 """Of sizes beyond what the network's token buckets let through at once."""
 COLLECTIVES = f"bench collectives {CALLS} --steps 6"
