@@ -3,13 +3,14 @@
 The plan's time of what is sent comes from the collectives that were timed at the same bandwidth, as many at once as the
 scheme has. What it hides behind is the step's own computation, as the step without communication measured it: no
 datasheet knows the CPU it ran on. What the host does for communication besides is counted as well, at the rate of a
-large copy: gradients are divided before Gloo adds them, and FSDP packs them. What FSDP gathers and scatters is taken to
-hide behind nothing: over Gloo its ranks agree before each call, and what they say waits behind what is under way on the
-same connection. What replicas then average hides behind the rest of backward.
+large copy: gradients are divided before Gloo's all-reduce adds them, and FSDP packs them. What FSDP sends is taken to
+hide behind nothing, and so is what replicas average: over Gloo its ranks agree before each call, and what they say
+waits behind what is under way between the hosts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,7 +18,7 @@ from typing import TypeVar
 from tables import results
 from trainstep.config import ModelConfig
 from trainstep.kinds import CeilingRow, CollectiveFitRow, ParallelRow
-from trainstep.plan.communication import Link, collective_seconds, sticking_out_s
+from trainstep.plan.communication import Link, collective_seconds
 from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.measured import network_links
 from trainstep.plan.parallelism import Exchange, exchange_seconds, scaled
@@ -37,7 +38,7 @@ MODEL = ModelConfig(**SHAPE)
 """That `docs/measure_hosts.py` takes steps of."""
 GROUPS = MODEL.num_layers + 2  # of its parameters under fsdp: blocks, the embedding and the head
 LIST = 30
-"""Tensors in the calls that a scheme's plan is made of; but FSDP's gradients, packed into one buffer."""
+"""Tensors of the model, and of the lists that a plan is made of; FSDP's gradients are packed into one buffer."""
 COLUMNS = (
     "Mbit/s",
     "scheme",
@@ -98,9 +99,17 @@ def _held(
         at_once = [fit for fit in fits if fit.environment["worlds"] == ranks_each]
         packs = SCHEMES[row.scheme].planned_as in ("fsdp", "hsdp")
         alike = [fit for fit in at_once if fit.tensors == (None if packs and fit.collective != "all-gather" else LIST)]
+        if packs:  # what a list costs besides its bytes is its messages', and a group has its share of them
+            alike = [_a_groups_share(fit) for fit in alike]
         planned = 1e3 * _planned_s(row, single, _cluster(alike, ranks_each, copied))
         found.append(Held(mbit, row.label, ranks_each, alone, row.step_ms - alone, planned))
     return found
+
+
+def _a_groups_share(fit: CollectiveFitRow) -> CollectiveFitRow:
+    if fit.tensors is None or fit.overhead_us is None:
+        return fit
+    return dataclasses.replace(fit, overhead_us=fit.overhead_us / GROUPS)
 
 
 def _cluster(fits: Sequence[CollectiveFitRow], ranks_each: int, copied: CeilingRow) -> Cluster:
@@ -125,8 +134,8 @@ def _cluster(fits: Sequence[CollectiveFitRow], ranks_each: int, copied: CeilingR
 def _planned_s(row: ParallelRow, single: ParallelRow, cluster: Cluster) -> float:
     assert single.start_weights_gib is not None
     size = single.start_weights_gib * GIB
-    divided = 2 * size / cluster.machine.copy_bytes_per_s  # read and written
     if row.scheme == "flat":  # after backward, in one call
+        divided = 2 * size / cluster.machine.copy_bytes_per_s  # read and written
         return divided + collective_seconds("all-reduce", round(size), 2, cluster.group_link("all-reduce", 2))
     planned_as = SCHEMES[row.scheme].planned_as
     assert planned_as is not None
@@ -136,9 +145,9 @@ def _planned_s(row: ParallelRow, single: ParallelRow, cluster: Cluster) -> float
         PhaseSeconds(forward, 0.0), PhaseSeconds(backward, 0.0), PhaseSeconds(optimizer * layout.updated, 0.0)
     )
     if layout.shards_weights:
-        return divided + _fsdp_s(layout, size, compute, cluster)
+        return _fsdp_s(layout, size, compute, cluster)
     _, exposed = exchange_seconds(layout, cluster, compute, Exchange(size, size, size, GROUPS))
-    return exposed + divided
+    return exposed
 
 
 def _fsdp_s(layout: Layout, size: float, compute: StepSeconds, cluster: Cluster) -> float:
@@ -153,12 +162,9 @@ def _fsdp_s(layout: Layout, size: float, compute: StepSeconds, cluster: Cluster)
     if layout.replicas == 1:
         return busy
     link = cluster.group_link("all-reduce", layout.replicas, ranks)
-    averaged = collective_seconds("all-reduce", round(size / ranks), layout.replicas, Link(0.0, link.bus_bytes_per_s))
-    gather = cluster.group_link("all-gather", ranks)
-    gathered = collective_seconds("all-gather", round(size), ranks, Link(0.0, gather.bus_bytes_per_s))
-    in_backward = busy - gathered - GROUPS * gather.overhead_s - 2 * size / ranks / rate
-    out = sticking_out_s(compute.backward.total + in_backward, averaged, GROUPS, link.overhead_s)
-    return busy + 2 * size / ranks / rate + out  # divided before they are added
+    calls = Link(GROUPS * link.overhead_s, link.bus_bytes_per_s)
+    divided = 2 * size / ranks / rate
+    return busy + divided + collective_seconds("all-reduce", round(size / ranks), layout.replicas, calls)
 
 
 def hosts_table() -> Table:

@@ -20,6 +20,7 @@ from trainstep.plan.communication import (
     exposed_seconds,
     passes,
     rank_bytes,
+    sticking_out_s,
 )
 
 
@@ -105,11 +106,12 @@ def test_seconds_are_overhead_and_bytes():
     assert link.algorithm_bytes_per_s("all-gather", 1) == math.inf
 
 
-def run_through(transfer, overhead, backward, buckets):
+def run_through(transfer, overhead, backward, shares):
     """Bucket after bucket: ready, sent when the one before is through; what is left when backward is done."""
-    end = 0.0
-    for i in range(1, buckets + 1):
-        end = max(end, i * backward / buckets) + transfer / buckets + overhead
+    end = ready = 0.0
+    for share in shares:
+        ready += share * backward
+        end = max(end, ready) + share * transfer + overhead
     return end - backward
 
 
@@ -123,8 +125,23 @@ def run_through(transfer, overhead, backward, buckets):
 def test_exposed_time_is_that_of_running_through_the_buckets(transfer, overhead, backward, buckets):
     link = Link(overhead, 1e9)
     size = transfer * 1e9  # two ranks: the bus factor is 1
-    expected = run_through(transfer, overhead, transfer if backward is None else backward, buckets)
+    expected = run_through(transfer, overhead, transfer if backward is None else backward, [1 / buckets] * buckets)
     assert exposed_seconds(size, buckets, 2, link, backward) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@settings(deadline=None)
+@given(
+    transfer=st.floats(1e-4, 1.0),
+    overhead=st.floats(0, 1e-2),
+    backward=st.floats(1e-4, 1.0),
+    buckets=st.integers(1, 50),
+    left=st.floats(0.01, 1.0),
+)
+def test_buckets_that_are_full_leave_the_rest_to_the_last(transfer, overhead, backward, buckets, left):
+    full = 1 / (buckets - 1 + left)
+    expected = run_through(transfer, overhead, backward, [full] * (buckets - 1) + [left * full])
+    found = sticking_out_s(backward, transfer, buckets, overhead, full)
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 @settings(deadline=None, max_examples=50)

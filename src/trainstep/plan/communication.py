@@ -25,6 +25,10 @@ The two are equal at k = 1 and at k = (T − s/w)/o; in between the first is the
 least at k = √(T/o). Hence the best number of buckets is max( √(T/o), (T − s/w)/o ). Where nothing is known of T,
 take T = s/w, backward as fast as the network: s/(k·w) + k·o is exposed, least for buckets of √(s·w·o) bytes.
 
+Buckets that are sent when they are full, at a share b of all, leave 1 − (k − 1)·b to the last. Whichever bucket i it is
+from which on calls follow without a gap, they end at i·b·T + (1 − (i − 1)·b)·s/w + (k − i + 1)·o, which is linear in i
+up to i = k − 1: one of the first, the last but one and the last is the greatest.
+
 Imports no torch.
 """
 
@@ -95,15 +99,21 @@ def exposed_seconds(
     return sticking_out_s(transfer if backward_s is None else backward_s, transfer, buckets, link.overhead_s)
 
 
-def sticking_out_s(work_s: float, transfer_s: float, calls: int, overhead_s: float) -> float:
+def sticking_out_s(work_s: float, transfer_s: float, calls: int, overhead_s: float, full: float | None = None) -> float:
     """By how much `calls` transfers outlast the work that they hide behind: the maximum derived above.
+
+    `full` is the share of all that each call but the last one has; by default all have the same.
 
     The same holds where each call brings what a piece of the work needs, as a gather does: run backwards in time, it is
     a call that waits for its piece.
     """
-    last_call = transfer_s / calls + overhead_s
-    back_to_back = work_s / calls + transfer_s + calls * overhead_s - work_s
-    return max(last_call, back_to_back)
+    full = 1 / calls if full is None else full
+    sticks_out = transfer_s * (1 - (calls - 1) * full) + overhead_s
+    for first in {1, calls - 1} - {0, calls}:  # of those that follow one another without a gap
+        ready = first * full * work_s
+        follow = transfer_s * (1 - (first - 1) * full) + (calls - first + 1) * overhead_s
+        sticks_out = max(sticks_out, ready + follow - work_s)
+    return sticks_out
 
 
 def best_calls(work_s: float, transfer_s: float, overhead_s: float) -> float:

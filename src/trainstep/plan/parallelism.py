@@ -181,10 +181,14 @@ def _sharded_seconds(layout: Layout, cluster: Cluster, compute: StepSeconds, exc
 def _in_best_calls(
     work_s: float, transfer_s: float, overhead_s: float, payload: float, least: float = BUCKET_BYTES
 ) -> tuple[float, float]:
-    """(busy, sticking out) of the best number of calls of at least `least` bytes; see `plan.communication`."""
+    """(busy, sticking out) of the best number of calls of at least `least` bytes; see `plan.communication`.
+
+    Calls of no more than that are what fills a bucket, and what is left; fewer are taken to be alike.
+    """
     most = max(1, math.ceil(payload / least))
     calls = min(most, max(1, round(best_calls(work_s, transfer_s, overhead_s))))
-    return transfer_s + calls * overhead_s, sticking_out_s(work_s, transfer_s, calls, overhead_s)
+    full = least / payload if calls == most > 1 else None
+    return transfer_s + calls * overhead_s, sticking_out_s(work_s, transfer_s, calls, overhead_s, full)
 
 
 def scaled(cluster: Cluster, gpus: int) -> Cluster:
