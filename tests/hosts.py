@@ -177,14 +177,13 @@ class Hosts:
         nodes: str,
         ranks: int = 1,
         restarts: int = 0,
-        meets: int = 0,
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a host's torchrun, which meets the others' at one host; it gives up on a host after 3 s."""
-        meeting = f"is_host={int(host == meets)},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+        """Start a host's torchrun, which meets the others' at the first; it gives up on a host after 3 s."""
+        meeting = f"is_host={int(host == 0)},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
         command = [
             *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}"),
-            *(f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[meets]}:{PORT}"),
+            *(f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[0]}:{PORT}"),
             *(f"--rdzv-conf={meeting},join_timeout=60,read_timeout=10", f"--local-addr={self.addresses[host]}"),
             *("--monitor-interval=0.5", *_patience()),
         ]

@@ -96,7 +96,7 @@ def _held(
         assert row.status == "ok", row
         assert row.step_ms is not None
         assert alone is not None
-        at_once = [fit for fit in fits if fit.environment["worlds"] == ranks_each]
+        at_once = [fit for fit in fits if (fit.groups is None) == (ranks_each == 1)]
         packs = SCHEMES[row.scheme].planned_as in ("fsdp", "hsdp")
         alike = [fit for fit in at_once if fit.tensors == (None if packs and fit.collective != "all-gather" else LIST)]
         if packs:  # what a list costs besides its bytes is its messages', and a group has its share of them
@@ -113,7 +113,7 @@ def _a_groups_share(fit: CollectiveFitRow) -> CollectiveFitRow:
 
 
 def _cluster(fits: Sequence[CollectiveFitRow], ranks_each: int, copied: CeilingRow) -> Cluster:
-    """Two hosts, each collective at what it took while the other ranks did the same.
+    """Two hosts, each collective at what it took while the other groups did the same.
 
     With one rank on each all calls go between them; with more, HSDP's, what is gathered and scattered stays within.
     """

@@ -113,6 +113,39 @@ def test_a_subset_of_ranks_takes_part_and_all_types_are_right(four):
 
 
 @pytest.mark.distributed
+def test_rows_and_columns_of_all_ranks_do_the_same_at_once(four):
+    axes = {"collective": COLLECTIVES, "world_size": (2,), "size_mb": (0.001,), "groups": ("rows", "columns")}
+    cases = collective_cases(axes, started=4)
+    rows = json.loads(four.run(_measure, cases, None)[0])
+    assert len(rows) == len(cases) == 8
+    for (_, case, status, reason, samples, _), expected in zip(rows, cases, strict=True):
+        assert (status, reason, case["groups"]) == ("ok", "", expected.groups)
+        assert samples == ["rank 0", "rank 1", "rank 2", "rank 3", "time"], "every rank's, of both groups"
+
+
+def _partners(process, case):
+    """What the ranks of this one's group hold once they have gathered their numbers."""
+    group = bench._own_group(bench._members(case, process), process)
+    numbers = [None] * case.world_size
+    torch.distributed.all_gather_object(numbers, process.rank, group=group)
+    return numbers
+
+
+@pytest.mark.distributed
+def test_rows_are_neighbours_and_columns_are_far_apart(four):
+    cases = [CollectiveCase(world_size=2, groups=groups) for groups in ("rows", "columns")]
+    found = [four.run(_partners, case) for case in cases]
+    assert found == [[[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 2], [1, 3], [0, 2], [1, 3]]]
+
+
+@pytest.mark.distributed
+def test_a_wrong_rank_of_another_group_is_seen(four):
+    cases = [CollectiveCase("all-reduce", 2, "fp32", 0.001, groups="columns")]
+    (row,) = json.loads(four.run(_measure, cases, "result")[0])
+    assert row[2:] == ["wrong", "rank 1 did not get what it should", [], [1]], "rank 0 is in another column"
+
+
+@pytest.mark.distributed
 def test_a_wrong_result_has_no_time(two):
     cases = collective_cases({"collective": ("all-reduce", "broadcast"), "world_size": (2,)}, started=2)
     small = [CollectiveCase(case.collective, 2, "fp32", 0.001) for case in cases]
@@ -141,6 +174,8 @@ def test_cases_are_checked():
         collective_cases({"world_size": (4,)}, started=2)
     with pytest.raises(UsageError, match="less than one element of each tensor for each of 2 ranks"):
         collective_cases({"world_size": (2,), "size_mb": (0.000001,)}, started=2)
+    with pytest.raises(UsageError, match="rows of 2 ranks cannot be made of the 3 that torchrun started"):
+        collective_cases({"world_size": (2,), "groups": ("rows",)}, started=3)
     with pytest.raises(UsageError, match="tensors is 0; expected 1 or more"):
         collective_cases({"world_size": (2,), "tensors": (0,)}, started=2)
     with pytest.raises(UsageError, match="a broadcast sends one tensor"):

@@ -106,8 +106,10 @@ def test_seconds_are_overhead_and_bytes():
     assert link.algorithm_bytes_per_s("all-gather", 1) == math.inf
 
 
-def run_through(transfer, overhead, backward, shares):
-    """Bucket after bucket: ready, sent when the one before is through; what is left when backward is done."""
+def run_through(transfer, overhead, backward, buckets):
+    """Bucket after bucket, so many alike or these shares of all: ready, sent when the one before is through; what is
+    left when backward is done."""
+    shares = [1 / buckets] * buckets if isinstance(buckets, int) else buckets
     end = ready = 0.0
     for share in shares:
         ready += share * backward
@@ -125,7 +127,7 @@ def run_through(transfer, overhead, backward, shares):
 def test_exposed_time_is_that_of_running_through_the_buckets(transfer, overhead, backward, buckets):
     link = Link(overhead, 1e9)
     size = transfer * 1e9  # two ranks: the bus factor is 1
-    expected = run_through(transfer, overhead, transfer if backward is None else backward, [1 / buckets] * buckets)
+    expected = run_through(transfer, overhead, transfer if backward is None else backward, buckets)
     assert exposed_seconds(size, buckets, 2, link, backward) == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 

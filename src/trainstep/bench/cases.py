@@ -17,6 +17,7 @@ from trainstep.plan.communication import COLLECTIVES, CollectiveName
 GridName = Literal["naive", "flash"]
 ListName = Literal["leaderboard", "peers"]
 ElementDtype = Literal["fp32", "fp16", "bf16"]
+Grouping = Literal["one", "rows", "columns"]
 ITEM_BYTES: Mapping[ElementDtype, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -256,6 +257,10 @@ class CollectiveCase:
     tensors: int = 1
     """How many tensors of equal sizes that is: one call is given all of them, as training's calls are the gradients of
     a bucket. Gloo packs them for the journey."""
+    groups: Grouping = "one"
+    """one: the first ranks, the others waiting. rows and columns: all ranks, in groups of world-size that do the same
+    at once; rows are of consecutive ranks, as those that divide a replica of a model, columns of ranks as far apart as
+    can be, as those that average what replicas have."""
 
     @property
     def elements(self) -> int:
@@ -277,7 +282,7 @@ def collective_cases(axes: Mapping[str, Sequence[Any]], started: int) -> list[Co
     """Every combination of the axes' values, for as many ranks as torchrun started.
 
     Raises:
-        UsageError: more ranks than were started, or a size too small to divide.
+        UsageError: more ranks than were started, ranks left over by groups, or a size too small to divide.
     """
     cases = [CollectiveCase(**values | {"world_size": values["world_size"] or started}) for values in expand(axes)]
     for case in cases:
@@ -285,6 +290,11 @@ def collective_cases(axes: Mapping[str, Sequence[Any]], started: int) -> list[Co
             raise UsageError(
                 f"world-size is {case.world_size}, and torchrun started {started} process"
                 f"{'' if started == 1 else 'es'}; start as many as the largest (torchrun --nproc-per-node)"
+            )
+        if case.groups != "one" and started % case.world_size:
+            raise UsageError(
+                f"{case.groups} of {case.world_size} ranks cannot be made of the {started} that torchrun started; give "
+                f"a --world-size that divides {started}, or --groups one"
             )
         if case.tensors < 1:
             raise UsageError(f"tensors is {case.tensors}; expected 1 or more")

@@ -1,10 +1,11 @@
 """`trainstep bench collectives`: time of every collective, by size, type and number of ranks, on all ranks.
 
-Each case is first checked: the tensors hold small whole numbers, whose sums are exact. Then all ranks are lined up
-before every call (on a GPU by a small all-reduce in the same stream, so that what is timed starts at the same moment on
-every device), and each takes its own time. A call lasts as long as on its slowest rank. How long it keeps a rank's
-cores busy is told too: over Gloo that is time which computation beside it does not have. At the end a line of overhead
-and bandwidth is fitted for every collective.
+Each case is first checked: the tensors hold small whole numbers, whose sums are exact. Then all ranks that take part,
+in one group or in several that do the same beside each other, are lined up before every call (on a GPU by a small
+all-reduce in the same stream, so that what is timed starts at the same moment on every device), and each takes its own
+time. A call lasts as long as on its slowest rank. How long it keeps a rank's cores busy is told too: over Gloo that is
+time which computation beside it does not have. At the end a line of overhead and bandwidth is fitted for every
+collective.
 """
 
 from __future__ import annotations
@@ -53,10 +54,11 @@ def run_cases(
     """Measure case by case. All ranks must iterate; rank 0 gets the rows, each when it is known, the others none."""
     if warmup < 0 or steps < 1:
         raise UsageError(f"warmup is {warmup} and steps {steps}; expected at least 0 and 1")
-    groups = {size: _first_ranks(size, process) for size in dict.fromkeys(case.world_size for case in cases)}
+    layouts = {(case.world_size, case.groups): _members(case, process) for case in cases}
+    groups = {layout: _own_group(members, process) for layout, members in layouts.items()}
     rows = []
     for case in cases:
-        part = _take_part(case, process, groups[case.world_size], warmup, steps)
+        part = _take_part(case, process, groups[case.world_size, case.groups], warmup, steps)
         parts: list[_Part | None] = [None] * process.world_size
         dist.all_gather_object(parts, part, group=process.group)
         if process.rank == 0:
@@ -66,12 +68,24 @@ def run_cases(
         yield from _fits(rows)
 
 
-def _first_ranks(size: int, process: Process) -> dist.ProcessGroup | None:
-    """A group of the first ranks; None where this rank is not in it."""
-    if size == process.world_size:
+def _members(case: CollectiveCase, process: Process) -> list[list[int]]:
+    """The ranks of every group that takes part."""
+    size, every = case.world_size, range(process.world_size)
+    if case.groups == "one":
+        return [list(every[:size])]
+    number = len(every) // size
+    if case.groups == "columns":
+        return [list(every[first::number]) for first in range(number)]
+    return [list(every[first : first + size]) for first in every[::size]]
+
+
+def _own_group(members: Sequence[Sequence[int]], process: Process) -> dist.ProcessGroup | None:
+    """This rank's; None where it is in none."""
+    if len(members[0]) == process.world_size:
         return process.group
-    group = dist.new_group(list(range(size)))  # every rank must take part in making it
-    return group if process.rank < size and isinstance(group, dist.ProcessGroup) else None
+    groups = [dist.new_group(list(each)) for each in members]  # every rank must take part in making each
+    own = [group for each, group in zip(members, groups, strict=True) if process.rank in each]
+    return own[0] if own and isinstance(own[0], dist.ProcessGroup) else None
 
 
 def _take_part(
@@ -85,23 +99,24 @@ def _take_part(
         tensors = list(memory.chunk(case.tensors))
     except RuntimeError as error:
         failure = classify(error)
-    failures: list[Failure | None] = [None] * group.size()
-    dist.all_gather_object(failures, failure, group=group)
+    together = group if case.groups == "one" else process.group
+    failures: list[Failure | None] = [None] * together.size()
+    dist.all_gather_object(failures, failure, group=together)
     failed = next((each for each in failures if each is not None), None)
     if failed is not None:
         return _Part(failure=failed)
     call = _CALLS[case.collective]
     for tensor in tensors:
-        _fill(tensor, process.rank % 2 + 1)
+        _fill(tensor, group.rank() % 2 + 1)
     call(tensors, group)
     wrong = not all(_is_right(case, tensor, group) for tensor in tensors)
-    wrongs = [False] * group.size()
-    dist.all_gather_object(wrongs, wrong, group=group)
+    wrongs = [False] * together.size()
+    dist.all_gather_object(wrongs, wrong, group=together)
     if any(wrongs):
         return _Part(wrong=wrong)
     for tensor in tensors:
         tensor.zero_()
-    line_up = partial(dist.all_reduce, torch.zeros(1, device=process.device), group=group)
+    line_up = partial(dist.all_reduce, torch.zeros(1, device=process.device), group=together)
     clock = device_clock(process.device)
     busy: list[float] = []
 
@@ -147,9 +162,12 @@ def _holds(part: Tensor, start: int, number: int) -> bool:
 
 def _row(case: CollectiveCase, process: Process, parts: Sequence[_Part]) -> CollectiveRow:
     backend = "nccl" if process.device.type == "cuda" else "gloo"
-    hosts = -(-case.world_size * process.hosts // process.world_size)
-    several = {"tensors": case.tensors if case.tensors > 1 else None, "hosts": hosts if hosts > 1 else None}
-    columns: dict[str, Any] = {**asdict(case), "backend": backend, **several}
+    members = _members(case, process)
+    hosts = len({rank * process.hosts // process.world_size for rank in members[0]})
+    columns: dict[str, Any] = {**asdict(case), "backend": backend}
+    columns["hosts"] = hosts if hosts > 1 else None
+    columns["tensors"] = case.tensors if case.tensors > 1 else None
+    columns["groups"] = case.groups if len(members) > 1 else None
     environment = describe(process.device)
     failure = next((part.failure for part in parts if part.failure is not None), None)
     if failure is not None:

@@ -20,7 +20,7 @@ _RANKS = columns.case("ranks", "world_size")
 _COLLECTIVE = replace(columns.word("collective", "collective"), setting=True)
 _COLLECTIVES = (
     replace(_COLLECTIVE, files=False, setting=False),  # heads the page's rows
-    *columns.named("backend", "dtype", "tensors"),
+    *columns.named("backend", "dtype", "tensors", "groups"),
     replace(_COLLECTIVE, page=False),
     _RANKS,
 )
@@ -76,7 +76,8 @@ def collectives(records: Sequence[Row]) -> Section | None:
 def _setting(row: CollectiveRow | CollectiveFitRow) -> str:
     hosts = "" if row.hosts is None else f" on {row.hosts} hosts"
     tensors = "" if row.tensors is None else f", {row.tensors} tensors"
-    return f"{row.world_size} ranks{hosts}, {row.dtype}{tensors}, {row.backend}"
+    groups = "" if row.groups is None else f", {row.groups} at once"
+    return f"{row.world_size} ranks{hosts}{groups}, {row.dtype}{tensors}, {row.backend}"
 
 
 def _by_size(
