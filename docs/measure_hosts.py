@@ -31,14 +31,18 @@ CPU = torch.device("cpu")
 KEPT = RESULTS / "cpu-hosts.jsonl"
 SIZE = " ".join(f"--{name.replace('_', '-')} {getattr(MODEL, name)}" for name in SHAPE)
 STEP = "--batch 1 --context 32 --optimizer adamw-fused --steps 6 --warmup 2 --rounds 8"
-COLLECTIVES = "bench collectives --collective all-reduce,all-gather,reduce-scatter --size-mb 10,20,32 --tensors 1,30"
-"""Of sizes as steps send, and beyond what the network's token buckets let through at once."""
+COLLECTIVES = "bench collectives --collective all-reduce,all-gather,reduce-scatter --steps 12"
+LISTS, BUFFERS = f"{COLLECTIVES} --size-mb 10,20,32 --tensors 30", f"{COLLECTIVES} --size-mb 5,10,20"
+"""Of sizes as steps send (lists of all tensors, buffers of a block), beyond what token buckets let through at once."""
+GROUPS = "--world-size 2 --groups rows,columns"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """That torchrun sets by itself only where a host has several ranks."""
 RUNS: Sequence[tuple[int, str]] = (  # ranks on each host, command
-    (1, f"{COLLECTIVES} --steps 12"),
+    (1, LISTS),
+    (1, BUFFERS),
     (1, f"bench parallel --size tiny {SIZE} {STEP} --scheme single,flat,sharded-optimizer,fsdp"),
-    (2, f"{COLLECTIVES} --steps 12 --world-size 2 --groups rows,columns"),
+    (2, f"{LISTS} {GROUPS}"),
+    (2, f"{BUFFERS} {GROUPS}"),
     (2, f"bench parallel --size tiny {SIZE} {STEP} --scheme single,hsdp"),
 )
 
