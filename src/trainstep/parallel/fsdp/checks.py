@@ -94,12 +94,26 @@ def _put_shards_for_placeholders(optimizer: torch.optim.Optimizer) -> None:
                     optimizer.state[each.parameter.shard] = optimizer.state.pop(each)
 
 
-def check_arguments(module: object, compute_dtype: torch.dtype | None, prefetch: int, transport: str) -> None:
+def check_arguments(
+    module: object,
+    compute_dtype: torch.dtype | None,
+    full_precision: Sequence[object],
+    prefetch: int,
+    transport: str,
+) -> None:
     """Raise `UsageError` or `UnsupportedError` where the wrapper cannot be built as asked."""
     if not isinstance(module, nn.Module):
         raise UsageError(f"module is a {type(module).__name__}; expected an nn.Module")
     if compute_dtype is not None and not compute_dtype.is_floating_point:
         raise UsageError(f"compute_dtype is {compute_dtype}; expected a floating-point dtype, such as torch.bfloat16")
+    inside = set(module.modules())
+    for each in full_precision:
+        if not isinstance(each, nn.Module):
+            raise UsageError(f"full_precision has a {type(each).__name__}; expected modules, parts of the one wrapped")
+        if each not in inside:
+            raise UsageError(f"full_precision has a {type(each).__name__} that is not a part of the module")
+    if full_precision and compute_dtype is None:
+        raise UsageError("full_precision says what compute_dtype is not for, and compute_dtype is None; give both")
     if prefetch not in range(MAX_PREFETCH + 1):
         raise UsageError(f"prefetch is {prefetch!r}; expected 0 to {MAX_PREFETCH} groups")
     if transport not in get_args(TransportName):

@@ -56,6 +56,7 @@ class ShardedParameter:
     full: nn.Parameter | None = None  # the whole in the dtype it is computed with; its storage comes and goes
     placeholder: Placeholder | None = None  # in the module while no call that owns it is running
     hooks: Sequence[tuple[str, Callable[..., Any]]] = ()  # a user's, by the method that registers them
+    keeps_dtype: bool = False  # whether it is computed with in the dtype it is trained in, whatever others are
     mark: Callable[[Tensor], Tensor] | None = None  # makes a gradient of rows one that is not taken for a whole
 
     def __post_init__(self) -> None:
@@ -69,7 +70,8 @@ class ShardedParameter:
 
     def compute_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """What it is gathered in, if floating-point parameters are computed with in `dtype` (None: as they are)."""
-        return self.shard.dtype if dtype is None or not self.shard.is_floating_point() else dtype
+        keeps = self.keeps_dtype or dtype is None or not self.shard.is_floating_point()
+        return self.shard.dtype if keeps or dtype is None else dtype
 
     def as_saved(self, mesh: DeviceMesh) -> Tensor:
         """The shard as the part of a whole that it is, a DTensor, as is what is replicated. It shares memory."""

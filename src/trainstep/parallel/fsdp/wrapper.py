@@ -44,6 +44,8 @@ class FullyShardedDataParallel(nn.Module):
         module: any module, on the CPU, on a GPU or on the meta device. Its parameters are replaced by shards.
         compute_dtype: what parameters are cast to before they are gathered, and floating-point inputs before forward;
             None: as they are. Gradients are added up over the ranks in the dtype of the shards.
+        full_precision: modules of which all parameters are gathered as they are, whatever `compute_dtype` is: norms,
+            the router of a mixture of experts. What such a module makes of its inputs is its own affair.
         process_group: the ranks; None: all.
         mesh: the ranks, in place of `process_group`: of one dimension, or of two, ("replicate", "shard").
         groups: modules that are each gathered as a whole; by default the blocks, elements of ModuleLists. What is
@@ -73,6 +75,7 @@ class FullyShardedDataParallel(nn.Module):
         module: nn.Module,
         *,
         compute_dtype: torch.dtype | None = None,
+        full_precision: Iterable[nn.Module] = (),
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         groups: Iterable[nn.Module] | None = None,
@@ -82,7 +85,8 @@ class FullyShardedDataParallel(nn.Module):
         transport: TransportName = "auto",
     ) -> None:
         super().__init__()
-        check_arguments(module, compute_dtype, prefetch, transport)
+        full_precision = list(full_precision)
+        check_arguments(module, compute_dtype, full_precision, prefetch, transport)
         self._ranks = ranks = ranks_of(process_group, mesh)
         self.process_group = ranks.everyone
         self._compute_dtype = compute_dtype
@@ -90,12 +94,16 @@ class FullyShardedDataParallel(nn.Module):
         planned = [parameter for group in plan for parameter in group.parameters]
         named = [(name, entry.parameter) for entry in planned for name in entry.names]
         names = [[entry.names[0] for entry in group.parameters] for group in plan]
+        kept = {inner for each in full_precision for inner in each.modules()}
+        keeping = [entry for entry in planned if any(owner in kept for owner, _ in entry.slots)]
         settings: dict[str, object] = {"compute_dtype": compute_dtype, "prefetch": prefetch, "transport": transport}
-        settings |= {"groups": names, "mesh": ranks.layout}
+        settings |= {"groups": names, "mesh": ranks.layout, "full_precision": [entry.names[0] for entry in keeping]}
         check_ranks_agree("FullyShardedDataParallel", named, self.process_group, settings=settings)
         self.device = _device_for([entry.parameter for entry in planned], ranks, device)
         order = {name: position for position, (name, _) in enumerate(module.named_parameters())}
         sharded = shard_parameters(module, planned, ranks, self.device, initialize)
+        for entry in keeping:
+            sharded[entry].keeps_dtype = True
         self._sharded = sorted(sharded.values(), key=lambda parameter: order[parameter.name])
         module_names = {inner: name for name, inner in module.named_modules()}
         gather_groups = [
