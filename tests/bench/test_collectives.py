@@ -14,6 +14,7 @@ from trainstep.bench.cases import CollectiveCase, collective_cases
 from trainstep.bench.collectives import fit_link
 from trainstep.errors import UsageError
 from trainstep.kinds import CollectiveRow
+from trainstep.parallel.process import Process
 from trainstep.plan.communication import COLLECTIVES, Link, collective_seconds
 from trainstep.records import read_records, write_whole
 
@@ -123,6 +124,12 @@ def test_rows_and_columns_of_all_ranks_do_the_same_at_once(four):
         assert samples == ["rank 0", "rank 1", "rank 2", "rank 3", "time"], "every rank's, of both groups"
 
 
+def test_a_row_that_crosses_hosts_is_not_within_one():
+    case, parts = CollectiveCase(world_size=2, size_mb=0.001, groups="rows"), [bench._Part([1.0])] * 6
+    process = Process(0, 6, torch.device("cpu"), None, 1.0, hosts=2)
+    assert bench._row(case, process, parts).hosts == 2, "the second of three"
+
+
 def _partners(process, case):
     """What the ranks of this one's group hold once they have gathered their numbers."""
     group = bench._own_group(bench._members(case, process), process)
@@ -174,6 +181,8 @@ def test_cases_are_checked():
         collective_cases({"world_size": (4,)}, started=2)
     with pytest.raises(UsageError, match="less than one element of each tensor for each of 2 ranks"):
         collective_cases({"world_size": (2,), "size_mb": (0.000001,)}, started=2)
+    with pytest.raises(UsageError, match="columns of 2 ranks are all that torchrun started"):
+        collective_cases({"world_size": (0,), "groups": ("columns",)}, started=2)
     with pytest.raises(UsageError, match="rows of 2 ranks cannot be made of the 3 that torchrun started"):
         collective_cases({"world_size": (2,), "groups": ("rows",)}, started=3)
     with pytest.raises(UsageError, match="tensors is 0; expected 1 or more"):

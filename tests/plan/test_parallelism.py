@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tests.plan.test_communication import run_through, simulate
-from trainstep.config import SIZES, StepConfig
+from trainstep.config import SIZES, ModelConfig, StepConfig
 from trainstep.errors import UsageError
 from trainstep.hardware import require_device
 from trainstep.plan.communication import Link
@@ -119,6 +119,18 @@ def test_ddp_exposes_what_running_through_its_buckets_leaves():
     tried = {k: run_through(transfer, 30e-6, plan.compute.backward.total, k) for k in range(1, most + 1)}
     assert plan.exposed_s == pytest.approx(min(tried.values()), rel=0.01)
     assert plan.step_s == plan.compute.total + plan.exposed_s
+
+
+def test_of_little_more_than_a_bucket_little_is_left():
+    """What is a fifth more than a bucket goes in two calls, of which the first begins when it is full."""
+    model = ModelConfig(vocab_size=64, d_model=256, d_ff=1024, num_layers=7, num_heads=4)
+    payload = 4 * model.num_parameters
+    assert 1.1 < payload / BUCKET_BYTES < 1.3
+    plan = strategy_plan(model, STEP, cluster(2, link=Link(1e-6, 1e9), interference=0.0), Layout("ddp", 2))
+    backward, full = plan.compute.backward.total, BUCKET_BYTES / payload
+    shares = [full, 1 - full]
+    assert plan.exposed_s == pytest.approx(run_through(payload / 1e9, 1e-6, backward, shares))
+    assert plan.exposed_s > 1.01 * run_through(payload / 1e9, 1e-6, backward, 2), "alike, more would hide"
 
 
 def test_fsdp_hides_behind_forward_and_backward():

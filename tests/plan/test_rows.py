@@ -84,6 +84,16 @@ def between(collective, ranks, hosts, bus_gb_s, backend="nccl"):
     return row_of("collective fit", case, {"overhead_us": 80.0, "bus_gb_s": bus_gb_s}, environment=H200)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_groups_that_were_timed_at_once_come_before_one_alone(order):
+    alone, together = between("all-reduce", 2, 2, 20.0), between("all-reduce", 2, 2, 10.0)
+    together = dataclasses.replace(together, groups="columns")
+    rows = [alone, together][::order]
+    assert calibrated(rows).network["all-reduce"] == Link(80e-6, 10e9), "which is how the plan has them"
+    within = [dataclasses.replace(row, hosts=None) for row in rows]
+    assert calibrated(within).link == Link(80e-6, 10e9)
+
+
 def test_collectives_between_hosts_calibrate_the_network_alone():
     """What eight ranks on two hosts send goes through four connections of each."""
     rows = [

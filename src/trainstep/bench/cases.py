@@ -249,7 +249,7 @@ class CollectiveCase:
     collective: CollectiveName = "all-reduce"
     """What the ranks do together."""
     world_size: int = 0
-    """Ranks that take part, the others waiting; 0 for all that torchrun started."""
+    """Ranks of a group; 0 for all that torchrun started."""
     dtype: ElementDtype = "fp32"
     """Type of the elements."""
     size_mb: float = 100.0
@@ -290,6 +290,11 @@ def collective_cases(axes: Mapping[str, Sequence[Any]], started: int) -> list[Co
             raise UsageError(
                 f"world-size is {case.world_size}, and torchrun started {started} process"
                 f"{'' if started == 1 else 'es'}; start as many as the largest (torchrun --nproc-per-node)"
+            )
+        if case.groups != "one" and case.world_size == started:
+            raise UsageError(
+                f"{case.groups} of {started} ranks are all that torchrun started, in one group; give a smaller "
+                "--world-size, or --groups one"
             )
         if case.groups != "one" and started % case.world_size:
             raise UsageError(

@@ -163,11 +163,11 @@ def _holds(part: Tensor, start: int, number: int) -> bool:
 def _row(case: CollectiveCase, process: Process, parts: Sequence[_Part]) -> CollectiveRow:
     backend = "nccl" if process.device.type == "cuda" else "gloo"
     members = _members(case, process)
-    hosts = len({rank * process.hosts // process.world_size for rank in members[0]})
+    hosts = max(len({rank * process.hosts // process.world_size for rank in each}) for each in members)
     columns: dict[str, Any] = {**asdict(case), "backend": backend}
     columns["hosts"] = hosts if hosts > 1 else None
     columns["tensors"] = case.tensors if case.tensors > 1 else None
-    columns["groups"] = case.groups if len(members) > 1 else None
+    columns["groups"] = case.groups if case.groups != "one" else None
     environment = describe(process.device)
     failure = next((part.failure for part in parts if part.failure is not None), None)
     if failure is not None:
@@ -227,7 +227,7 @@ def fit_link(collective: CollectiveName, world_size: int, points: Sequence[tuple
 
 
 def _fits(rows: Sequence[CollectiveRow]) -> Iterator[CollectiveFitRow]:
-    """One line of overhead and bandwidth for each collective, number of ranks and type."""
+    """One line of overhead and bandwidth for each collective, and all that a case has besides its size."""
     for group in by_case(rows, "size_mb"):
         measured = [row for row in group if row.status == "ok"]
         points = [(row.payload_bytes or 0, row.times["time"].median / 1e3) for row in measured]

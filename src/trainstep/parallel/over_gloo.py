@@ -23,6 +23,8 @@ from trainstep.parallel.staged import Staged, host_room, to_host
 
 MESSAGE_BYTES = 2**16
 """Of a list's slices on average, from which on each is a message of its own: one takes as long as copying so much."""
+STRETCH = 2**18
+"""Elements of a slice that are added up at a time: torch makes float32 of 16-bit numbers first."""
 
 
 def all_gather(
@@ -70,19 +72,20 @@ def reduce_scatter(
     rank, size = group.rank(), group.size()
     announce("reduce_scatter", tensors, size)
     sent = [flat(tensor).view(size, -1) for tensor in tensors]
-    sums, back = list(slices), []
+    results, back = list(slices), []
     if staged or not _are_large(slices):
         packed = sent[0] if len(sent) == 1 else torch.cat(sent, dim=1)
         sent = [to_host([packed.view(-1)])[0].view(size, -1) if staged else packed]
-        total, parts = host_room(slices)
-        sums, back = [total], list(zip(parts, slices, strict=True))
+        reduced, parts = host_room(slices)
+        results, back = [reduced], list(zip(parts, slices, strict=True))
     received = [torch.empty_like(rows, pin_memory=tensors[0].is_cuda) for rows in sent]
 
     @torch.no_grad()
     def add_up() -> None:
-        for rows, mine, result in zip(received, sent, sums, strict=True):
+        for rows, mine, result in zip(received, sent, results, strict=True):
             rows[rank].copy_(mine[rank])
-            reduce(rows, dim=0, out=result)
+            for part, into in zip(rows.split(STRETCH, dim=1), result.split(STRETCH), strict=True):
+                reduce(part, dim=0, out=into)
 
     receives = [(other, rows[other]) for other in others(group) for rows in received]
     sends = [(other, rows[other]) for other in others(group) for rows in sent]

@@ -4,7 +4,8 @@
 
     ceiling          rates of a large product per precision, and of a large copy
     collective fit   overhead and bus bandwidth of the all-reduce (else of another collective) over most ranks of one
-                     host; of every collective between hosts, from ranks on several
+                     host; of every collective between hosts, from ranks on several. Of as many ranks, those of groups
+                     that were timed at once
     rung, step       what the host takes to launch a block, from steps whose forward was bound by launching; and the
                      fraction of a copy's bandwidth that the optimizer reaches, from the step that reached most
 
@@ -105,13 +106,14 @@ def _link(records: Sequence[Row]) -> dict[str, Any]:
     rows = [row for row in of_kind(records, CollectiveFitRow) if row.backend == "nccl" and row.hosts is None]
     if not rows:
         return {}
-    best = max(rows, key=lambda row: (row.collective == "all-reduce", row.world_size))
+    best = max(rows, key=lambda row: (row.collective == "all-reduce", row.world_size, row.groups is not None))
     return {"link": _link_of(best)}
 
 
 def network_links(rows: Sequence[CollectiveFitRow]) -> dict[CollectiveName, Link]:
     """What a call costs between hosts, for one rank of each, by collective; of most ranks, where there are several."""
-    between = sorted((row for row in rows if row.hosts is not None), key=lambda row: row.world_size)
+    crossing = [row for row in rows if row.hosts is not None]
+    between = sorted(crossing, key=lambda row: (row.world_size, row.groups is not None))
     return {row.collective: _link_of(row, row.world_size // (row.hosts or 1)) for row in between}  # type: ignore[misc]
 
 

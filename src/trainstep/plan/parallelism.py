@@ -181,9 +181,10 @@ def _sharded_seconds(layout: Layout, cluster: Cluster, compute: StepSeconds, exc
 def _in_best_calls(
     work_s: float, transfer_s: float, overhead_s: float, payload: float, least: float = BUCKET_BYTES
 ) -> tuple[float, float]:
-    """(busy, sticking out) of the best number of calls of at least `least` bytes; see `plan.communication`.
+    """(busy, sticking out) of the best number of calls; see `plan.communication`.
 
-    Calls of no more than that are what fills a bucket, and what is left; fewer are taken to be alike.
+    As many as there can be have `least` bytes, and the last what is left; fewer are larger, and alike. That tensors may
+    be larger than `least` is not looked at.
     """
     most = max(1, math.ceil(payload / least))
     calls = min(most, max(1, round(best_calls(work_s, transfer_s, overhead_s))))

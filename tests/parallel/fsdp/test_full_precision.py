@@ -84,19 +84,26 @@ def test_what_is_kept_is_computed_with_as_it_is_trained(two, transport):
 
 def _refused(process):
     net, said = _build(), []
-    for wrong in ({"full_precision": [nn.RMSNorm(16)]}, {"full_precision": [nn.RMSNorm]}, {"compute_dtype": None}):
+    wrongs = [{"full_precision": [nn.RMSNorm(16)]}, {"full_precision": [nn.RMSNorm]}, {"compute_dtype": None}]
+    for wrong in [*wrongs, {"full_precision": net.norm}]:
         with pytest.raises(UsageError) as refused:
             FullyShardedDataParallel(net, **{"compute_dtype": LOW, "full_precision": [net.norm]} | wrong)
         said.append(str(refused.value))
     kept = [net.norm] if process.rank else [net.router]
     with pytest.raises(UsageError) as refused:
         FullyShardedDataParallel(net, compute_dtype=LOW, full_precision=kept)
+    said.append(str(refused.value))
+    net.down.weight = net.router.inner.weight
+    with pytest.raises(UsageError) as refused:
+        FullyShardedDataParallel(net, compute_dtype=LOW, full_precision=[net.router])
     return [*said, str(refused.value)]
 
 
 def test_what_cannot_be_kept_is_said(two):
-    for foreign, kind, alone, unlike in two.run(_refused):
-        assert "full_precision has a RMSNorm that is not a part of the module" in foreign
+    for foreign, kind, alone, single, unlike, tied in two.run(_refused):
+        assert "full_precision has a RMSNorm of another module; expected modules that are parts" in foreign
         assert "full_precision has a type; expected modules" in kind
+        assert "full_precision is a RMSNorm; expected modules that are parts of the wrapped one, in a list" in single
+        assert "router.inner.weight and down.weight are one parameter" in tied
         assert "compute_dtype is None; give both" in alone
         assert "full_precision" in unlike, "ranks that keep other modules"

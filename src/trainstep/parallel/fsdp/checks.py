@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel.fsdp.boundary import Unit
 from trainstep.parallel.fsdp.placeholder import Placeholder
-from trainstep.parallel.fsdp.shards import ShardedParameter
+from trainstep.parallel.fsdp.shards import PlannedParameter, ShardedParameter
 from trainstep.parallel.partial import Known, RankGradient, is_elementwise
 from trainstep.parallel.transport.by_collectives import TransportName
 
@@ -94,25 +94,38 @@ def _put_shards_for_placeholders(optimizer: torch.optim.Optimizer) -> None:
                     optimizer.state[each.parameter.shard] = optimizer.state.pop(each)
 
 
+def is_kept(entry: PlannedParameter, kept: set[nn.Module]) -> bool:
+    """Whether a parameter belongs to modules that are kept in full precision.
+
+    Raises:
+        UsageError: it is tied, and belongs to others as well.
+    """
+    inside = [owner in kept for owner, _ in entry.slots]
+    if any(inside) and not all(inside):
+        raise UsageError(
+            f"{' and '.join(entry.names)} are one parameter, and full_precision has only some of its modules; it "
+            "can be gathered in one dtype: give all of them, or none"
+        )
+    return all(inside)
+
+
 def check_arguments(
     module: object,
     compute_dtype: torch.dtype | None,
-    full_precision: Sequence[object],
+    full_precision: Iterable[nn.Module],
     prefetch: int,
     transport: str,
-) -> None:
-    """Raise `UsageError` or `UnsupportedError` where the wrapper cannot be built as asked."""
+) -> set[nn.Module]:
+    """Raise `UsageError` or `UnsupportedError` where the wrapper cannot be built as asked.
+
+    Returns the modules of `full_precision`, and those inside of them.
+    """
     if not isinstance(module, nn.Module):
         raise UsageError(f"module is a {type(module).__name__}; expected an nn.Module")
     if compute_dtype is not None and not compute_dtype.is_floating_point:
         raise UsageError(f"compute_dtype is {compute_dtype}; expected a floating-point dtype, such as torch.bfloat16")
-    inside = set(module.modules())
-    for each in full_precision:
-        if not isinstance(each, nn.Module):
-            raise UsageError(f"full_precision has a {type(each).__name__}; expected modules, parts of the one wrapped")
-        if each not in inside:
-            raise UsageError(f"full_precision has a {type(each).__name__} that is not a part of the module")
-    if full_precision and compute_dtype is None:
+    kept = _modules_in(full_precision, module)
+    if kept and compute_dtype is None:
         raise UsageError("full_precision says what compute_dtype is not for, and compute_dtype is None; give both")
     if prefetch not in range(MAX_PREFETCH + 1):
         raise UsageError(f"prefetch is {prefetch!r}; expected 0 to {MAX_PREFETCH} groups")
@@ -137,3 +150,17 @@ def check_arguments(
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
             what = f"{name or 'the module'} makes sparse gradients"
             raise UnsupportedError(f"{what}, which cannot be sharded; use sparse=False, or {_REPLICATED}")
+    return kept
+
+
+def _modules_in(full_precision: object, module: nn.Module) -> set[nn.Module]:
+    """Modules that the caller named, and all inside of them."""
+    expected = "expected modules that are parts of the wrapped one, in a list"
+    if not isinstance(full_precision, Iterable):
+        raise UsageError(f"full_precision is a {type(full_precision).__name__}; {expected}")
+    named, inside = list(full_precision), set(module.modules())
+    for each in named:
+        if not isinstance(each, nn.Module) or each not in inside:
+            foreign = " of another module" if isinstance(each, nn.Module) else ""
+            raise UsageError(f"full_precision has a {type(each).__name__}{foreign}; {expected}")
+    return {inner for each in named for inner in each.modules()}

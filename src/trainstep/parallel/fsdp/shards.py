@@ -70,8 +70,9 @@ class ShardedParameter:
 
     def compute_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """What it is gathered in, if floating-point parameters are computed with in `dtype` (None: as they are)."""
-        keeps = self.keeps_dtype or dtype is None or not self.shard.is_floating_point()
-        return self.shard.dtype if keeps or dtype is None else dtype
+        if dtype is None or self.keeps_dtype or not self.shard.is_floating_point():
+            return self.shard.dtype
+        return dtype
 
     def as_saved(self, mesh: DeviceMesh) -> Tensor:
         """The shard as the part of a whole that it is, a DTensor, as is what is replicated. It shares memory."""

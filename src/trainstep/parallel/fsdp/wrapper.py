@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, clip_gradients_
 from trainstep.parallel.fsdp.boundary import Boundary, install
-from trainstep.parallel.fsdp.checks import MAX_PREFETCH, StepCheck, check_arguments
+from trainstep.parallel.fsdp.checks import MAX_PREFETCH, StepCheck, check_arguments, is_kept
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.schedule import Schedule, in_backward
@@ -44,8 +44,8 @@ class FullyShardedDataParallel(nn.Module):
         module: any module, on the CPU, on a GPU or on the meta device. Its parameters are replaced by shards.
         compute_dtype: what parameters are cast to before they are gathered, and floating-point inputs before forward;
             None: as they are. Gradients are added up over the ranks in the dtype of the shards.
-        full_precision: modules of which all parameters are gathered as they are, whatever `compute_dtype` is: norms,
-            the router of a mixture of experts. What such a module makes of its inputs is its own affair.
+        full_precision: modules of which all parameters are gathered as they are, whatever `compute_dtype` is: norms
+            and routers that compute in float32. Such a module must itself cast what it is given, and what it returns.
         process_group: the ranks; None: all.
         mesh: the ranks, in place of `process_group`: of one dimension, or of two, ("replicate", "shard").
         groups: modules that are each gathered as a whole; by default the blocks, elements of ModuleLists. What is
@@ -85,8 +85,7 @@ class FullyShardedDataParallel(nn.Module):
         transport: TransportName = "auto",
     ) -> None:
         super().__init__()
-        full_precision = list(full_precision)
-        check_arguments(module, compute_dtype, full_precision, prefetch, transport)
+        kept = check_arguments(module, compute_dtype, full_precision, prefetch, transport)
         self._ranks = ranks = ranks_of(process_group, mesh)
         self.process_group = ranks.everyone
         self._compute_dtype = compute_dtype
@@ -94,8 +93,7 @@ class FullyShardedDataParallel(nn.Module):
         planned = [parameter for group in plan for parameter in group.parameters]
         named = [(name, entry.parameter) for entry in planned for name in entry.names]
         names = [[entry.names[0] for entry in group.parameters] for group in plan]
-        kept = {inner for each in full_precision for inner in each.modules()}
-        keeping = [entry for entry in planned if any(owner in kept for owner, _ in entry.slots)]
+        keeping = [entry for entry in planned if is_kept(entry, kept)]
         settings: dict[str, object] = {"compute_dtype": compute_dtype, "prefetch": prefetch, "transport": transport}
         settings |= {"groups": names, "mesh": ranks.layout, "full_precision": [entry.names[0] for entry in keeping]}
         check_ranks_agree("FullyShardedDataParallel", named, self.process_group, settings=settings)
