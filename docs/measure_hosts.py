@@ -1,6 +1,6 @@
 """Measure what steps on two hosts send to each other, at 1 and 10 Gbit/s: docs/results/cpu-hosts.jsonl.
 
-    python docs/measure_hosts.py               # as root, ten minutes on sixteen cores, which nothing else should use
+    python docs/measure_hosts.py               # as root, twelve minutes on sixteen cores, which nothing else should use
     python docs/measure_hosts.py --mbit 1000   # one bandwidth; what was measured of the other stays
     python docs/measure_hosts.py --only collectives
 
