@@ -65,7 +65,10 @@ def planned_anew(row: Row) -> Row:
     if not isinstance(row, ParallelRow):
         return row
     model, scheme = SIZES[str(row.workload)], dataclasses.replace(SCHEMES[row.scheme], replicas=row.replicas)
-    settings = {"precision": row.precision, "optimizer": row.optimizer, "peer_copies": scheme.takes_peer_copies}
+    peer_copies = (
+        row.transport == "peer-copies" if row.transport else scheme.shards_weights and scheme.takes_peer_copies
+    )
+    settings = {"precision": row.precision, "optimizer": row.optimizer, "peer_copies": peer_copies}
     plan = planned_bytes(scheme, model.num_parameters, row.world_size, model=model, **settings)
     return dataclasses.replace(row, **moments(plan))
 

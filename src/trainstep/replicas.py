@@ -56,6 +56,7 @@ def build(
                 bucket_mb=scheme.bucket_mb,
                 overlap=scheme.overlap,
                 process_group=group,
+                transport=scheme.transport,
                 allow_unused=allow_unused,
             )
             optimizer, clip = make_optimizer(module.parameters()), None
@@ -158,4 +159,5 @@ def local_state(replica: Replica) -> list[Tensor]:
 
 def uncounted_bytes(replica: Replica) -> int:
     """What this rank holds for communication that torch's allocator does not count."""
-    return replica.module.uncounted_bytes if isinstance(replica.module, FullyShardedDataParallel) else 0
+    module = replica.module
+    return module.uncounted_bytes if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) else 0

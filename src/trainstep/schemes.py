@@ -39,7 +39,7 @@ class Scheme:
     torch's)."""
     overlap: bool = True  # whether gradients are sent during backward, not after it (ddp)
     transport: Literal["auto", "collectives"] = "auto"
-    """How shards travel: auto takes copies between GPUs of one host where it can (fsdp)."""
+    """How shards and gradients travel: auto takes copies between GPUs of one host where it can (ours)."""
     narrow_reduce: bool = False
     """Whether gradients are summed in the 16 bits they are computed in, not in float32 (torch-fsdp2)."""
     is_hybrid: bool = False
@@ -66,8 +66,8 @@ class Scheme:
 
     @property
     def takes_peer_copies(self) -> bool:
-        """Whether shards go by copies between GPUs of one host, where there are such."""
-        return self.wrapper == "fsdp" and self.transport == "auto"
+        """Whether shards and gradients go by copies between GPUs of one host, where there are such."""
+        return self.wrapper in ("ddp", "sharded-optimizer", "fsdp") and self.transport == "auto"
 
     @property
     def copies_gradients(self) -> bool:
@@ -106,12 +106,20 @@ BUCKETS_MB = (1, 10, 25, 100, 1000)
 _ALL = (
     Scheme("single", "none", None, in_train=True, is_planned=True),  # every rank by itself
     Scheme("ddp", "ddp", "ddp", in_bench=False, in_train=True),  # with the bucket that train's flags say
-    Scheme("naive", "ddp", "ddp", bucket_mb=0, overlap=False),
-    Scheme("flat", "ddp", "ddp", bucket_mb=math.inf, overlap=False),
-    Scheme("overlapped", "ddp", "ddp", bucket_mb=0),
+    Scheme("naive", "ddp", "ddp", bucket_mb=0, overlap=False, transport="collectives"),  # one collective each
+    Scheme("flat", "ddp", "ddp", bucket_mb=math.inf, overlap=False, transport="collectives"),
+    Scheme("overlapped", "ddp", "ddp", bucket_mb=0, transport="collectives"),
     *(Scheme(f"bucketed-{mb}", "ddp", "ddp", bucket_mb=mb, is_planned=mb == 25) for mb in BUCKETS_MB),
+    Scheme("bucketed-1000-collectives", "ddp", "ddp", bucket_mb=1000, transport="collectives"),
     Scheme("sharded-optimizer", "sharded-optimizer", "sharded optimizer", in_train=True, is_planned=True),
     Scheme("sharded-optimizer-1000", "sharded-optimizer", "sharded optimizer", bucket_mb=1000, is_planned=True),
+    Scheme(
+        "sharded-optimizer-1000-collectives",
+        "sharded-optimizer",
+        "sharded optimizer",
+        bucket_mb=1000,
+        transport="collectives",
+    ),
     Scheme("fsdp", "fsdp", "fsdp", in_train=True, is_planned=True),
     Scheme("fsdp-collectives", "fsdp", "fsdp", transport="collectives", is_planned=True),  # by NCCL, as between hosts
     Scheme("hsdp", "fsdp", "hsdp", is_hybrid=True, in_train=True, is_planned=True),

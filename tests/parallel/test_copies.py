@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainstep.parallel.transport import copies
-from trainstep.parallel.transport.copies import Copies, CopiesFrom, _batch_call
+from trainstep.parallel.transport.copies import Copies, PieceCopies, _batch_call
 
 SIZES = (1, 256, 4099, 2**20)
 
@@ -48,7 +48,7 @@ def _pieces_of_others(device):
     """What pieces of two tensors, others each time, make of a row, and what it should be."""
     row = torch.zeros(64, dtype=torch.bfloat16, device=device)
     pieces, places = [(0, 0), (1, 30), (0, 17)], [(0, 17), (20, 10), (40, 3)]
-    both, found = CopiesFrom(pieces, [row[first : first + size] for first, size in places]), []
+    both, found = PieceCopies(pieces, [row[first : first + size] for first, size in places]), []
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         tensors = [torch.randn(5, 8, generator=generator).bfloat16() for _ in range(2)]
@@ -56,18 +56,36 @@ def _pieces_of_others(device):
         for (number, begin), (first, size) in zip(pieces, places, strict=True):
             wanted[first : first + size] = tensors[number].view(-1)[begin : begin + size]
         there = [each.to(device) for each in tensors]
-        both.start(there)
+        both.fill_places(there)
         found.append((row.clone().cpu(), wanted))
     return found
 
 
-def test_pieces_are_taken_from_the_tensors_that_are_given():
+def _pieces_of_others_back(device):
+    """The other way: what the row's places make of pieces of two tensors, others each time."""
+    row = torch.zeros(64, dtype=torch.bfloat16, device=device)
+    pieces, places = [(0, 0), (1, 30), (0, 17)], [(0, 17), (20, 10), (40, 3)]
+    both, found = PieceCopies(pieces, [row[first : first + size] for first, size in places]), []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        row.copy_(torch.randn(64, generator=generator))
+        tensors = [torch.randn(5, 8, generator=generator).bfloat16() for _ in range(2)]
+        there = [each.to(device) for each in tensors]
+        for (number, begin), (first, size) in zip(pieces, places, strict=True):
+            tensors[number].view(-1)[begin : begin + size] = row.cpu()[first : first + size]
+        both.fill_pieces(there)
+        found.append((torch.cat(there).cpu(), torch.cat(tensors)))
+    return found
+
+
+def test_pieces_are_those_of_the_tensors_that_are_given():
     _assert_copied(_pieces_of_others(torch.device("cpu")))
+    _assert_copied(_pieces_of_others_back(torch.device("cpu")))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("calls", [2, 0])
-@pytest.mark.parametrize("twice", [_copied_twice, _pieces_of_others])
+@pytest.mark.parametrize("twice", [_copied_twice, _pieces_of_others, _pieces_of_others_back])
 def test_a_gpu_gets_them_in_one_call_but_on_its_default_stream(twice, calls):
     assert _batch_call() is not None, "a driver of CUDA 12.8 or later"
     stream = torch.cuda.Stream() if calls else torch.cuda.default_stream()

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.distributed
 
 INF = float("inf")
 SCHEMES = {
-    "naive": {"bucket_mb": 0, "overlap": False},
-    "flat": {"bucket_mb": INF, "overlap": False},
-    "overlapped": {"bucket_mb": 0},
+    "naive": {"bucket_mb": 0, "overlap": False, "transport": "collectives"},
+    "flat": {"bucket_mb": INF, "overlap": False, "transport": "collectives"},
+    "overlapped": {"bucket_mb": 0, "transport": "collectives"},
     "bucketed": {"bucket_mb": 600e-6},
 }
 

@@ -50,11 +50,16 @@ def test_ddp_under_autocast(gpus):
     assert not differing(first, reference("Plain", "SGD", 2, device="cuda", **how), relative=1e-6)
 
 
+def _sharded(process, name, optimizer, scattered, transport):
+    return test_optimizer.train(process, name, *OPTIMIZERS[optimizer], scattered, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["peer-copies", "collectives"])
 @pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Mixed", "Unused"])
-def test_sharded_optimizer_trains_like_one_process(gpus, name, optimizer, scattered):
-    first, second = gpus.run(test_optimizer.train, name, *OPTIMIZERS[optimizer], scattered)
+def test_sharded_optimizer_trains_like_one_process(gpus, name, optimizer, scattered, transport):
+    first, second = gpus.run(_sharded, name, optimizer, scattered, transport)
     assert not differing(second, first)
     assert not differing(first, reference(name, optimizer, 2, device="cuda"), relative=1e-6)
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from trainstep.errors import UsageError
+from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.partial import RankGradient, before_optimizer_steps, is_elementwise
-from trainstep.parallel.scattered import ScatteredGradient
 
 
 def marked(complete=True):

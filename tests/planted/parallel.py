@@ -34,8 +34,8 @@ from trainstep.bench.parallel.check import Agreement, agreement, compare_with_on
 from trainstep.bench.parallel.one_process import Expected, expected
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.model import text
-from trainstep.parallel import gradient_bucket as sent
 from trainstep.parallel.collectives import all_reduce_sum, reduce_scatter_sum
+from trainstep.parallel.ddp import bucket as sent
 from trainstep.parallel.process import Process
 from trainstep.parallel.slices import flat, slice_of
 from trainstep.parallel.zero import pieces

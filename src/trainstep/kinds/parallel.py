@@ -65,6 +65,7 @@ class ParallelRow(SchemeSettings, GpuState, Timed, kind="parallel"):
     rounds: int | None = None  # each built anew, in turns with the other schemes; samples come round after round
     exposed_ms: float | None = None  # beyond the step without communication
     tokens_per_s: float | None = None  # of all ranks
+    transport: str | None = None  # of ours: what carries shards and gradients; not in rows before 2026-11-27
     collectives: int | None = None
     sent_gib: float | None = None  # by a rank, over a ring
     sent_floor_gib: float | None = None

@@ -2,7 +2,7 @@
 
 `join_group` starts a process that torchrun launched (`process`). Three ways to train, each opening with its schedule:
 `ddp` averages gradients; `zero` divides the optimizer's state and work as well; `fsdp` divides everything. They stand
-on `collectives`, `fsdp` on `transport` as well. The names below are imported on first use.
+on `collectives`, `ddp` and `fsdp` on `transport` as well. The names below are imported on first use.
 
 One word for one thing, here and in the names of the code:
 
@@ -34,7 +34,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainstep.parallel.ddp import DistributedDataParallel
+    from trainstep.parallel.ddp.wrapper import DistributedDataParallel
     from trainstep.parallel.fsdp.checkpoint import load_checkpoint, save_checkpoint
     from trainstep.parallel.fsdp.wrapper import FullyShardedDataParallel
     from trainstep.parallel.process import Process, join_group
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["DistributedDataParallel", "FullyShardedDataParallel", "Process", "ShardedOptimizer", "join_group"]
 __all__ += ["load_checkpoint", "save_checkpoint"]
 
-_HOME = {"DistributedDataParallel": "ddp", "FullyShardedDataParallel": "fsdp.wrapper"}
+_HOME = {"DistributedDataParallel": "ddp.wrapper", "FullyShardedDataParallel": "fsdp.wrapper"}
 _HOME |= {"Process": "process", "ShardedOptimizer": "zero.optimizer", "join_group": "process"}
 _HOME |= dict.fromkeys(("load_checkpoint", "save_checkpoint"), "fsdp.checkpoint")
 

@@ -7,15 +7,15 @@ and by how many ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-Announced = Literal["all_gather", "all_to_all", "reduce_scatter"]
+Announced = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
 _library = torch.library.Library("trainstep_exchanges", "DEF")
-for _name in ("all_gather", "all_to_all", "reduce_scatter"):
+for _name in get_args(Announced):
     _library.define(f"{_name}(Tensor[] payload, int ranks) -> ()")
     _library.impl(_name, lambda payload, ranks: None, "CompositeExplicitAutograd")
 

@@ -139,6 +139,11 @@ def clip_gradients_(
     return total
 
 
+def as_reals(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """`flat` of each, and of complex ones their parts, as real numbers."""
+    return [torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor for tensor in map(flat, tensors)]
+
+
 def assign_buckets(items: Iterable[tuple[int, int, Hashable]], bucket_mb: float) -> list[list[int]]:
     """Cut a sequence into buckets.
 
@@ -265,7 +270,7 @@ class SideStream:
 def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp, form: Form) -> Waitable:
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp, options.asyncOp = operation, True
-    payload = [torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor for tensor in map(flat, tensors)]
+    payload = as_reals(tensors)
     if form is not Form.STAGED:
         return group.allreduce_coalesced(payload, options)
     packed, parts = to_host(payload)

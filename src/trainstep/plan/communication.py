@@ -182,6 +182,7 @@ def rank_bytes(
     scattered: bool = True,
     copies: bool = False,
     peer_copies: bool = False,
+    largest_bucket: int = 0,
 ) -> RankBytes:
     """Memory and traffic of a rank, every parameter being divided evenly.
 
@@ -199,7 +200,9 @@ def rank_bytes(
         not_again: parameters that stay gathered from forward to backward, which begins with them (fsdp).
         scattered: the sharded optimizer gets its gradients reduce-scattered, not all-reduced.
         copies: gradients are copied into buckets that stay allocated (as torch's DDP does), not reduced where they lie.
-        peer_copies: fsdp's parameters, and gradients narrower than the weights, go through buffers of shared memory.
+        peer_copies: fsdp's parameters, and gradients narrower than the weights, go through buffers of shared memory;
+            with ddp and the sharded optimizer, gradients do.
+        largest_bucket: parameters whose gradients are averaged at once, at most (ddp, sharded optimizer).
     """
     if replicas < 1 or world_size % replicas or (replicas > 1 and scheme != "hsdp"):
         ranks = f"{world_size} ranks of {scheme}"
@@ -215,12 +218,15 @@ def rank_bytes(
         """By each rank: its gradients, and so many bytes of weights gathered."""
         return (bytes_sent(gradients_by, on_the_way, n) + bytes_sent("all-gather", gathers, n)) // n
 
-    copied = gradients if copies else 0
-    if scheme == "ddp":
-        return RankBytes(full, gradients, state, copied, sent("all-reduce", 0), gradients_stay=copies)
-    if scheme == "sharded optimizer":
-        moved = sent("reduce-scatter" if scattered else "all-reduce", gradients)
-        return RankBytes(full, gradients, state_share, copied, moved, gradients_stay=copies)
+    if scheme in ("ddp", "sharded optimizer"):
+        bucket = min(trained, largest_bucket) * bytes_per_parameter if peer_copies and n > 1 else 0
+        staging = min(bucket, INBOX_BYTES) + min(-(-bucket // n), OUTBOX_BYTES)
+        buffers = (gradients if copies else 0) + staging
+        if scheme == "ddp":
+            moved = sent("all-reduce", 0)
+        else:
+            state, moved = state_share, sent("reduce-scatter" if scattered else "all-reduce", gradients)
+        return RankBytes(full, gradients, state, buffers, moved, staging, gradients_stay=copies)
     if scheme == "zero-2":
         buffers = largest_group * bytes_per_parameter
         return RankBytes(full, gradient_share, state_share, buffers, sent("reduce-scatter", gradients))

@@ -36,6 +36,7 @@ FIRST_OF_TWO = Process(0, 2, torch.device("cpu"), None)
 AGREES = agreement()
 ELSEWHERE = {"torch-fsdp2-bf16-reduce", "torch-zero-1000", "hsdp", "torch-hsdp"}
 ELSEWHERE |= {f"torch-ddp-{mb}" for mb in (1, 10, 100, 1000)}
+ELSEWHERE |= {"bucketed-1000-collectives", "sharded-optimizer-1000-collectives"}
 """Schemes that were measured with another model than the others."""
 
 
@@ -165,7 +166,8 @@ def planned_and_measured(name):
     for row in of_kind(read_records(RESULTS / f"{name}.jsonl"), ParallelRow):
         model, scheme = SIZES[row.case["workload"]], replace(SCHEMES[row.scheme], replicas=row.replicas)
         settings = {"precision": row.case["precision"], "optimizer": row.case["optimizer"]}
-        peer_copies = scheme.takes_peer_copies
+        of_old_rows = scheme.shards_weights and scheme.takes_peer_copies
+        peer_copies = row.transport == "peer-copies" if row.transport else of_old_rows
         plan = planned_bytes(
             scheme, model.num_parameters, row.world_size, model=model, peer_copies=peer_copies, **settings
         )

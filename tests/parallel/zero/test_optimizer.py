@@ -24,7 +24,7 @@ from tests.parallel.training import (
 from trainstep.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
-from trainstep.parallel.scattered import ScatteredGradient
+from trainstep.parallel.ddp.scattered import ScatteredGradient
 
 pytestmark = pytest.mark.distributed
 
@@ -53,11 +53,14 @@ def step_on(ddp, optimizer, process, step, wait=True):
         ddp.finish_gradient_synchronization()
 
 
-def train(process, name, optimizer_cls, options, scattered, *, steps=training.STEPS, delays=None, **more):
+def train(
+    process, name, optimizer_cls, options, scattered, *, steps=training.STEPS, delays=None, transport="auto", **more
+):
     model = build(name, seed=process.rank).to(process.device)
     if delays is not None:
         training.delay(model, seed=delays * 10 + process.rank)
-    ddp = DistributedDataParallel(model, process_group=process.group, bucket_mb=600e-6, allow_unused=name == "Unused")
+    settings = {"bucket_mb": 600e-6, "allow_unused": name == "Unused", "transport": transport}
+    ddp = DistributedDataParallel(model, process_group=process.group, **settings)
     optimizer = ShardedOptimizer(
         ddp.parameters(), optimizer_cls, process_group=process.group, ddp=ddp if scattered else None,
         exchange_mb=EXCHANGE_MB, **more, **options,

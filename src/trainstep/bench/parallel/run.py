@@ -12,6 +12,7 @@ of each may be recorded by the profiler, in a run of its own, so that nothing of
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ from trainstep.measure.collectives import Collective, recorded_collectives
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB
 from trainstep.measure.timing import Timing, device_clock, time_steps
+from trainstep.parallel.collectives import MB
 from trainstep.parallel.process import Process
 from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent, rank_bytes
 from trainstep.plan.strategies import kept_groups, largest_group
@@ -156,6 +158,8 @@ class RankMeasurement:
     """Of one step."""
     tokens: int | None
     """In this rank's batch; None where it is not known."""
+    transport: str | None = None
+    """What carries shards and gradients of ours."""
     gpu: Mapping[str, Scalar] = field(default_factory=dict)
     """Its state right after the last timed step."""
 
@@ -204,7 +208,8 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
     if on_gpu:
         memory["peak"] = torch.cuda.max_memory_allocated(process.device) + uncounted_bytes(step.replica)
         memory["peak_reserved"] = torch.cuda.max_memory_reserved(process.device) + uncounted_bytes(step.replica)
-    return RankMeasurement(timing, memory, collectives, count_tokens(batch), gpu)
+    transport = getattr(step.replica.module, "transport", None)
+    return RankMeasurement(timing, memory, collectives, count_tokens(batch), transport, gpu)
 
 
 def _held(moment: str, step: TrainingStep, device: torch.device) -> dict[str, int]:
@@ -264,7 +269,7 @@ def parallel_row(
         precision=case.config.precision,
         optimizer=case.config.optimizer,
         model=case.source.model,
-        peer_copies=case.scheme.takes_peer_copies and process.device.type == "cuda",
+        peer_copies=first[0].transport == "peer-copies",
     )
     measured: dict[str, Any] = {
         **beside,
@@ -272,6 +277,7 @@ def parallel_row(
         "n": len(samples["step"]),
         "rounds": len(result.rounds),
         "tokens_per_s": 1e3 * sum(tokens) / step if tokens else None,
+        "transport": first[0].transport,
         "collectives": len(collectives),
         "sent_gib": sum(_sent(call, process.world_size) for call in collectives) / GIB,
         "sent_floor_gib": plan.sent / GIB if communicates else 0.0,
@@ -328,9 +334,12 @@ def planned_bytes(
         precision: of the step; under autocast FSDP gathers and sends in 16 bits.
         optimizer: its state is two moments per parameter, or nothing.
         model: the built-in model's shape, for the sizes of groups under FSDP; None for a user's.
-        peer_copies: FSDP's transport.
+        peer_copies: whether ours went by them.
     """
     entry = PRECISIONS[precision]
+    bucket = num_parameters
+    if model is not None and scheme.bucket_mb < math.inf:  # full with the embedding
+        bucket = int(scheme.bucket_mb * MB) // entry.stored_bytes + model.vocab_size * model.d_model
     narrow = entry.computed_bytes if scheme.shards_weights and entry.is_autocast else None
     return rank_bytes(
         scheme.planned_as or "ddp",
@@ -347,6 +356,7 @@ def planned_bytes(
         scattered=not scheme.copies_gradients,
         copies=scheme.copies_gradients,
         peer_copies=peer_copies,
+        largest_bucket=bucket,
     )
 
 

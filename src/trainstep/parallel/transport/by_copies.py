@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import chain
 
 import torch
@@ -14,7 +15,7 @@ from trainstep.parallel.announced import announce
 from trainstep.parallel.ranks import others
 from trainstep.parallel.slices import slice_of
 from trainstep.parallel.transport.by_collectives import Exchange, Start, TransportName
-from trainstep.parallel.transport.copies import Copies, CopiesFrom
+from trainstep.parallel.transport.copies import Copies, PieceCopies
 from trainstep.parallel.transport.layout import Layout
 from trainstep.parallel.transport.peer_memory import PeerMemory
 
@@ -30,18 +31,19 @@ class PeerCopies:
     """Copies between the memories of one host's ranks.
 
     To gather, every rank lays its slices out in a buffer that the others read; each takes what it lacks straight into
-    its place. To exchange, every rank writes into the others' inboxes.
+    its place. To exchange, every rank writes into the others' inboxes. To average, they exchange, and every rank lays
+    the means that it got out in its outbox, for the others to take; so what gathers does not average.
 
     Args:
-        slice_bytes: the most bytes of one rank's slices in a gather, each rounded up to 256.
-        exchange_bytes: the most bytes in a call of `exchange`.
+        slice_bytes: the most bytes of one rank's slices in a gather, each rounded up to 256, or of its means.
+        exchange_bytes: the most bytes in a call of what exchanges.
     """
 
     name: TransportName = "peer-copies"
     packs = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slice_bytes: int, exchange_bytes: int) -> None:
-        self._rank, self._ranks = group.rank(), group.size()
+        self.rank, self.ranks = group.rank(), group.size()
         self._slice_bytes = min(padded(slice_bytes), OUTBOX_BYTES)
         self._exchange_bytes = min(exchange_bytes, INBOX_BYTES)
         self._memory = PeerMemory(max(self._slice_bytes + self._exchange_bytes, 1), group, device)  # outbox, inbox
@@ -49,23 +51,23 @@ class PeerCopies:
         self._others = others(group)
 
     def gather_of(self, tensors: Sequence[Tensor]) -> Start:
-        rounds = list(_rounds([tensor.numel() // self._ranks for tensor in tensors], self._slice_bytes))
+        rounds = list(_rounds([tensor.numel() // self.ranks for tensor in tensors], self._slice_bytes))
 
         def pieces(number: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
             """Of a round: the rank's pieces in its outbox, and here in their places."""
             outbox = self._memory.buffers[rank]
             staged = [outbox[start : start + part.stop - part.start] for _, part, start in rounds[number]]
-            return staged, [slice_of(tensors[index], rank, self._ranks)[part] for index, part, _ in rounds[number]]
+            return staged, [slice_of(tensors[index], rank, self.ranks)[part] for index, part, _ in rounds[number]]
 
         @cache  # views are made once, not for every gather; and late, when there is storage
         def made(number: int) -> tuple[tuple[list[Tensor], list[Tensor]], Copies]:
             """Of a round: the outbox and what goes there, and the copies from the others'."""
             theirs = [pieces(number, rank) for rank in self._others]
             sources, targets = (list(chain.from_iterable(each)) for each in zip(*theirs, strict=True))
-            return pieces(number, self._rank), Copies(targets, sources)
+            return pieces(number, self.rank), Copies(targets, sources)
 
         def start() -> None:
-            announce("all_gather", tensors, self._ranks)
+            announce("all_gather", tensors, self.ranks)
             for number in range(len(rounds)):
                 (outbox, mine), from_others = made(number)
                 torch._foreach_copy_(outbox, mine)
@@ -79,39 +81,88 @@ class PeerCopies:
         """Of whole gradients as they are: the driver copies the pieces of each to the ranks' inboxes."""
 
         @cache  # made once, for all exchanges of a dtype
-        def rounds(dtype: torch.dtype) -> list[tuple[Tensor, CopiesFrom, slice]]:
-            """Each round's inbox here, the copies to all inboxes, and the part of a row that it is."""
-            fit = self._exchange_bytes // (layout.ranks * dtype.itemsize)
-            at_once = fit if fit >= layout.size else fit // 128 * 128 or max(fit, 1)  # whole cache lines
-            made = []
-            for first in range(0, layout.size, at_once):
-                part = slice(first, min(first + at_once, layout.size))
-                places, targets = [], []
-                for rank in (*self._others, self._rank):
-                    row = self._inbox_of(rank, (layout.ranks, part.stop - first), dtype)[self._rank]
-                    for piece in layout.pieces(rank, part.start, part.stop):
-                        places.append((piece.number, piece.offset))
-                        targets.append(row[piece.place : piece.place + piece.elements])
-                inbox = self._inbox_of(self._rank, (layout.ranks, part.stop - first), dtype)
-                made.append((inbox, CopiesFrom(places, targets), part))
-            return made
+        def rounds(dtype: torch.dtype) -> list[tuple[_ToInboxes, slice]]:
+            """Of each: the part of a row that it is."""
+            return [(self._to_inboxes(layout, part, dtype), part) for part in self._parts(layout, dtype)]
 
         def exchange(gradients: Sequence[Tensor], result: Tensor) -> tuple[Start, None]:
             def start() -> None:
-                announce("all_to_all", gradients, self._ranks)
-                for inbox, copies, part in rounds(gradients[0].dtype):
-                    self._memory.barrier(_EXCHANGE)
-                    copies.start(gradients)
-                    self._memory.barrier(_EXCHANGE)
-                    torch.mean(inbox, dim=0, dtype=result.dtype, out=result[part])
+                announce("all_to_all", gradients, self.ranks)
+                for inboxes, part in rounds(gradients[0].dtype):
+                    inboxes.mean(gradients, result[part])
 
             return start, None
 
         return exchange
 
-    def _inbox_of(self, rank: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        inbox = self._memory.buffers[rank][self._slice_bytes :]
-        return inbox[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
+    def average_of(self, layout: Layout, *, scattered: bool) -> Callable[[Sequence[Tensor]], Start]:
+        """Of whole gradients, all of a layout's, contiguous: once started they become the means over all ranks where
+        they are, the same to the bit on every rank; if `scattered`, only this rank's slice of each does."""
+
+        @cache
+        def rounds(dtype: torch.dtype) -> list[tuple[_ToInboxes, Tensor, PieceCopies, PieceCopies | None]]:
+            """Of each: this rank's outbox for its means, what goes from there to their places, and what comes from the
+            others'."""
+            made = []
+            for part in self._parts(layout, dtype, self._slice_bytes):
+                size = part.stop - part.start
+                outboxes = [each[: size * dtype.itemsize].view(dtype) for each in self._memory.buffers]
+                mine = self._copies_of(layout, part, outboxes, [self.rank])
+                theirs = None if scattered else self._copies_of(layout, part, outboxes, self._others)
+                made.append((self._to_inboxes(layout, part, dtype), outboxes[self.rank], mine, theirs))
+            return made
+
+        def average(gradients: Sequence[Tensor]) -> Start:
+            def start() -> None:
+                announce("reduce_scatter" if scattered else "all_reduce", gradients, self.ranks)
+                for inboxes, outbox, mine, theirs in rounds(gradients[0].dtype):
+                    inboxes.mean(gradients, outbox)  # all have emptied the outbox: they are at the next round
+                    if theirs is not None:
+                        self._memory.barrier(_EXCHANGE)
+                        theirs.fill_pieces(gradients)
+                    mine.fill_pieces(gradients, by_driver=False)
+
+            return start
+
+        return average
+
+    def _parts(self, layout: Layout, dtype: torch.dtype, room: int | None = None) -> list[slice]:
+        """Of a row, those that the inboxes have room for at a time, and `room` bytes."""
+        share = self._exchange_bytes // layout.ranks
+        fit = (share if room is None else min(share, room)) // dtype.itemsize
+        at_once = fit if fit >= layout.size else fit // 128 * 128 or max(fit, 1)  # whole cache lines
+        return [slice(first, min(first + at_once, layout.size)) for first in range(0, layout.size, at_once)]
+
+    def _to_inboxes(self, layout: Layout, part: slice, dtype: torch.dtype) -> _ToInboxes:
+        shape = (layout.ranks, part.stop - part.start)
+        skipped, nbytes = self._slice_bytes, shape[0] * shape[1] * dtype.itemsize
+        inboxes = [each[skipped : skipped + nbytes].view(dtype).view(shape) for each in self._memory.buffers]
+        copies = self._copies_of(layout, part, [inbox[self.rank] for inbox in inboxes], [*self._others, self.rank])
+        return _ToInboxes(copies, inboxes[self.rank], partial(self._memory.barrier, _EXCHANGE))
+
+    def _copies_of(self, layout: Layout, part: slice, rows: Sequence[Tensor], ranks: Sequence[int]) -> PieceCopies:
+        """Between gradients and `part` of these ranks' rows of them, which are where `rows` has each rank's."""
+        pieces, places = [], []
+        for rank in ranks:
+            for piece in layout.pieces(rank, part.start, part.stop):
+                pieces.append((piece.number, piece.offset))
+                places.append(rows[rank][piece.place : piece.place + piece.elements])
+        return PieceCopies(pieces, places)
+
+
+@dataclass(frozen=True)
+class _ToInboxes:
+    """Of a part of every rank's row: the copies to all inboxes, and what has come in this rank's."""
+
+    copies: PieceCopies
+    inbox: Tensor  # (ranks, elements)
+    barrier: Callable[[], None]
+
+    def mean(self, gradients: Sequence[Tensor], result: Tensor) -> None:
+        self.barrier()
+        self.copies.fill_places(gradients)
+        self.barrier()
+        torch.mean(self.inbox, dim=0, dtype=result.dtype, out=result)
 
 
 def padded(nbytes: int) -> int:

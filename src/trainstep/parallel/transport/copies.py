@@ -9,7 +9,7 @@ it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -59,50 +59,67 @@ class Copies:
         """
         if (stream := self._list.stream()) is not None:
             targets = self._list.pointers(*[each.data_ptr() for each in self._targets])
-            self._list.start(targets, [each.data_ptr() for each in self._sources], stream)
+            self._list.start(targets, self._list.pointers(*[each.data_ptr() for each in self._sources]), stream)
             return
         for target, source in zip(self._targets, self._sources, strict=True):
             target.copy_(source)
 
 
-class CopiesFrom:
-    """Copies of pieces of tensors that are others each time, to places that stay.
+class PieceCopies:
+    """Copies of pieces of tensors, which are others each time, to places that stay, or from there.
 
     Args:
         pieces: each piece's tensor, by number, and its first element there.
-        targets: where each goes, (its elements,); contiguous, on one device, as of `Copies`. Their memory stays.
+        places: of each, (its elements,); contiguous, on one device, as of `Copies`. Their memory stays.
     """
 
-    def __init__(self, pieces: Sequence[tuple[int, int]], targets: Sequence[Tensor]) -> None:
-        self._targets = tuple(targets)
-        self._list = _List(self._targets)
+    def __init__(self, pieces: Sequence[tuple[int, int]], places: Sequence[Tensor]) -> None:
+        self._places = tuple(places)
+        self._list = _List(self._places)
         self._pieces = list(pieces)
-        self._bytes = [(number, first * to.element_size()) for (number, first), to in zip(pieces, targets, strict=True)]
-        self._pointers = self._list.pointers(*[each.data_ptr() for each in self._targets])
+        self._bytes = [(number, first * at.element_size()) for (number, first), at in zip(pieces, places, strict=True)]
+        self._addresses = self._list.pointers(*[each.data_ptr() for each in self._places])
 
-    def start(self, tensors: Sequence[Tensor]) -> None:
-        """Start all of them, in no particular order, from contiguous tensors of the targets' dtype.
+    def fill_places(self, tensors: Sequence[Tensor]) -> None:
+        """Start copies to all places, in no particular order, from contiguous tensors of the places' dtype.
 
         Raises:
             RuntimeError: the driver refused.
         """
         if (stream := self._list.stream()) is not None:
-            begin = [each.data_ptr() for each in tensors]
-            self._list.start(self._pointers, [begin[number] + skipped for number, skipped in self._bytes], stream)
+            self._list.start(self._addresses, self._pointers(tensors), stream)
             return
+        for place, piece in zip(self._places, self._in(tensors), strict=True):
+            place.copy_(piece)
+
+    def fill_pieces(self, tensors: Sequence[Tensor], *, by_driver: bool = True) -> None:
+        """Start copies from all places into the tensors; otherwise as `fill_places`.
+
+        `by_driver`: by copy engines, whose way is the links; a kernel is faster within one memory.
+        """
+        if by_driver and (stream := self._list.stream()) is not None:
+            self._list.start(self._pointers(tensors), self._addresses, stream)
+        elif self._places:
+            torch._foreach_copy_(list(self._in(tensors)), list(self._places))
+
+    def _pointers(self, tensors: Sequence[Tensor]) -> Any:
+        begin = [each.data_ptr() for each in tensors]
+        return self._list.pointers(*[begin[number] + skipped for number, skipped in self._bytes])
+
+    def _in(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         plain = [each.view(-1) for each in tensors]
-        for target, (number, first) in zip(self._targets, self._pieces, strict=True):
-            target.copy_(plain[number][first : first + target.numel()])
+        for (number, first), place in zip(self._pieces, self._places, strict=True):
+            yield plain[number][first : first + place.numel()]
 
 
 class _List:
-    """What the driver is told of copies to `targets`."""
+    """What the driver is told of copies of the sizes of `likes`."""
 
-    def __init__(self, targets: Sequence[Tensor]) -> None:
-        count = len(targets)
+    def __init__(self, likes: Sequence[Tensor]) -> None:
+        count = len(likes)
         self.pointers = ctypes.c_uint64 * count
-        self._sizes, self._count = (ctypes.c_size_t * count)(*(each.nbytes for each in targets)), count
-        self._device = targets[0].device if targets and targets[0].is_cuda else None
+        self._sizes, self._count = (ctypes.c_size_t * count)(*(each.nbytes for each in likes)), count
+        self._device = likes[0].device if likes and likes[0].is_cuda else None
 
     def stream(self) -> int | None:
         """The current stream, if the driver takes lists for it."""
@@ -111,10 +128,10 @@ class _List:
         stream: int = torch.cuda.current_stream(self._device).cuda_stream
         return None if stream == LEGACY_STREAM else stream
 
-    def start(self, targets: Any, sources: Sequence[int], stream: int) -> None:
+    def start(self, targets: Any, sources: Any, stream: int) -> None:
         batch = _batch_call()
         assert batch is not None
-        batch(targets, self.pointers(*sources), self._sizes, self._count, stream)
+        batch(targets, sources, self._sizes, self._count, stream)
 
 
 @cache

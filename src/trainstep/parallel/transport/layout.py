@@ -17,8 +17,28 @@ import torch
 class Cut(Protocol):
     """A parameter that is cut by rows among the ranks."""
 
-    shape: torch.Size
-    padded_shape: torch.Size  # with as many rows as make all ranks' parts equal
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        """With as many rows as make all ranks' parts equal."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A tensor as a stretch of its memory, cut among the ranks as evenly as can be."""
+
+    elements: int
+    ranks: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([self.elements])
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        return torch.Size([-(-self.elements // self.ranks) * self.ranks])
 
 
 @dataclass(frozen=True)

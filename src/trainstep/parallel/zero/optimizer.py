@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import assign_buckets, clip_gradients_
-from trainstep.parallel.ddp import DistributedDataParallel
+from trainstep.parallel.ddp.scattered import ScatteredGradient
+from trainstep.parallel.ddp.wrapper import DistributedDataParallel
 from trainstep.parallel.partial import ELEMENTWISE, is_elementwise
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import Ranks, ranks_of
-from trainstep.parallel.scattered import ScatteredGradient
 from trainstep.parallel.staged import Waitable
 from trainstep.parallel.zero.pieces import ParameterBucket, Piece, consolidate, cut, dump, hyper_parameters, restore
 

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import Pending, all_gather_slices, broadcast
+from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.ranks import Ranks, placements
-from trainstep.parallel.scattered import ScatteredGradient
 from trainstep.parallel.slices import flat, slice_of
 from trainstep.parallel.staged import Waitable
 

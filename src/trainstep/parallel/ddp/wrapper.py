@@ -1,18 +1,4 @@
-"""Data parallel training: the same parameters on every rank, each rank's own batch, gradients averaged.
-
-Schedule. At the start, rank 0's parameters and buffers go to every rank. In backward, as soon as autograd has put
-together the gradients of a bucket's parameters, the bucket is averaged over the ranks in one call, on the group's own
-stream, while backward goes on with earlier layers. Before the optimizer step, `finish_gradient_synchronization` makes
-the current stream wait for what is still under way: the last bucket or two.
-
-Buckets are filled in the order in which gradients become ready: at first guessed as the reverse of definition, after
-the first step as rank 0 saw it. They are started in that order on every rank, whatever order autograd has elsewhere,
-since ranks that start different collectives wait for each other for ever.
-
-A bucket is a list of gradients, not a buffer. Autograd hands over a gradient in memory of its own; it is averaged right
-there, so that no gradient is copied, none takes memory twice, and `param.grad` may be kept, zeroed or dropped between
-steps as in any training loop. See docs/parallel.md for the four classic schemes as settings of this one.
-"""
+"""The wrapper, and when what is sent; the schedule is in `trainstep.parallel.ddp`."""
 
 from __future__ import annotations
 
@@ -28,12 +14,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import SideStream, assign_buckets, broadcast_from_first, weak_hook
-from trainstep.parallel.gradient_bucket import GradientBucket
+from trainstep.parallel.collectives import MB, SideStream, assign_buckets, broadcast_from_first, weak_hook
+from trainstep.parallel.ddp.averages import AveragesByCopies
+from trainstep.parallel.ddp.bucket import GradientBucket
+from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.partial import Known, before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import ranks_of
-from trainstep.parallel.scattered import ScatteredGradient
+from trainstep.parallel.transport.by_collectives import TransportName
+from trainstep.parallel.transport.by_copies import PeerCopies
+from trainstep.parallel.transport.choice import choose_transport
+
+_PLACE_BYTES = 4096
+"""More than a gradient's places in the rows of all ranks take beyond its own bytes, so that a bucket is one round."""
 
 
 class DistributedDataParallel(nn.Module):
@@ -54,6 +47,8 @@ class DistributedDataParallel(nn.Module):
             averaged over all of them; a `ShardedOptimizer` divides its work among those of a row.
         reduce_dtype: cast gradients to this type to send them (bfloat16 halves the bytes and rounds each gradient
             twice more); by default they are sent as they are.
+        transport: what carries gradients, see `TransportName`. Copies are staged in memory of their own: as much as a
+            bucket and its largest gradient, 512 MiB at most, and once more divided by the ranks.
         allow_unused: parameters without a gradient on some rank count as zero there, and those without one on every
             rank keep none. Costs one more small collective and a wait of the host in each step.
 
@@ -71,6 +66,7 @@ class DistributedDataParallel(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         reduce_dtype: torch.dtype | None = None,
+        transport: TransportName = "auto",
         allow_unused: bool = False,
     ) -> None:
         super().__init__()
@@ -79,11 +75,20 @@ class DistributedDataParallel(nn.Module):
         _check_arguments(module, bucket_mb, reduce_dtype)
         tensors = [*module.named_parameters(), *module.named_buffers()]
         settings: dict[str, object] = {"bucket_mb": bucket_mb, "overlap": overlap, "reduce_dtype": reduce_dtype}
-        settings |= {"allow_unused": allow_unused, "mesh": self.ranks.layout}
+        settings |= {"allow_unused": allow_unused, "mesh": self.ranks.layout, "transport": transport}
         check_ranks_agree(type(self).__name__, tensors, group, settings=settings)
         broadcast_from_first([tensor for _, tensor in tensors], group)
         self.bucket_mb, self.overlap = bucket_mb, overlap
         self.reduce_dtype, self.allow_unused = reduce_dtype, allow_unused
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        sizes = [parameter.numel() * self._item_bytes(parameter) + _PLACE_BYTES for parameter in trained]
+        most = min(sum(sizes), int(min(bucket_mb * MB, sum(sizes))) + max(sizes))
+        room = {"slice_bytes": -(-most // self.ranks.shard.size()), "exchange_bytes": most}
+        device = trained[0].device
+        self._carrier = choose_transport(transport, self.ranks.shard, device, everyone=group, **room)
+        self._beside = SideStream(device)  # for copies
+        self.transport = self._carrier.name
+        self.uncounted_bytes: int = self._carrier.uncounted_bytes  # of its buffers, beyond torch.cuda.memory_allocated
         self._attach(module)
 
     def _attach(self, module: nn.Module) -> None:
@@ -204,7 +209,8 @@ class DistributedDataParallel(nn.Module):
         twin = type(self).__new__(type(self))
         nn.Module.__init__(twin)
         memo[id(self)] = twin
-        for name in ("ranks", "process_group", "bucket_mb", "overlap", "reduce_dtype", "allow_unused"):
+        settings = ("ranks", "process_group", "bucket_mb", "overlap", "reduce_dtype", "allow_unused", "transport")
+        for name in (*settings, "uncounted_bytes", "_carrier", "_beside"):  # copies of both take turns on one stream
             setattr(twin, name, getattr(self, name))
         twin._attach(copy.deepcopy(self.module, memo))
         return twin.train(self.training)
@@ -212,14 +218,24 @@ class DistributedDataParallel(nn.Module):
     def _make_buckets(self, order: list[int]) -> None:
         items = []
         for number, parameter in ((number, self._trained[number]) for number in order):
-            size = parameter.numel() * (self.reduce_dtype or parameter.dtype).itemsize
+            size = parameter.numel() * self._item_bytes(parameter)
             items.append((number, size, (parameter.dtype, parameter.device, number in self._slices)))
-        self._buckets = [
-            GradientBucket(tuple(numbers), numbers[0] in self._slices, self.ranks, self._between)
-            for numbers in assign_buckets(items, self.bucket_mb)
-        ]
+        self._buckets = [self._bucket(tuple(numbers)) for numbers in assign_buckets(items, self.bucket_mb)]
         self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.numbers}
         self._reset()
+
+    def _bucket(self, numbers: tuple[int, ...]) -> GradientBucket:
+        scattered, copies = numbers[0] in self._slices, None
+        within_one_host = scattered or self.ranks.replicate is None  # what is whole goes to every replica
+        if isinstance(self._carrier, PeerCopies) and within_one_host:
+            parameters = [self._trained[number] for number in numbers]
+            sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
+            copies = AveragesByCopies(self._carrier, sizes, self._beside, scattered=scattered)
+        return GradientBucket(numbers, scattered, self.ranks, self._between, copies)
+
+    def _item_bytes(self, parameter: nn.Parameter) -> int:
+        """Of an element of its gradient on the way."""
+        return (self.reduce_dtype or parameter.dtype).itemsize
 
     def _reset(self) -> None:
         self._since = _Since()

@@ -1,4 +1,4 @@
-"""Gradients that are averaged in one call, and, where a rank gets its slice alone, that call's two parts.
+"""Gradients that are averaged in one call, or by copies, and, where a rank gets its slice alone, that call's two parts.
 
 Between replicas (a mesh of two dimensions, see `ranks`) slices follow in a second call: what was reduce-scattered among
 the ranks of a replica is then averaged with the other replicas' slices.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainstep.parallel.collectives import Pending, SideStream, all_reduce_mean, reduce_scatter_mean
+from trainstep.parallel.ddp.averages import AveragesByCopies
 from trainstep.parallel.forms import host_waits
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.slices import slices_of
@@ -21,9 +22,16 @@ from trainstep.parallel.staged import Waitable
 class GradientBucket:
     """Parameters, by number, whose gradients are averaged in one call; `scattered`: a rank gets its slice alone."""
 
-    def __init__(self, numbers: tuple[int, ...], scattered: bool, ranks: Ranks, between: SideStream) -> None:
+    def __init__(
+        self,
+        numbers: tuple[int, ...],
+        scattered: bool,
+        ranks: Ranks,
+        between: SideStream,
+        copies: AveragesByCopies | None = None,
+    ) -> None:
         self.numbers, self.scattered = numbers, scattered
-        self._ranks, self._between = ranks, between
+        self._ranks, self._between, self._copies = ranks, between, copies
         self.reset()
 
     def reset(self) -> None:
@@ -45,11 +53,14 @@ class GradientBucket:
         if dtype not in (None, gradients[0].dtype) and not gradients[0].is_complex():
             self._sent = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
             torch._foreach_copy_(self._sent, gradients)
-        if not self.scattered:
+        if self.scattered:
+            self._slices = slices_of(self._sent, self._ranks.shard)
+        if self._copies is not None:
+            self._work = self._copies.start(self._sent)
+        elif self.scattered:
+            self._work = reduce_scatter_mean(self._sent, self._ranks.shard, self._slices)
+        else:
             self._work = all_reduce_mean(self._sent, self._ranks.everyone)
-            return
-        self._slices = slices_of(self._sent, self._ranks.shard)
-        self._work = reduce_scatter_mean(self._sent, self._ranks.shard, self._slices)
         if not host_waits(self._ranks.shard, self._sent[0].device):  # the second call follows by itself
             self.go_on()
 

@@ -1,0 +1,124 @@
+"""Gradients averaged by copies: training is that by collectives, whatever the model, the buckets and the room."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.parallel import test_ddp
+from tests.parallel.meshes import mesh_of
+from tests.parallel.training import EXCHANGE_MB, OPTIMIZERS, build, differing, loss_of, reference, shares, state
+from tests.parallel.zero import test_optimizer
+from trainstep.measure.collectives import recorded_collectives
+from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
+from trainstep.parallel.transport import by_copies
+
+pytestmark = pytest.mark.distributed
+
+COPIES = {"transport": "peer-copies"}
+MODELS = ["Plain", "Tied", "Uneven", "Transposed", "Mixed", "Branches"]
+
+
+def _train(process, room, names):
+    """Every one of these models, under plain data parallel training and with a sharded optimizer."""
+    found = {}
+    with mock.patch.multiple(by_copies, OUTBOX_BYTES=room, INBOX_BYTES=room):
+        for name in names:
+            plain = test_ddp.train(process, name, "AdamW", "bucketed", **COPIES)
+            sharded = test_optimizer.train(process, name, *OPTIMIZERS["AdamW"], True, **COPIES)
+            found[name] = {"plain": plain, "sharded": sharded}
+    return found
+
+
+@pytest.mark.parametrize("room", [2**28, 256], ids=["at once", "in rounds"])
+def test_two_ranks_train_as_one_process(two, room):
+    first, second = two.run(_train, room, MODELS)
+    for name, found in first.items():
+        expected = reference(name, "AdamW", 2)
+        for how, trained in found.items():
+            assert not differing(second[name][how], trained), (name, how)
+            assert not differing(trained, expected), (name, how, "two numbers have one sum in either order")
+
+
+def test_four_ranks_train_alike_and_as_one_process(four):
+    by_rank = four.run(_train, 256, ["Plain", "Uneven", "Transposed"])
+    for name, found in by_rank[0].items():
+        expected = reference(name, "AdamW", 4)
+        for how, trained in found.items():
+            assert not any(differing(each[name][how], trained) for each in by_rank), (name, how)
+            assert not differing(trained, expected, relative=2e-5), (name, how)
+
+
+def _otherwise(process):
+    """With accumulation, in a narrower type, in one bucket after backward, and with gradients that some lack."""
+    train = test_ddp.train
+    return {
+        "accumulated": train(process, "Plain", "AdamW", "bucketed", accumulate=3, **COPIES),
+        "narrow": train(process, "Plain", "SGD", "bucketed", reduce_dtype=torch.bfloat16, **COPIES),
+        "flat": train(process, "Plain", "AdamW", "bucketed", overlap=False, **COPIES),
+        "unused": test_optimizer.train(process, "Unused", *OPTIMIZERS["SGD"], True, **COPIES),
+    }
+
+
+def test_other_settings_keep_their_meaning(two):
+    first, second = two.run(_otherwise)
+    for name, found in first.items():
+        assert not differing(second[name], found), name
+    assert not differing(first["accumulated"], reference("Plain", "AdamW", 2, accumulate=3))
+    assert not differing(first["flat"], reference("Plain", "AdamW", 2))
+    assert not differing(first["unused"], reference("Unused", "SGD", 2))
+    exact = reference("Plain", "SGD", 2)
+    assert differing(first["narrow"], exact), "bfloat16 rounds"
+    assert not differing(first["narrow"], exact, relative=4 * 2**-8)
+
+
+def _hybrid(process):
+    """Two rows of two ranks: slices within a row by copies, means between rows and of what is whole by collectives."""
+    mesh = mesh_of(2, 2)
+    ddp = DistributedDataParallel(build("Plain", seed=process.rank), mesh=mesh, bucket_mb=600e-6, **COPIES)
+    cls, options = OPTIMIZERS["AdamW"]
+    optimizer = ShardedOptimizer(ddp.parameters(), cls, ddp=ddp, exchange_mb=EXCHANGE_MB, **options)
+    sent = set()
+    for step in range(4):
+        optimizer.zero_grad()
+        with recorded_collectives() as calls:
+            loss_of(ddp, shares(4, step)[process.rank]).backward()
+            ddp.finish_gradient_synchronization()
+        sent |= {(call.name, call.ranks) for call in calls if call.name != "barrier"}
+        optimizer.step()
+    return state(ddp.module), sent
+
+
+def test_replicas_average_between_each_other(four):
+    by_rank = four.run(_hybrid)
+    trained, sent = by_rank[0]
+    assert not any(differing(each, trained) for each, _ in by_rank)
+    assert not differing(trained, reference("Plain", "AdamW", 4), relative=2e-5)
+    assert sent >= {("reduce-scatter", 2), ("all-reduce", 2), ("all-reduce", 4)}
+
+
+def _of_a_copy(process):
+    """A wrapper and its copy average in turns; and what is sent."""
+    ddp = DistributedDataParallel(build("Plain"), process_group=process.group, **COPIES)
+    twin = copy.deepcopy(ddp)
+    grads = []
+    with recorded_collectives() as calls:
+        for each in (ddp, twin, ddp):
+            each.zero_grad()
+            loss_of(each, shares(2, 0)[process.rank]).backward()
+            each.finish_gradient_synchronization()
+            grads.append([parameter.grad.clone() for parameter in each.parameters()])
+    reduced = [(call.name, call.bytes, call.ranks) for call in calls if call.name == "all-reduce"]
+    return grads, reduced, ddp.transport, ddp.uncounted_bytes
+
+
+def test_a_copy_of_the_wrapper_averages_too_and_all_is_counted(two):
+    (first, reduced, transport, staged), (second, *_) = two.run(_of_a_copy)
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(one, first[0], strict=True))
+    nbytes = sum(parameter.nbytes for parameter in build("Plain").parameters())
+    assert reduced == [("all-reduce", nbytes, 2)] * 3
+    assert transport == "peer-copies"
+    assert staged > 1.5 * nbytes, "an inbox for all gradients, an outbox for half"
