@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "parallel": {"blocks", "errors"},
     "parallel/transport": {"errors", "parallel"},
     "parallel/ddp": {"errors", "parallel", "parallel/transport"},
-    "parallel/zero": {"errors", "parallel", "parallel/ddp"},
+    "parallel/zero": {"blocks", "errors", "parallel", "parallel/ddp", "parallel/transport"},
     "parallel/fsdp": {"blocks", "errors", "parallel", "parallel/transport"},
     "measure": {"blocks", "casting", "config", "errors", "precision"},
     "measure/profile": {"blocks", "config", "errors", "measure"},

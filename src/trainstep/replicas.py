@@ -62,7 +62,9 @@ def build(
             optimizer, clip = make_optimizer(module.parameters()), None
             if scheme.wrapper == "sharded-optimizer":
                 groups, options = recipe(optimizer)
-                optimizer = sharded = ShardedOptimizer(groups, type(optimizer), ddp=ddp, **options)
+                optimizer = sharded = ShardedOptimizer(
+                    groups, type(optimizer), ddp=ddp, overlap_gather=scheme.overlap_gather, **options
+                )
                 clip = sharded.clip_grad_norm_
             return Replica(ddp, optimizer, ddp.finish_gradient_synchronization, ddp.no_sync, clip)
         case "fsdp":  # weights are gathered in the dtype they compute in
@@ -138,6 +140,8 @@ def full_parameters(replica: Replica, module: nn.Module) -> Iterator[tuple[str, 
     if isinstance(replica.module, FullyShardedDataParallel):
         yield from replica.module.gather_full_parameters().items()
         return
+    if isinstance(replica.optimizer, ShardedOptimizer):
+        replica.optimizer.wait_for_parameters()
     for name, parameter in module.named_parameters():
         value = parameter.detach()
         yield name, value.full_tensor() if isinstance(value, DTensor) else value
@@ -159,5 +163,5 @@ def local_state(replica: Replica) -> list[Tensor]:
 
 def uncounted_bytes(replica: Replica) -> int:
     """What this rank holds for communication that torch's allocator does not count."""
-    module = replica.module
-    return module.uncounted_bytes if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) else 0
+    ours = (replica.module, DistributedDataParallel | FullyShardedDataParallel), (replica.optimizer, ShardedOptimizer)
+    return sum(each.uncounted_bytes for each, kind in ours if isinstance(each, kind))

@@ -38,6 +38,7 @@ class Scheme:
     """Megabytes of gradients per call: 0 for a call per parameter, inf for a single call (ddp, sharded-optimizer and
     torch's)."""
     overlap: bool = True  # whether gradients are sent during backward, not after it (ddp)
+    overlap_gather: bool = False  # whether parameters are gathered beside the next forward (sharded-optimizer)
     transport: Literal["auto", "collectives"] = "auto"
     """How shards and gradients travel: auto takes copies between GPUs of one host where it can (ours)."""
     narrow_reduce: bool = False
@@ -119,6 +120,13 @@ _ALL = (
         "sharded optimizer",
         bucket_mb=1000,
         transport="collectives",
+    ),
+    Scheme(
+        "sharded-optimizer-1000-overlapped",
+        "sharded-optimizer",
+        "sharded optimizer",
+        bucket_mb=1000,
+        overlap_gather=True,
     ),
     Scheme("fsdp", "fsdp", "fsdp", in_train=True, is_planned=True),
     Scheme("fsdp-collectives", "fsdp", "fsdp", transport="collectives", is_planned=True),  # by NCCL, as between hosts

@@ -5,7 +5,7 @@ import torch
 
 from tests.parallel import test_collectives, test_ddp
 from tests.parallel.training import OPTIMIZERS, build, differing, loss_of, reference, shares, state
-from tests.parallel.zero import test_optimizer, test_state
+from tests.parallel.zero import test_arrivals, test_optimizer, test_state
 from tests.workers import Workers
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
@@ -73,12 +73,34 @@ def test_sharded_state_is_saved_and_loaded(gpus, tmp_path, case):
     assert full["state"].keys() == expected_state["state"].keys()
 
 
-def _large(process):
+@pytest.mark.parametrize("transport", ["peer-copies", "collectives"])
+def test_parameters_gathered_beside_the_next_forward(gpus, transport):
+    first, second = gpus.run(test_arrivals.train, transport)
+    for name, trained in first.items():
+        assert not differing(second[name], trained), name
+        assert not differing(trained, reference(name, "AdamW", 2, device="cuda"), relative=1e-6), name
+
+
+class _Layers(torch.nn.Module):
+    """Blocks that take time."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4096, 4096, bias=False) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _large(process, transport="auto", overlap_gather=False):
     """Layers large enough that communication is still under way when backward ends; and what is held in memory."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(8))).to(process.device)
-    ddp = DistributedDataParallel(model, process_group=process.group)
-    optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, fused=True, ddp=ddp)
+    model = _Layers().to(process.device)
+    ddp = DistributedDataParallel(model, process_group=process.group, transport=transport)
+    ours = {"ddp": ddp, "overlap_gather": overlap_gather, "exchange_mb": 64}
+    optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, fused=True, **ours)
     x = torch.randn(
         16, 4096, device=process.device, generator=torch.Generator(process.device).manual_seed(process.rank)
     )
@@ -91,13 +113,13 @@ def _large(process):
             started = len(calls)
             ddp.finish_gradient_synchronization()
             optimizer.step()
+    optimizer.wait_for_parameters()
     weights = sum(parameter.numel() * 4 for parameter in model.parameters())
     return state(model), started, torch.cuda.max_memory_allocated() / weights
 
 
 def _large_alone():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(8))).cuda()
+    model = _Layers().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     xs = [torch.randn(16, 4096, device="cuda", generator=torch.Generator("cuda").manual_seed(rank)) for rank in (0, 1)]
     for _ in range(3):
@@ -108,12 +130,15 @@ def _large_alone():
     return state(model)
 
 
-def test_layers_that_take_time(gpus):
-    (first, started, weights), (second, _, _) = gpus.run(_large)
+@pytest.mark.parametrize("overlap_gather", [False, True])
+@pytest.mark.parametrize("transport", ["peer-copies", "collectives"])
+def test_layers_that_take_time(gpus, transport, overlap_gather):
+    (first, started, weights), (second, _, _) = gpus.run(_large, transport, overlap_gather)
     assert started == 8, "every layer's gradients were sent during backward"
     assert not differing(second, first)
     assert not differing(first, _large_alone(), relative=1e-5)
-    assert weights < 3.2, "weights, gradients, and half of two moments: nothing is held twice"
+    staged = 0.4 if transport == "peer-copies" else 0.0  # two layers' gradients and half of it, and half a layer
+    assert weights < 3.2 + staged, "weights, gradients, and half of two moments: nothing is held twice"
 
 
 def _infinite(process):

@@ -79,6 +79,8 @@ class BenchParallel(OneModel):
     the other, and says how much communication is hidden behind computation."""
     warmup: int = 5
     """Steps before the timed ones, in each round."""
+    sustained: FlagCreatePairsOff[bool] = False
+    """Time a window of steps with no synchronisation between them, as training runs."""
     timeout: float = 600.0
     """Seconds that a rank waits for the others before it is an error."""
     out: Path = Path("results/bench-parallel")
@@ -96,7 +98,7 @@ class BenchParallel(OneModel):
                 schemes = on_all_ranks(process, lambda: self.schemes(process))
                 steps = [dataclasses.replace(config, compile=each) for each in (config.compile, *self.also_compile)]
                 cases = [
-                    ParallelCase(source, step, scheme, self.warmup, self.steps)
+                    ParallelCase(source, step, scheme, self.warmup, self.steps, sustained=self.sustained)
                     for step in dict.fromkeys(steps)
                     for scheme in schemes
                 ]

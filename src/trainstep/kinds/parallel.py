@@ -49,6 +49,7 @@ class SchemeSettings(StepSettings):
     scheme: str = setting()
     world_size: int = setting()
     replicas: int | None = setting(None)  # of a hybrid scheme
+    timing: str | None = setting(None)  # sustained: no synchronisation between steps; None: one around each
 
     @property
     def label(self) -> str:
@@ -114,6 +115,7 @@ class ParallelRatioRow(StepSettings, kind="parallel ratio"):
     peer: str = setting()
     world_size: int = setting()
     replicas: int | None = setting(None)
+    timing: str | None = setting(None)  # sustained: no synchronisation between steps; None: one around each
     peer_setting: str | None = None  # the peer's fastest scheme
     rounds: int | None = None
     ratio: float | None = None  # of the steps' times, below 1 where ours is faster, with its interval within this run

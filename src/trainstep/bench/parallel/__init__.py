@@ -46,6 +46,8 @@ class ParallelCase:
     steps: int = 10
     do_bench: DoBench | None = None
     """In place of `warmup` and `steps`, which count."""
+    sustained: bool = False
+    """Whether the timed steps are one window in which nothing waits between steps, as in training."""
     float32: StepConfig | None = None
     """How the step is taken where it is judged in float32, which not all attention has; None: as it is otherwise."""
     allow_unused: bool = False
@@ -60,7 +62,8 @@ class ParallelCase:
     def columns(self, world_size: int) -> dict[str, Scalar]:
         """The columns that identify the case's row."""
         scheme = {"scheme": self.scheme.name, "world_size": world_size, "replicas": self.scheme.replicas}
-        return case_columns(self.source, self.config) | scheme
+        timing: dict[str, Scalar] = {"timing": "sustained"} if self.sustained else {}
+        return case_columns(self.source, self.config) | scheme | timing
 
     def whole(self, world_size: int) -> StepConfig:
         """The configuration whose workload has the batch of all ranks."""

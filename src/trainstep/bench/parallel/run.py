@@ -39,7 +39,7 @@ from trainstep.kinds import ParallelFamilyRow, ParallelRatioRow, ParallelRow, Pa
 from trainstep.measure.collectives import Collective, recorded_collectives
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB
-from trainstep.measure.timing import Timing, device_clock, time_steps
+from trainstep.measure.timing import Timing, device_clock, time_steps, time_window
 from trainstep.parallel.collectives import MB
 from trainstep.parallel.process import Process
 from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent, rank_bytes
@@ -185,7 +185,8 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
     memory = _held("start", step, process.device)
     batch = step.next_batch()
     warmup = max(case.warmup, 1)  # the optimizer's state is there from the second step on
-    take = partial(time_steps, lambda phase: step(batch, phase=phase), device=device_clock(process.device))
+    timed = time_window if case.sustained else time_steps
+    take = partial(timed, lambda phase: step(batch, phase=phase), device=device_clock(process.device))
     if case.do_bench is None:
         timing = take(warmup=warmup, steps=case.steps)
     else:

@@ -1,15 +1,12 @@
 """Where a module's calls tell the schedule that they begin and end, in forward and in backward.
 
-A unit's class is replaced by a subclass whose `__call__` goes through a `Boundary`: outside of what `module.compile()`
-compiles and of the module's hooks, and there whenever the module is called. Code that runs a unit's `forward` without
-calling it (activation checkpointing of several blocks together, or computing one again) meets the same boundary there.
-In backward, a hook on the call's outputs, and on what it left in attributes, runs before backward enters the call; an
-identity node on its inputs runs after backward has left it.
+A unit's calls go through a `Boundary` (see `parallel.units`). In backward, a hook on the call's outputs, and on what it
+left in attributes, runs before backward enters the call; an identity node on its inputs runs after backward has left
+it.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +17,7 @@ from torch.utils import _pytree
 from trainstep.errors import UsageError
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.leavings import Leavings, all_tensors, hidden_tensors
-from trainstep.parallel.fsdp.schedule import Call, Schedule, in_backward
+from trainstep.parallel.fsdp.schedule import Call, Schedule
 
 
 class Boundary:
@@ -113,29 +110,3 @@ class _AfterBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.schedule.after_backward(ctx.call)
         return None, None, *gradients
-
-
-class Unit(nn.Module):
-    """What a unit's class is mixed with: its calls go through a boundary."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self.__dict__.get("forward"), "hands_on", False):  # see trainstep.checkpointing
-            return super().__call__(*args, **kwargs)
-        return self.__dict__["boundary"].run(super().__call__, args, kwargs)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        boundary = self.__dict__["boundary"]
-        if boundary.is_open:
-            return super().forward(*args, **kwargs)
-        run = boundary.run_again if in_backward() else boundary.run
-        return run(super().forward, args, kwargs)
-
-
-@functools.cache
-def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (Unit, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
-
-
-def install(unit: nn.Module, boundary: Boundary) -> None:
-    unit.__dict__["boundary"] = boundary
-    unit.__class__ = _unit_class(type(unit))  # type: ignore[arg-type]

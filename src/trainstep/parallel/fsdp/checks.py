@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainstep.errors import UnsupportedError, UsageError
-from trainstep.parallel.fsdp.boundary import Unit
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.shards import PlannedParameter, ShardedParameter
 from trainstep.parallel.partial import Known, RankGradient, is_elementwise
 from trainstep.parallel.transport.by_collectives import TransportName
+from trainstep.parallel.units import Unit
 
 MAX_PREFETCH = 2
 _REPLICATED = "DistributedDataParallel"

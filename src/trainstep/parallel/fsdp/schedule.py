@@ -30,6 +30,7 @@ from trainstep.parallel.fsdp.gradients import ReplicatedGradients, Sending
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.units import in_backward
 
 
 @dataclass(eq=False)
@@ -293,8 +294,3 @@ class Schedule:
             group.arrived.clear()
             group.unwatched.clear()
             group.free()
-
-
-def in_backward() -> bool:
-    """Whether autograd is running on this thread."""
-    return torch._C._current_graph_task_id() != -1

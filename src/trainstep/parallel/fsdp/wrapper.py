@@ -14,17 +14,18 @@ from torch.utils import _pytree
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, clip_gradients_
-from trainstep.parallel.fsdp.boundary import Boundary, install
+from trainstep.parallel.fsdp.boundary import Boundary
 from trainstep.parallel.fsdp.checks import MAX_PREFETCH, StepCheck, check_arguments, is_kept
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.placeholder import Placeholder
-from trainstep.parallel.fsdp.schedule import Schedule, in_backward
+from trainstep.parallel.fsdp.schedule import Schedule
 from trainstep.parallel.fsdp.shards import Initialize, ShardedParameter, plan_groups, shard_parameters
 from trainstep.parallel.partial import RankGradient, before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import Ranks, ranks_of
 from trainstep.parallel.transport.by_collectives import TransportName
 from trainstep.parallel.transport.choice import choose_transport
+from trainstep.parallel.units import in_backward, install
 
 
 class _NotHereError(UsageError, AttributeError):

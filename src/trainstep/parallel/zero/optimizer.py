@@ -14,14 +14,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import assign_buckets, clip_gradients_
+from trainstep.parallel.collectives import SideStream, assign_buckets, clip_gradients_
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.ddp.wrapper import DistributedDataParallel
 from trainstep.parallel.partial import ELEMENTWISE, is_elementwise
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import Ranks, ranks_of
 from trainstep.parallel.staged import Waitable
-from trainstep.parallel.zero.pieces import ParameterBucket, Piece, consolidate, cut, dump, hyper_parameters, restore
+from trainstep.parallel.transport.choice import choose_transport
+from trainstep.parallel.zero.arrivals import Arrivals
+from trainstep.parallel.zero.pieces import (
+    GathersBeside,
+    ParameterBucket,
+    Piece,
+    consolidate,
+    cut,
+    dump,
+    hyper_parameters,
+    restore,
+)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -43,6 +54,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             clipping is done by `clip_grad_norm_` of this optimizer.
         shard: "slices" or "parameters" to choose; "auto" takes slices for elementwise optimizers.
         exchange_mb: megabytes (10^6 bytes) of parameters that are updated and gathered at a time.
+        overlap_gather: let `step` return while parameters are still being gathered, beside the next forward. The module
+            of `ddp`, and each of its blocks, waits for its own when it is called, `state_dict()` for all. Whatever else
+            reads parameters between `step` and the next forward (an average of weights, a norm of theirs) has to call
+            `wait_for_parameters()` first, or reads what they were before.
         **kwargs: passed to `optimizer_cls`.
 
     Raises:
@@ -60,6 +75,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ddp: DistributedDataParallel | None = None,
         shard: Literal["auto", "slices", "parameters"] = "auto",
         exchange_mb: float = 256.0,
+        overlap_gather: bool = False,
         **kwargs: Any,
     ) -> None:
         self._ranks = _ranks_of(process_group, mesh, ddp)
@@ -70,6 +86,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._optimizer_cls, self._options, self._exchange_mb, self._ddp = optimizer_cls, kwargs, exchange_mb, ddp
         self._loads = [0] * self._ranks.shard.size()
         self._buckets: list[ParameterBucket] = []
+        self._arrivals: Arrivals | None = None
+        self._beside: GathersBeside | None = None
+        if overlap_gather:
+            if ddp is None:
+                raise UsageError("overlap_gather=True needs ddp=, whose module waits for its parameters; give it")
+            self._arrivals = Arrivals(ddp.module)
         groups = _as_groups(params)
         try:  # its own checks, without its memory
             probe = optimizer_cls([_on_meta(group) for group in groups], **kwargs)
@@ -112,6 +134,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: a parameter was moved or unfrozen since it was added, or gradients have not been averaged yet.
         """
+        self.wait_for_parameters()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -128,12 +151,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own.update(hyper_parameters(asked))
         for bucket in self._buckets:
             bucket.update(self._ranks.shard)
-            underway += bucket.exchange(self._ranks.shard)
+            calls = bucket.exchange(self._ranks.shard, self._beside)
+            if self._arrivals is not None:
+                self._arrivals.start((piece.parameter for piece in bucket.pieces), calls)
+            else:
+                underway += calls
         for own, asked in beside:
             asked.update(hyper_parameters(own))  # some optimizers count there
         for call in underway:
             call.wait()
         return loss
+
+    def wait_for_parameters(self) -> None:
+        """Let the current stream (on a CPU: the caller) wait until all have arrived; see `overlap_gather`."""
+        if self._arrivals is not None:
+            self._arrivals.wait()
+
+    @property
+    def uncounted_bytes(self) -> int:
+        """What its buffers take on this rank beyond `torch.cuda.memory_allocated`."""
+        return 0 if self._beside is None else self._beside.transport.uncounted_bytes
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, also those that were reduce-scattered."""
@@ -212,16 +249,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._divided = len(self.param_groups)
         trained = [item for item in numbered if item[2].requires_grad]
         pieces = cut(trained, rank=self._ranks.shard.rank(), loads=self._loads, sliced=self._sliced)
+        if (arrivals := self._arrivals) is not None:  # what the module's own forward needs is gathered first
+            pieces.sort(key=lambda piece: id(piece.parameter) not in arrivals.outside)
         whats = [(piece.parameter, piece.owner is None) for piece in pieces]
         items = [(i, each.nbytes, (each.dtype, each.device, sliced)) for i, (each, sliced) in enumerate(whats)]
         for indices in assign_buckets(items, self._exchange_mb):
             self._buckets.append(self._bucket([pieces[i] for i in indices]))
+        if self._arrivals is not None and self._beside is None:
+            self._beside = self._gathers_beside()
         if self._ddp is not None:
             known = {id(parameter) for parameter in self._ddp.parameters()}
             if foreign := [piece.number for piece in self.pieces() if id(piece.parameter) not in known]:
                 raise UsageError(f"parameter number {foreign[0]} is not one of ddp; leave out ddp=, or the parameter")
             self._ddp.scatter_gradients(dict(self._slices()))
             self._step_supports_amp_scaling = True  # so that a GradScaler tells `step` of itself, which refuses
+
+    def _gathers_beside(self) -> GathersBeside:
+        assert self._ddp is not None, "asked for with `overlap_gather`"
+        room = {"slice_bytes": max(bucket.slice_bytes for bucket in self._buckets), "exchange_bytes": 0}
+        device, everyone = self._buckets[0].pieces[0].parameter.device, self._ranks.everyone
+        carrier = choose_transport(self._ddp.transport, self._ranks.shard, device, everyone=everyone, **room)
+        return GathersBeside(carrier, SideStream(device))
 
     def _bucket(self, pieces: list[Piece]) -> ParameterBucket:
         groups = sorted({piece.group for piece in pieces if piece.mine is not None})

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,11 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import Pending, all_gather_slices, broadcast
+from trainstep.parallel.collectives import Pending, SideStream, all_gather_slices, broadcast
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.ranks import Ranks, placements
 from trainstep.parallel.slices import flat, slice_of
 from trainstep.parallel.staged import Waitable
+from trainstep.parallel.transport.by_collectives import Start
+from trainstep.parallel.transport.by_copies import padded
+from trainstep.parallel.transport.choice import Transport
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,14 @@ def cut(
     return pieces
 
 
+@dataclass(frozen=True)
+class GathersBeside:
+    """What gathers slices while something else is computed."""
+
+    transport: Transport
+    stream: SideStream
+
+
 @dataclass
 class ParameterBucket:
     """Parameters of one dtype and device, all of them sliced or none, that are gathered in as few calls as can be."""
@@ -79,6 +90,12 @@ class ParameterBucket:
     pieces: list[Piece]
     optimizer: torch.optim.Optimizer | None  # updates this rank's part; None where it has none
     groups: list[int]  # for each parameter group of `optimizer`, which one of the whole it belongs to
+    _gather: Start | None = field(default=None, init=False)
+
+    @property
+    def slice_bytes(self) -> int:
+        """Of this rank's slices, each as it is staged for a gather."""
+        return sum(padded(mine.nbytes) for _, mine in self.slices())
 
     def states(self) -> list[tuple[Piece, dict[str, Any] | None]]:
         """What this rank updates, in the order of `optimizer`, each with its state; None before its first step."""
@@ -120,10 +137,14 @@ class ParameterBucket:
             if not isinstance(parameter.grad, ScatteredGradient):
                 mine.grad = None  # a view of the whole gradient, which would live on with it
 
-    def exchange(self, process_group: dist.ProcessGroup) -> list[Waitable]:
-        """Start giving every rank the new parameters."""
+    def exchange(self, process_group: dist.ProcessGroup, beside: GathersBeside | None = None) -> list[Waitable]:
+        """Start giving every rank the new parameters, slices by `beside` if it is given."""
         if process_group.size() == 1:
             return []
+        if self.pieces[0].owner is None and beside is not None:
+            if self._gather is None:
+                self._gather = beside.transport.gather_of([each.view(torch.uint8) for each in self._sliced])
+            return [beside.stream.run(self._gather)]
         if self.pieces[0].owner is None:
             return [all_gather_slices(self._sliced, process_group, self._mine)]
         calls: list[Waitable] = []

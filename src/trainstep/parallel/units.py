@@ -1,0 +1,60 @@
+"""Modules whose calls go through something: what gathers their parameters, or waits until they have arrived.
+
+A unit's class is replaced by a subclass whose `__call__` goes through a boundary: outside of what `module.compile()`
+compiles and of the module's hooks, and there whenever the module is called. Code that runs a unit's `forward` without
+calling it (activation checkpointing of several blocks together, or computing one again) meets the same boundary there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Boundary(Protocol):
+    """What the calls of one unit go through."""
+
+    is_open: bool
+    """Whether a call is running inside, so that its `forward` needs no boundary of its own."""
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`function(*args, **kwargs)`."""
+
+    def run_again(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same, computed again in backward."""
+
+
+class Unit(nn.Module):
+    """What a unit's class is mixed with: its calls go through a boundary."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.__dict__.get("forward"), "hands_on", False):  # see trainstep.checkpointing
+            return super().__call__(*args, **kwargs)
+        return self.__dict__["boundary"].run(super().__call__, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        boundary = self.__dict__["boundary"]
+        if boundary.is_open:
+            return super().forward(*args, **kwargs)
+        run = boundary.run_again if in_backward() else boundary.run
+        return run(super().forward, args, kwargs)
+
+
+@functools.cache
+def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (Unit, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def install(unit: nn.Module, boundary: Boundary) -> None:
+    """From now on its calls go through `boundary`."""
+    unit.__dict__["boundary"] = boundary
+    unit.__class__ = _unit_class(type(unit))  # type: ignore[arg-type]
+
+
+def in_backward() -> bool:
+    """Whether autograd is running on this thread."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,204 @@
+"""Parameters gathered beside the next forward: the same training, and who reads them earlier waits or is told."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parallel.training import EXCHANGE_MB, OPTIMIZERS, WIDTH, build, differing, loss_of, reference, shares, state
+from trainstep.checkpointing import Checkpointing
+from trainstep.errors import UsageError
+from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
+from trainstep.parallel.zero import pieces
+
+pytestmark = pytest.mark.distributed
+
+MODELS = ["Plain", "Tied", "Uneven", "Transposed", "Mixed", "Unused"]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x))
+
+
+class Stacked(nn.Module):
+    """Blocks between parameters of the module's own, one of which it uses without calling its owner."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = nn.Linear(WIDTH, 16)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.end = nn.Linear(16, WIDTH)
+
+    def forward(self, x):
+        x = torch.tanh(self.start(x))
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x, self.end.weight, self.end.bias)
+
+
+def _stacked(seed):
+    torch.manual_seed(seed)
+    return Stacked()
+
+
+def _wrap(process, model, transport="auto", **settings):
+    settings = {"bucket_mb": 600e-6, "exchange_mb": EXCHANGE_MB} | settings
+    ddp = DistributedDataParallel(
+        model, process_group=process.group, bucket_mb=settings["bucket_mb"], transport=transport,
+        allow_unused=settings.pop("allow_unused", False),
+    )  # fmt: skip
+    cls, options = OPTIMIZERS["AdamW"]
+    return ddp, ShardedOptimizer(
+        ddp.parameters(), cls, ddp=ddp, overlap_gather=True, exchange_mb=settings["exchange_mb"], **options
+    )
+
+
+def _step(process, ddp, optimizer, step):
+    optimizer.zero_grad()
+    loss_of(ddp, shares(process.world_size, step)[process.rank]).backward()
+    ddp.finish_gradient_synchronization()
+    optimizer.step()
+
+
+def train(process, transport):
+    found = {}
+    for name in MODELS:
+        model = build(name, seed=process.rank).to(process.device)
+        ddp, optimizer = _wrap(process, model, transport, allow_unused=name == "Unused")
+        for step in range(4):
+            _step(process, ddp, optimizer, step)
+        optimizer.wait_for_parameters()
+        found[name] = state(ddp.module)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["collectives", "peer-copies"])
+def test_two_ranks_train_as_one_process(two, transport):
+    first, second = two.run(train, transport)
+    for name, trained in first.items():
+        assert not differing(second[name], trained), name
+        assert not differing(trained, reference(name, "AdamW", 2)), name
+
+
+class _Late:
+    """A gather that comes when it is waited for: until then this rank's slices alone are new."""
+
+    def __init__(self, call, late):
+        self.call, self.late = call, late
+
+    def wait(self):
+        self.late.append(self)
+        self.call()
+
+
+def _alone(seed, policy, steps):
+    """Two batches a step in one process."""
+    model = _stacked(seed)
+    cls, options = OPTIMIZERS["AdamW"]
+    optimizer = cls(model.parameters(), **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for x in shares(2, step):
+            (loss_of(model, x) / 2).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def _late(process, policy):
+    """Gathers that really come late: what a forward reads before is old. Which were under way after each call."""
+    waited = []
+    exchange = pieces.ParameterBucket.exchange
+
+    def late(bucket, group, beside=None):
+        return [_Late(lambda: [call.wait() for call in exchange(bucket, group, beside)], waited)]
+
+    pieces.ParameterBucket.exchange = late
+    try:
+        model = _stacked(0)
+        checkpointing = Checkpointing(model, policy)
+        ddp, optimizer = _wrap(process, model, exchange_mb=0)
+        seen = []
+        for number, block in enumerate(model.blocks):
+            block.register_forward_pre_hook(lambda *_, number=number: seen.append((number, len(waited))))
+        for step in range(3):
+            _step(process, ddp, optimizer, step)
+        del checkpointing
+        seen.clear(), waited.clear()
+        with torch.no_grad():
+            ddp(shares(2, 0)[process.rank])
+        order = list(seen)
+        optimizer.step()  # whose gradients stay as they were
+        saved = {name: value.clone() for name, value in ddp.state_dict().items()}
+        return order, len(waited), saved, {name: value.clone() for name, value in model.state_dict().items()}
+    finally:
+        pieces.ParameterBucket.exchange = exchange
+
+
+@pytest.mark.parametrize("policy", ["none", "every-2"])
+def test_each_block_waits_for_its_own_parameters_when_it_is_called(two, policy):
+    for order, waited, saved, inner in two.run(_late, policy):
+        blocks = dict(order)
+        assert list(blocks) == [0, 1, 2, 3]
+        assert blocks[0] < blocks[2], "what the last blocks need was not waited for at the start"
+        assert waited > blocks[3], "state_dict() waited for all"
+        assert all(torch.equal(value, inner[name.removeprefix("module.")]) for name, value in saved.items())
+
+
+def _trained_late(process, policy):
+    exchange = pieces.ParameterBucket.exchange
+    pieces.ParameterBucket.exchange = lambda bucket, group, beside=None: [
+        _Late(lambda: [call.wait() for call in exchange(bucket, group, beside)], [])
+    ]
+    try:
+        model = _stacked(process.rank)
+        checkpointing = Checkpointing(model, policy)
+        ddp, optimizer = _wrap(process, model)
+        for step in range(4):
+            _step(process, ddp, optimizer, step)
+        del checkpointing
+        return {name: value.clone() for name, value in model.state_dict().items()}
+    finally:
+        pieces.ParameterBucket.exchange = exchange
+
+
+@pytest.mark.parametrize("policy", ["none", "every-2"])
+def test_gathers_that_come_late_change_nothing(two, policy):
+    first, second = two.run(_trained_late, policy)
+    expected = _alone(0, policy, 4)
+    for name, value in expected.items():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], value, rtol=2e-6, atol=1e-7)
+
+
+def _mistakes(process):
+    said = []
+    plain = DistributedDataParallel(build("Plain"), process_group=process.group)
+    for settings in ({}, {"ddp": plain}, {"ddp": plain}):
+        try:
+            ShardedOptimizer(plain.parameters(), torch.optim.SGD, lr=0.1, overlap_gather=True, **settings)
+        except UsageError as error:
+            said.append(str(error))
+    ddp, optimizer = _wrap(process, build("Plain"))
+    _step(process, ddp, optimizer, 0)
+    try:
+        copy.deepcopy(ddp)
+    except UsageError as error:
+        said.append(str(error))
+    optimizer.wait_for_parameters()
+    twin = copy.deepcopy(ddp)
+    _step(process, ddp, optimizer, 1)
+    return said, [tuple(value.shape) for value in twin(shares(2, 0)[process.rank])][:1]
+
+
+def test_mistakes_are_told(two):
+    for (no_ddp, again, copied), shape in two.run(_mistakes):
+        assert "needs ddp=" in no_ddp
+        assert "wait for its parameters already" in again
+        assert "wait_for_parameters() of the optimizer" in copied
+        assert shape == [(WIDTH,)]
