@@ -19,7 +19,8 @@ import torch.distributed as dist
 from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.ranges import profiler_of_steps
 from trainstep.parallel import hosts, messages, over_gloo
-from trainstep.parallel.messages import THREADS, exchange, exchanges
+from trainstep.parallel.announced import Record, noted
+from trainstep.parallel.messages import THREADS, exchange
 from trainstep.parallel.rollcall import is_of_a_collective
 from trainstep.parallel.slices import flat, slice_of
 from trainstep.parallel.started import members, started
@@ -119,7 +120,7 @@ def _calls(process):
             return call
 
     tensors = [torch.zeros(2, 50_000), torch.zeros(2, 60_000)]
-    started = messages.Exchange(messages.Record("", 12345, "all_gather", 0.0))
+    started = messages.Exchange(Record("", 12345, "all_gather", 0.0))
     other, parts = 1 - process.rank, [each[process.rank] for each in tensors]
     receives = [(other, each[other]) for each in tensors]
     started.carry_out(Watching(), receives, [(other, each) for each in parts])
@@ -199,9 +200,9 @@ def _hosts(process, name):
     finally:
         hosts.this_host = saved
     tensor = torch.full((process.world_size, 50_000), float(process.rank))
-    messages._last.clear()
+    before = list(noted())
     over_gloo.all_gather([tensor], [tensor[process.rank]], group, staged=False).wait()
-    return near, len(exchanges()), tensor[:, 7].tolist()
+    return near, len([each for each in noted() if each not in before]), tensor[:, 7].tolist()
 
 
 @pytest.mark.parametrize(("name", "near"), [("", True), ("elsewhere", False)])
@@ -220,7 +221,7 @@ def _alone(process):
             call.wait()
         except RuntimeError as error:
             said = str(error)
-        record = exchanges()[-1]
+        record = noted()[-1]
         assert (record.name, record.is_over) == ("all_gather", True)
         del call
     del memory

@@ -1,12 +1,14 @@
 """The same on GPUs, over NCCL: what Gloo cannot show (streams, means made on the way, grouped calls)."""
 
+import time
+
 import pytest
 import torch
 
 from tests.parallel import test_collectives, test_ddp
 from tests.parallel.training import OPTIMIZERS, build, differing, loss_of, reference, shares, state
 from tests.parallel.zero import test_arrivals, test_optimizer, test_state
-from tests.workers import Workers
+from tests.workers import WorkerError, Workers
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
 
@@ -139,6 +141,27 @@ def test_layers_that_take_time(gpus, transport, overlap_gather):
     assert not differing(first, _large_alone(), relative=1e-5)
     staged = 0.4 if transport == "peer-copies" else 0.0  # two layers' gradients and half of it, and half a layer
     assert weights < 3.2 + staged, "weights, gradients, and half of two moments: nothing is held twice"
+
+
+def _hang(process):
+    """Rank 1 hangs in backward; the GPU of rank 0 waits for its copies."""
+    ddp = DistributedDataParallel(build("Plain").to(process.device), bucket_mb=0, transport="peer-copies")
+    if process.rank == 1:
+        ddp.module.first.weight.register_hook(lambda _: time.sleep(60))
+    loss_of(ddp, shares(2, 0)[process.rank]).backward()
+    ddp.finish_gradient_synchronization()
+    torch.cuda.synchronize()
+
+
+def test_a_rank_that_hangs_under_copies_is_named():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with Workers(2, device="cuda", timeout_s=10) as workers, pytest.raises(WorkerError) as caught:
+        workers.run(_hang)
+    said = caught.value.failures[0]
+    assert "rank 1" in said, said
+    assert "hangs or is late: it is at" in said, said
+    assert "(<lambda>)" in said, said
 
 
 def _infinite(process):

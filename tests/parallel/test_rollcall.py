@@ -1,9 +1,11 @@
 """Who is missing when a collective fails, and where: on every rank that can still speak, the same."""
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from unittest import mock
 
 import pytest
@@ -12,7 +14,8 @@ import torch.distributed as dist
 
 from tests.workers import WorkerError, Workers
 from trainstep.errors import CollectiveError, UsageError
-from trainstep.parallel import rollcall
+from trainstep.parallel import announced, rollcall
+from trainstep.parallel.announced import Record, note
 from trainstep.parallel.process import Process, joined
 from trainstep.parallel.rollcall import Answer, Rollcall, is_of_a_collective, verdict
 from trainstep.parallel.started import BESIDE, started
@@ -25,6 +28,44 @@ def answer(rank, number=None, name="all_reduce", *, group="gloo:0:default_pg", r
 
 def waits(rank, number, **more):
     return answer(rank, number, is_waiting=True, **more)
+
+
+@pytest.fixture
+def no_records(monkeypatch):
+    """None of other tests' records, which live as long as what they are part of."""
+    monkeypatch.setattr(announced, "_last_of_a_kind", weakref.WeakSet())
+
+
+@pytest.mark.usefixtures("no_records")
+@pytest.mark.parametrize(
+    ("said", "seconds", "query", "expected"),
+    [
+        ("CUDA error: unspecified launch failure", 31, RuntimeError("CUDA error"), True),
+        ("CUDA error: unspecified launch failure", 31, False, True),
+        ("CUDA error: unspecified launch failure", 2, False, False),  # a kernel's own mistake
+        ("CUDA error: unspecified launch failure", 31, True, False),
+        ("CUDA error: an illegal memory access was encountered", 31, False, False),
+    ],
+)
+def test_a_gpu_that_gave_up_waiting_for_copies_is_told_from_one_that_failed(said, seconds, query, expected):
+    answers = {"side_effect": query} if isinstance(query, Exception) else {"return_value": query}
+    end = mock.Mock(query=mock.Mock(**answers))
+    record = Record("copies:0:default_pg 0", 7, "all_reduce", time.time() - seconds, end=end, timeout_s=30.0)
+    note(record, as_last=True)
+    assert is_of_a_collective(RuntimeError(said)) is expected
+
+
+@pytest.mark.usefixtures("no_records")
+def test_the_last_copies_are_among_what_was_started():
+    record = Record("copies:0:default_pg 0", 0, "all_gather", time.time(), end=mock.Mock(query=lambda: False))
+    note(record, as_last=True)
+    assert record.group not in {call.group for call in started()}, "none was started yet"
+    record.number, record.name = 3, "all_reduce"
+    (call,) = [each for each in started() if each.group == record.group]
+    assert (call.number, call.name, call.is_over) == (3, "all_reduce", False)
+    del record
+    gc.collect()
+    assert "copies:0:default_pg 0" not in {call.group for call in started()}, "it goes with whoever made it"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
-"""What ranks send each other without a collective of torch's, told to whoever watches torch's dispatcher.
+"""What ranks send each other without a collective of torch's, told to those who would otherwise not know.
 
-These operators do nothing. A recorder of collectives (`measure.collectives`) or a profile finds in them what was sent,
-and by how many ranks.
+Operators that do nothing tell torch's dispatcher: a recorder of collectives (`measure.collectives`) or a profile finds
+in them what was sent, and by how many ranks. Records tell who asks what is under way (`started`), as torch's flight
+recorder does of collectives.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -24,6 +28,45 @@ def announce(name: Announced, payload: Sequence[Tensor], ranks: int) -> None:
     """Say that `payload`, the full tensors that are gathered, exchanged or reduced, is about to be sent."""
     if torch._C._len_torch_dispatch_stack() or is_profiled():  # else nobody watches
         getattr(torch.ops.trainstep_exchanges, name)(list(payload), ranks)
+
+
+@dataclass(eq=False)
+class Record:
+    """Of an exchange, or the last one of a kind; it holds no memory of the exchange's."""
+
+    group: str  # as torch's flight recorder names it, with another word in place of the backend
+    number: int  # of the group's exchanges, from 1
+    name: Announced
+    since: float  # time.time()
+    is_over: bool = False
+    end: torch.cuda.Event | None = None  # in place of `is_over`: where a stream is behind it
+    timeout_s: float | None = None  # after which the GPU itself gives up, with an error that says nothing
+
+    @property
+    def has_ended(self) -> bool:
+        if self.end is None:
+            return self.is_over
+        try:
+            return self.end.query()
+        except RuntimeError:  # the GPU has given up
+            return False
+
+
+_each: deque[Record] = deque(maxlen=2000)  # as many as torch's flight recorder keeps
+_last_of_a_kind: weakref.WeakSet[Record] = weakref.WeakSet()
+
+
+def note(record: Record, *, as_last: bool = False) -> None:
+    """Keep a record; `as_last`: as long as whoever made it does, who changes it for every exchange of the kind."""
+    if as_last:
+        _last_of_a_kind.add(record)
+    else:
+        _each.append(record)
+
+
+def noted() -> list[Record]:
+    """The last ones of this process, the oldest first."""
+    return [*_each, *(each for each in _last_of_a_kind if each.number)]
 
 
 def is_profiled() -> bool:

@@ -6,7 +6,7 @@ mostly take turns: while one sends, the other does not know that it may. Here re
 of a connection are used at once. Between two hosts at 1 Gbit/s an all-to-all of 25 MB takes 108 ms for Gloo's 210.
 
 An exchange runs on a thread of its group's, which waits for its messages; as of Gloo's own threads there are two. What
-is under way can be asked for (`exchanges`), since torch's flight recorder does not know of messages.
+is under way is noted (`announced`), since torch's flight recorder does not know of messages.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import itertools
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -28,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from trainstep.parallel.announced import Announced, is_profiled
+from trainstep.parallel.announced import Announced, Record, is_profiled, note
 
 Message = tuple[int, Tensor]
 """The other rank, by its number in the group, and contiguous memory of the host that is sent or written into."""
@@ -37,17 +35,6 @@ _ENDING_S = 1.0
 _TAGS = 2**30
 """The first tag, and how many there are: a user's own messages have small ones, and an exchange is over long before its
 tag comes again."""
-
-
-@dataclass(eq=False)
-class Record:
-    """Of an exchange, for whoever asks what is under way; it holds no memory of the exchange's."""
-
-    group: str  # with `messages` in place of the backend, its name and its description
-    number: int  # of the group's exchanges, from 1
-    name: Announced
-    since: float  # time.time()
-    is_over: bool = False
 
 
 class Exchange:
@@ -100,7 +87,6 @@ class _Carriers:
 
 _carriers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Carriers] = weakref.WeakKeyDictionary()
 _carriers_change = threading.Lock()  # autograd's threads start exchanges, too
-_last: deque[Record] = deque(maxlen=2000)  # as many as torch's flight recorder keeps
 
 
 def exchange(
@@ -120,13 +106,8 @@ def exchange(
         record = Record(where, next(carriers.numbers), name, time.time())
         started = Exchange(record)
         carriers.jobs.put(lambda: started.carry_out(backend, receives, sends))
-    _last.append(record)
+    note(record)
     return started
-
-
-def exchanges() -> list[Record]:
-    """The last ones of this process, the oldest first."""
-    return list(_last)
 
 
 def _carry(jobs: SimpleQueue[Callable[[], None] | None]) -> None:

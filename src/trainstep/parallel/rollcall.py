@@ -34,6 +34,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from trainstep.errors import CollectiveError, UsageError, line_of, printable
+from trainstep.parallel.announced import noted
 from trainstep.parallel.started import BESIDE, Call, members, started
 
 GRACE_S = 5.0  # how long a rank may take to answer
@@ -43,6 +44,7 @@ _ENDING_S = 2.0  # how long a rank waits for its thread to end, which it does at
 # A connection that is silent for so long may be dropped between hosts; then this rank is named, and cannot answer.
 _WAKING_S = 86_400.0  # how long a thread waits for its key at a time; torch warns on the terminal whenever that is over
 _LOOKS_S = 0.25  # where the store is a file, how long between two looks at it
+_GPU_GAVE_UP = "unspecified launch failure"
 _OF_A_COLLECTIVE = re.compile(
     r"gloo/|connectFullMesh|timeout caused pair closure|closed by peer|reset by peer|\bNCCL\b|ncclComm|\[c10d\]"
 )
@@ -77,11 +79,19 @@ def is_of_a_collective(error: BaseException | None) -> bool:
     """Whether this, or what caused it, is that other ranks could not be reached or did not come in time."""
     while error is not None:
         if isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and _OF_A_COLLECTIVE.search(str(error))
+            isinstance(error, RuntimeError) and (_OF_A_COLLECTIVE.search(str(error)) or _is_of_copies(error))
         ):
             return not isinstance(error, CollectiveError)
         error = error.__cause__
     return False
+
+
+def _is_of_copies(error: RuntimeError) -> bool:
+    """Whether the GPU gave up waiting for another's copies: its error says no more than that a kernel failed."""
+    if _GPU_GAVE_UP not in str(error):
+        return False
+    under_way = [each for each in noted() if each.timeout_s is not None and not each.has_ended]
+    return any(time.time() - each.since >= 0.9 * (each.timeout_s or 0.0) for each in under_way)
 
 
 class Rollcall:

@@ -1,4 +1,4 @@
-"""The collectives that this process has started: torch's, as its flight recorder has them, and exchanges of messages.
+"""The collectives that this process has started: torch's, as its flight recorder has them, and others that were noted.
 
 The recorder is a ring of the last 2,000 calls that torch keeps by itself (`TORCH_FR_BUFFER_SIZE`), of Gloo and of NCCL,
 and that any thread may read. Where it is switched off, none of them are found.
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from trainstep.parallel.messages import exchanges
+from trainstep.parallel.announced import noted
 
 BESIDE = "checkpoints"
 """The description of groups that threads use beside training: not to have come there does not make a rank late."""
@@ -24,8 +24,8 @@ _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 @dataclass(frozen=True)
 class Call:
     group: str
-    """Backend, name and description of the process group: `gloo:0:default_pg`; for exchanges with `messages` in place
-    of the backend. Each counts for itself."""
+    """Backend, name and description of the process group: `gloo:0:default_pg`; with `messages` or `copies` in place of
+    the backend for exchanges of those. Each counts for itself."""
     number: int
     name: str  # as torch calls the operation
     is_over: bool
@@ -47,7 +47,7 @@ def started() -> list[Call]:
             seconds = (time.time_ns() - entry["time_created_ns"]) / 1e9
             found.append(Call(group, entry["collective_seq_id"], operation, entry["retired"], seconds))
     now = time.time()
-    found += [Call(each.group, each.number, each.name, each.is_over, now - each.since) for each in exchanges()]
+    found += [Call(each.group, each.number, each.name, each.has_ended, now - each.since) for each in noted()]
     return sorted(found, key=lambda call: -call.seconds)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.parallel.announced import announce
+from trainstep.parallel.announced import Announced, Record, announce, note
 from trainstep.parallel.ranks import others
 from trainstep.parallel.slices import slice_of
 from trainstep.parallel.transport.by_collectives import Exchange, Start, TransportName
@@ -25,6 +28,7 @@ than the barriers around it that rounds cost nothing to speak of."""
 
 _GATHER, _EXCHANGE = 0, 1
 """Channels of barriers: gathers and exchanges run on streams of their own."""
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class PeerCopies:
@@ -49,6 +53,7 @@ class PeerCopies:
         self._memory = PeerMemory(max(self._slice_bytes + self._exchange_bytes, 1), group, device)  # outbox, inbox
         self.uncounted_bytes = self._memory.uncounted
         self._others = others(group)
+        self._gathers, self._exchanges = (_Channel(self._memory, number, group) for number in (_GATHER, _EXCHANGE))
 
     def gather_of(self, tensors: Sequence[Tensor]) -> Start:
         rounds = list(_rounds([tensor.numel() // self.ranks for tensor in tensors], self._slice_bytes))
@@ -67,13 +72,14 @@ class PeerCopies:
             return pieces(number, self.rank), Copies(targets, sources)
 
         def start() -> None:
-            announce("all_gather", tensors, self.ranks)
+            self._gathers.begin("all_gather", tensors)
             for number in range(len(rounds)):
                 (outbox, mine), from_others = made(number)
                 torch._foreach_copy_(outbox, mine)
-                self._memory.barrier(_GATHER)
+                self._gathers.barrier()
                 from_others.start()
-                self._memory.barrier(_GATHER)
+                self._gathers.barrier()
+            self._gathers.end()
 
         return start
 
@@ -87,9 +93,10 @@ class PeerCopies:
 
         def exchange(gradients: Sequence[Tensor], result: Tensor) -> tuple[Start, None]:
             def start() -> None:
-                announce("all_to_all", gradients, self.ranks)
+                self._exchanges.begin("all_to_all", gradients)
                 for inboxes, part in rounds(gradients[0].dtype):
                     inboxes.mean(gradients, result[part])
+                self._exchanges.end()
 
             return start, None
 
@@ -114,13 +121,14 @@ class PeerCopies:
 
         def average(gradients: Sequence[Tensor]) -> Start:
             def start() -> None:
-                announce("reduce_scatter" if scattered else "all_reduce", gradients, self.ranks)
+                self._exchanges.begin("reduce_scatter" if scattered else "all_reduce", gradients)
                 for inboxes, outbox, mine, theirs in rounds(gradients[0].dtype):
                     inboxes.mean(gradients, outbox)  # all have emptied the outbox: they are at the next round
                     if theirs is not None:
-                        self._memory.barrier(_EXCHANGE)
+                        self._exchanges.barrier()
                         theirs.fill_pieces(gradients)
                     mine.fill_pieces(gradients, by_driver=False)
+                self._exchanges.end()
 
             return start
 
@@ -138,7 +146,7 @@ class PeerCopies:
         skipped, nbytes = self._slice_bytes, shape[0] * shape[1] * dtype.itemsize
         inboxes = [each[skipped : skipped + nbytes].view(dtype).view(shape) for each in self._memory.buffers]
         copies = self._copies_of(layout, part, [inbox[self.rank] for inbox in inboxes], [*self._others, self.rank])
-        return _ToInboxes(copies, inboxes[self.rank], partial(self._memory.barrier, _EXCHANGE))
+        return _ToInboxes(copies, inboxes[self.rank], self._exchanges.barrier)
 
     def _copies_of(self, layout: Layout, part: slice, rows: Sequence[Tensor], ranks: Sequence[int]) -> PieceCopies:
         """Between gradients and `part` of these ranks' rows of them, which are where `rows` has each rank's."""
@@ -148,6 +156,31 @@ class PeerCopies:
                 pieces.append((piece.number, piece.offset))
                 places.append(rows[rank][piece.place : piece.place + piece.elements])
         return PieceCopies(pieces, places)
+
+
+class _Channel:
+    """Copies that take place one after the other, and the record of the last ones."""
+
+    def __init__(self, memory: PeerMemory, number: int, group: dist.ProcessGroup) -> None:
+        self._memory, self._number, self._ranks = memory, number, group.size()
+        made = next(_made.setdefault(group, itertools.count()))  # on every rank the same
+        name = f"copies:{group.group_name}:{group.group_desc} {made}"
+        self._record = Record(name, 0, "all_gather", 0.0, timeout_s=memory.timeout_s)
+        if memory.on_streams:  # else its barriers are collectives, which torch records
+            self._record.end = torch.cuda.Event()
+            note(self._record, as_last=True)
+
+    def begin(self, name: Announced, tensors: Sequence[Tensor]) -> None:
+        announce(name, tensors, self._ranks)
+        self._record.number += 1
+        self._record.name, self._record.since = name, time.time()
+
+    def barrier(self) -> None:
+        self._memory.barrier(self._number)
+
+    def end(self) -> None:
+        if self._record.end is not None:
+            self._record.end.record()
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,14 @@ class PeerMemory:
 
     Attributes:
         buffers: by rank: (nbytes,), uint8, on this rank's device.
+        on_streams: whether barriers are of streams; else the caller waits.
+        timeout_s: after which a stream's barrier is an error of the GPU.
         uncounted: bytes of it that `torch.cuda.memory_allocated` does not know of (all or none, by torch's version).
     """
 
     def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.uncounted = nbytes
+        self.uncounted, self.on_streams = nbytes, device.type == "cuda"
+        self.timeout_s: float | None = None
         self._group = group
         self._handle: Any = None
         if device.type == "cuda":
@@ -49,7 +52,7 @@ class PeerMemory:
                 handle = symmetric_memory.rendezvous(self._own, group)
             self.buffers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
             self._handle = handle
-            self._timeout_ms = int(group._get_backend(device).options._timeout.total_seconds() * 1000)
+            self.timeout_s = group._get_backend(device).options._timeout.total_seconds()
         else:
             self.buffers = _mapped_by_all(nbytes, group)
 
@@ -59,8 +62,8 @@ class PeerMemory:
         On a CPU the caller waits. A rank that does not come is an error, after the group's timeout. Barriers that
         different streams may be at in one moment have different channels.
         """
-        if self._handle is not None:
-            self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
+        if self.timeout_s is not None:
+            self._handle.barrier(channel=channel, timeout_ms=int(self.timeout_s * 1000))
         else:
             dist.barrier(self._group)
 
