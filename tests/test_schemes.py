@@ -57,7 +57,9 @@ def test_a_peer_is_tuned_over_as_many_settings_as_ours():
 
     assert settings("torch-ddp") == [(mb, True) for mb in BUCKETS_MB]
     assert set(settings("torch-ddp")) == {each for each in settings("ddp") if each[0] in BUCKETS_MB}
-    assert settings("torch-zero") == settings("sharded-optimizer")
+    assert settings("torch-zero") == list(dict.fromkeys(settings("sharded-optimizer"))), (
+        "torch's gathers overlap nothing"
+    )
     assert len(settings("torch-fsdp2")) == len(settings("fsdp"))
     hybrid = [each.wrapper for each in SCHEMES.values() if each.is_hybrid]
     assert hybrid == ["fsdp", "torch-fsdp2"]

@@ -75,12 +75,13 @@ def planned_anew(row: Row) -> Row:
 
 RUNS = (
     *("h200-parallel-large", "h200-parallel-compiled", "h200-parallel-peers"),
-    *("h200-parallel-peers-4gpus", "h200-parallel-compiled-4gpus"),
+    *("h200-parallel-peers-4gpus", "h200-parallel-compiled-4gpus", "h200-parallel-sustained-4gpus"),
 )
 """Files whose rows stand beside torch's with its best settings, as far as they are there."""
 OURS = (
     *("bucketed-25", "bucketed-100", "bucketed-1000"),
-    *("sharded-optimizer", "sharded-optimizer-1000", "fsdp", "fsdp-collectives", "hsdp"),
+    *("sharded-optimizer", "sharded-optimizer-1000", "sharded-optimizer-1000-overlapped"),
+    *("fsdp", "fsdp-collectives", "hsdp"),
 )
 
 
@@ -89,7 +90,7 @@ def parallel_ratios() -> Table:
     runs = [results(name, ParallelRow) for name in RUNS if (RESULTS / f"{name}.jsonl").exists()]
     found = [row for rows in runs for row in ratios_alike(rows) if row.scheme in OURS]
     wanted = (
-        *columns.cases({"GPUs": "world_size", "model": "workload", "compile": "compile"}),
+        *columns.cases({"GPUs": "world_size", "model": "workload", "compile": "compile", "timing": "timing"}),
         *columns.cases({"ours": "scheme", "replicas": "replicas"}),
         columns.value("torch's, its fastest setting", "peer_setting"),
         columns.ratio("time, ours over torch's", "ratio"),
@@ -190,6 +191,8 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel-compiled-4gpus": partial(parallel, "h200-parallel-compiled-4gpus"),
     "parallel-memory-compiled-4gpus": partial(parallel_memory, "h200-parallel-compiled-4gpus"),
     "parallel-memory-4gpus": partial(parallel_memory, "h200-parallel-peers-4gpus"),
+    "parallel-sustained-4gpus": partial(parallel, "h200-parallel-sustained-4gpus"),
+    "parallel-memory-sustained-4gpus": partial(parallel_memory, "h200-parallel-sustained-4gpus"),
     "plan-4gpus": plan_4gpus,
     "parallel-trace": partial(plain, "h200-parallel-trace", ParallelTraceRow),
     "collectives": partial(plain, "h200-collectives", CollectiveRow),

@@ -111,16 +111,8 @@ _ALL = (
     Scheme("flat", "ddp", "ddp", bucket_mb=math.inf, overlap=False, transport="collectives"),
     Scheme("overlapped", "ddp", "ddp", bucket_mb=0, transport="collectives"),
     *(Scheme(f"bucketed-{mb}", "ddp", "ddp", bucket_mb=mb, is_planned=mb == 25) for mb in BUCKETS_MB),
-    Scheme("bucketed-1000-collectives", "ddp", "ddp", bucket_mb=1000, transport="collectives"),
     Scheme("sharded-optimizer", "sharded-optimizer", "sharded optimizer", in_train=True, is_planned=True),
     Scheme("sharded-optimizer-1000", "sharded-optimizer", "sharded optimizer", bucket_mb=1000, is_planned=True),
-    Scheme(
-        "sharded-optimizer-1000-collectives",
-        "sharded-optimizer",
-        "sharded optimizer",
-        bucket_mb=1000,
-        transport="collectives",
-    ),
     Scheme(
         "sharded-optimizer-1000-overlapped",
         "sharded-optimizer",

@@ -257,6 +257,18 @@ def test_memory_before_the_first_step_and_when_the_optimizer_is_about_to():
     assert wide.start == 2000 + 100, "gradients as wide as the weights are reduced by collectives"
 
 
+@pytest.mark.parametrize("scheme", ["ddp", "sharded optimizer"])
+def test_gradients_that_go_by_copies_are_staged(scheme):
+    settings = {"peer_copies": True, "largest_bucket": 100}
+    staged, plain = rank_bytes(scheme, 1000, 4, **settings), rank_bytes(scheme, 1000, 4)
+    assert staged.staging == 400 + 100, "an inbox for a bucket, and an outbox for a rank's means of it"
+    assert (staged.start - plain.start, staged.before_step - plain.before_step) == (500, 500)
+    assert (staged.sent, staged.gradients, staged.buffers) == (plain.sent, plain.gradients, plain.buffers + 500)
+    assert rank_bytes(scheme, 1000, 1, **settings).staging == 0
+    large = rank_bytes(scheme, 10**9, 4, peer_copies=True, largest_bucket=10**9)
+    assert large.staging == by_copies.INBOX_BYTES * 5 // 4
+
+
 def test_what_makes_no_sense_is_refused():
     link = Link(1e-5, 1e9)
     with pytest.raises(UsageError, match="world_size is 0"):

@@ -263,7 +263,7 @@ WRONG: dict[str, Planted] = {
     "slices of gradients one off": Planted(_ZERO, inside=slices_one_off),
     "slices of parameters one off": Planted(_ZERO, inside=in_place_of(pieces, "all_gather_slices", _gather_one_off)),
     "slices not gathered after the update": Planted(
-        _ZERO, inside=in_place_of(pieces.ParameterBucket, "exchange", lambda self, group: [])
+        _ZERO, inside=in_place_of(pieces.ParameterBucket, "exchange", lambda *_: [])
     ),
     "parameters not broadcast after the update": Planted(
         _TORCH_ZERO, inside=in_place_of(ZeroRedundancyOptimizer, "_sync_params", lambda self: None)

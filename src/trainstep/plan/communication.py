@@ -219,8 +219,8 @@ def rank_bytes(
         return (bytes_sent(gradients_by, on_the_way, n) + bytes_sent("all-gather", gathers, n)) // n
 
     if scheme in ("ddp", "sharded optimizer"):
-        bucket = min(trained, largest_bucket) * bytes_per_parameter if peer_copies and n > 1 else 0
-        staging = min(bucket, INBOX_BYTES) + min(-(-bucket // n), OUTBOX_BYTES)
+        inbox = min(min(trained, largest_bucket) * bytes_per_parameter, INBOX_BYTES) if peer_copies and n > 1 else 0
+        staging = inbox + -(-inbox // n)
         buffers = (gradients if copies else 0) + staging
         if scheme == "ddp":
             moved = sent("all-reduce", 0)

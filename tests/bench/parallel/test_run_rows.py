@@ -36,7 +36,7 @@ FIRST_OF_TWO = Process(0, 2, torch.device("cpu"), None)
 AGREES = agreement()
 ELSEWHERE = {"torch-fsdp2-bf16-reduce", "torch-zero-1000", "hsdp", "torch-hsdp"}
 ELSEWHERE |= {f"torch-ddp-{mb}" for mb in (1, 10, 100, 1000)}
-ELSEWHERE |= {"bucketed-1000-collectives", "sharded-optimizer-1000-collectives", "sharded-optimizer-1000-overlapped"}
+ELSEWHERE |= {"sharded-optimizer-1000-overlapped"}
 """Schemes that were measured with another model than the others."""
 
 

@@ -22,7 +22,7 @@ from trainstep.parallel.partial import Known, before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import ranks_of
 from trainstep.parallel.transport.by_collectives import TransportName
-from trainstep.parallel.transport.by_copies import PeerCopies
+from trainstep.parallel.transport.by_copies import INBOX_BYTES, PeerCopies
 from trainstep.parallel.transport.choice import choose_transport
 
 _PLACE_BYTES = 4096
@@ -82,7 +82,7 @@ class DistributedDataParallel(nn.Module):
         self.reduce_dtype, self.allow_unused = reduce_dtype, allow_unused
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         sizes = [parameter.numel() * self._item_bytes(parameter) + _PLACE_BYTES for parameter in trained]
-        most = min(sum(sizes), int(min(bucket_mb * MB, sum(sizes))) + max(sizes))
+        most = min(sum(sizes), int(min(bucket_mb * MB, sum(sizes))) + max(sizes), INBOX_BYTES)
         room = {"slice_bytes": -(-most // self.ranks.shard.size()), "exchange_bytes": most}
         device = trained[0].device
         self._carrier = choose_transport(transport, self.ranks.shard, device, everyone=group, **room)
