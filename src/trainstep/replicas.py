@@ -140,8 +140,7 @@ def full_parameters(replica: Replica, module: nn.Module) -> Iterator[tuple[str, 
     if isinstance(replica.module, FullyShardedDataParallel):
         yield from replica.module.gather_full_parameters().items()
         return
-    if isinstance(replica.optimizer, ShardedOptimizer):
-        replica.optimizer.wait_for_parameters()
+    wait_for_parameters(replica)
     for name, parameter in module.named_parameters():
         value = parameter.detach()
         yield name, value.full_tensor() if isinstance(value, DTensor) else value
@@ -165,3 +164,15 @@ def uncounted_bytes(replica: Replica) -> int:
     """What this rank holds for communication that torch's allocator does not count."""
     ours = (replica.module, DistributedDataParallel | FullyShardedDataParallel), (replica.optimizer, ShardedOptimizer)
     return sum(each.uncounted_bytes for each, kind in ours if isinstance(each, kind))
+
+
+def transport_of(replica: Replica) -> str | None:
+    """What carries shards and gradients of ours."""
+    module = replica.module
+    return module.transport if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) else None
+
+
+def wait_for_parameters(replica: Replica) -> None:
+    """Let the current stream wait for parameters that a step leaves to arrive beside the next."""
+    if isinstance(replica.optimizer, ShardedOptimizer):
+        replica.optimizer.wait_for_parameters()

@@ -66,11 +66,6 @@ class Scheme:
         return self.wrapper in ("fsdp", "torch-fsdp2")
 
     @property
-    def takes_peer_copies(self) -> bool:
-        """Whether shards and gradients go by copies between GPUs of one host, where there are such."""
-        return self.wrapper in ("ddp", "sharded-optimizer", "fsdp") and self.transport == "auto"
-
-    @property
     def copies_gradients(self) -> bool:
         """Whether gradients are copied into buckets that stay allocated, as in torch's DistributedDataParallel."""
         return self.wrapper in ("torch-ddp", "torch-zero")

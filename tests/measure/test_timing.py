@@ -256,6 +256,16 @@ def test_what_is_done_after_a_step_is_in_a_sustained_window():
     assert timing.samples[0].device_ms is None
 
 
+def test_what_steps_leave_to_others_ends_inside_a_sustained_window():
+    device = FakeDevice()
+    timing = time_window(
+        two_phase_step(device), device=device, warmup=0, steps=3, clock=device.clock, at_end=lambda: device.launch(30.0)
+    )
+    first, second, last = [sample.wall_ms for sample in timing.samples]
+    assert (first, second) == (pytest.approx(60.0, rel=0.01), pytest.approx(60.0, rel=0.01))
+    assert last == pytest.approx(90.0, rel=0.01)
+
+
 def test_a_sustained_window_checks_the_clocks():
     class Broken(FakeDevice):
         def synchronize(self) -> None:

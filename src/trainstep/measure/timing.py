@@ -209,18 +209,20 @@ def time_window(
     steps: int,
     clock: Callable[[], float] = time.perf_counter,
     after_step: Callable[[], object] = lambda: None,
+    at_end: Callable[[], object] = lambda: None,
 ) -> Timing:
     """Sustained: run `warmup` steps, then a window of `steps` steps that nothing waits between, as training does.
 
     Only before and after the window is the device synchronised, so the host may run ahead by several steps, and what
     `after_step` does (the next batch) hides behind the device's work or delays it, as it would there. A sample is the
     time from the start of its step to the start of the next, by the device's marks where it has any, so that the
-    samples add up to the window; the last one has the wait at the window's end. Arguments as in `time_steps`.
+    samples add up to the window; the last one has the wait at the window's end, and `at_end`, which lets the current
+    stream wait for what steps leave to others. Arguments as in `time_steps`.
     """
     assert warmup >= 0, f"warmup is {warmup}"
     assert steps >= 1, f"steps is {steps}"
-    cold = _time_together(step, warmup, device, clock, after_step) if warmup else ()
-    return Timing((*cold, *_time_together(step, steps, device, clock, after_step)), warmup)
+    cold = _time_together(step, warmup, device, clock, after_step, at_end) if warmup else ()
+    return Timing((*cold, *_time_together(step, steps, device, clock, after_step, at_end)), warmup)
 
 
 def _time_together(
@@ -229,6 +231,7 @@ def _time_together(
     device: DeviceClock,
     clock: Callable[[], float],
     after_step: Callable[[], object],
+    at_end: Callable[[], object],
 ) -> tuple[Sample, ...]:
     laps = [_Laps(device, clock) for _ in range(steps)]
     device.synchronize()
@@ -237,6 +240,7 @@ def _time_together(
         starts.append((clock(), device.record()))
         step(each.phase)
         after_step()
+    at_end()
     end_mark, issued = device.record(), clock()
     device.synchronize()
     end = clock()

@@ -2,7 +2,7 @@
 
 `join_group` starts a process that torchrun launched (`process`). Three ways to train, each opening with its schedule:
 `ddp` averages gradients; `zero` divides the optimizer's state and work as well; `fsdp` divides everything. They stand
-on `collectives`, `ddp` and `fsdp` on `transport` as well. The names below are imported on first use.
+on `collectives` and `transport`. The names below are imported on first use.
 
 One word for one thing, here and in the names of the code:
 

@@ -7,6 +7,7 @@ recorder does of collectives.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class Record:
     group: str  # as torch's flight recorder names it, with another word in place of the backend
     number: int  # of the group's exchanges, from 1
     name: Announced
-    since: float  # time.time()
+    since: float  # time.time(), of the oldest that has not ended
     is_over: bool = False
     end: torch.cuda.Event | None = None  # in place of `is_over`: where a stream is behind it
     timeout_s: float | None = None  # after which the GPU itself gives up, with an error that says nothing
@@ -56,17 +57,22 @@ _each: deque[Record] = deque(maxlen=2000)  # as many as torch's flight recorder 
 _last_of_a_kind: weakref.WeakSet[Record] = weakref.WeakSet()
 
 
+_change = threading.Lock()
+
+
 def note(record: Record, *, as_last: bool = False) -> None:
     """Keep a record; `as_last`: as long as whoever made it does, who changes it for every exchange of the kind."""
-    if as_last:
-        _last_of_a_kind.add(record)
-    else:
-        _each.append(record)
+    with _change:
+        if as_last:
+            _last_of_a_kind.add(record)
+        else:
+            _each.append(record)
 
 
 def noted() -> list[Record]:
     """The last ones of this process, the oldest first."""
-    return [*_each, *(each for each in _last_of_a_kind if each.number)]
+    with _change:
+        return [*_each, *(each for each in _last_of_a_kind if each.number)]
 
 
 def is_profiled() -> bool:

@@ -10,6 +10,7 @@ dtype and device, and every rank gives the same sizes in the same order.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -207,6 +208,11 @@ class Pending:
         if self.then is not None:
             self.then()
         self.event = self.work = self.then = self.holds = None
+
+    def __del__(self) -> None:
+        """One that nobody waited for, after an error or where its owner is gone: memory is freed after its use."""
+        if self.event is not None and not sys.is_finalizing():
+            self.join()
 
 
 class SideStream:

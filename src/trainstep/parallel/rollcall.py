@@ -91,7 +91,8 @@ def _is_of_copies(error: RuntimeError) -> bool:
     if _GPU_GAVE_UP not in str(error):
         return False
     under_way = [each for each in noted() if each.timeout_s is not None and not each.has_ended]
-    return any(time.time() - each.since >= 0.9 * (each.timeout_s or 0.0) for each in under_way)
+    waited = [(time.time() - each.since) / (each.timeout_s or 1.0) for each in under_way]
+    return any(0.9 < share < 2.0 for share in waited)  # of what began long before, no event says any more that it ended
 
 
 class Rollcall:

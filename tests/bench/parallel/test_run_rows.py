@@ -16,6 +16,7 @@ from trainstep.bench.parallel.run import (
     moments,
     parallel_row,
     planned_bytes,
+    took_peer_copies,
     with_exposed,
 )
 from trainstep.config import SIZES, ModelConfig, StepConfig
@@ -166,8 +167,7 @@ def planned_and_measured(name):
     for row in of_kind(read_records(RESULTS / f"{name}.jsonl"), ParallelRow):
         model, scheme = SIZES[row.case["workload"]], replace(SCHEMES[row.scheme], replicas=row.replicas)
         settings = {"precision": row.case["precision"], "optimizer": row.case["optimizer"]}
-        of_old_rows = scheme.shards_weights and scheme.takes_peer_copies
-        peer_copies = row.transport == "peer-copies" if row.transport else of_old_rows
+        peer_copies = took_peer_copies(row)
         plan = planned_bytes(
             scheme, model.num_parameters, row.world_size, model=model, peer_copies=peer_copies, **settings
         )

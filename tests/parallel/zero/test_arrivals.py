@@ -1,5 +1,6 @@
 """Parameters gathered beside the next forward: the same training, and who reads them earlier waits or is told."""
 
+import contextlib
 import copy
 
 import pytest
@@ -86,6 +87,19 @@ def test_two_ranks_train_as_one_process(two, transport):
         assert not differing(trained, reference(name, "AdamW", 2)), name
 
 
+@contextlib.contextmanager
+def _lately(waited=None):
+    """Inside, gathers start when they are waited for, which are then in `waited`."""
+    exchange, waited = pieces.ParameterBucket.exchange, [] if waited is None else waited
+    pieces.ParameterBucket.exchange = lambda bucket, group, beside=None: [
+        _Late(lambda: [call.wait() for call in exchange(bucket, group, beside)], waited)
+    ]
+    try:
+        yield
+    finally:
+        pieces.ParameterBucket.exchange = exchange
+
+
 class _Late:
     """A gather that comes when it is waited for: until then this rank's slices alone are new."""
 
@@ -97,9 +111,10 @@ class _Late:
         self.call()
 
 
-def _alone(seed, policy, steps):
+def _alone(kind, steps):
     """Two batches a step in one process."""
-    model = _stacked(seed)
+    torch.manual_seed(0)
+    model = kind()
     cls, options = OPTIMIZERS["AdamW"]
     optimizer = cls(model.parameters(), **options)
     for step in range(steps):
@@ -113,13 +128,7 @@ def _alone(seed, policy, steps):
 def _late(process, policy):
     """Gathers that really come late: what a forward reads before is old. Which were under way after each call."""
     waited = []
-    exchange = pieces.ParameterBucket.exchange
-
-    def late(bucket, group, beside=None):
-        return [_Late(lambda: [call.wait() for call in exchange(bucket, group, beside)], waited)]
-
-    pieces.ParameterBucket.exchange = late
-    try:
+    with _lately(waited):
         model = _stacked(0)
         checkpointing = Checkpointing(model, policy)
         ddp, optimizer = _wrap(process, model, exchange_mb=0)
@@ -136,8 +145,6 @@ def _late(process, policy):
         optimizer.step()  # whose gradients stay as they were
         saved = {name: value.clone() for name, value in ddp.state_dict().items()}
         return order, len(waited), saved, {name: value.clone() for name, value in model.state_dict().items()}
-    finally:
-        pieces.ParameterBucket.exchange = exchange
 
 
 @pytest.mark.parametrize("policy", ["none", "every-2"])
@@ -151,11 +158,7 @@ def test_each_block_waits_for_its_own_parameters_when_it_is_called(two, policy):
 
 
 def _trained_late(process, policy):
-    exchange = pieces.ParameterBucket.exchange
-    pieces.ParameterBucket.exchange = lambda bucket, group, beside=None: [
-        _Late(lambda: [call.wait() for call in exchange(bucket, group, beside)], [])
-    ]
-    try:
+    with _lately():
         model = _stacked(process.rank)
         checkpointing = Checkpointing(model, policy)
         ddp, optimizer = _wrap(process, model)
@@ -163,27 +166,123 @@ def _trained_late(process, policy):
             _step(process, ddp, optimizer, step)
         del checkpointing
         return {name: value.clone() for name, value in model.state_dict().items()}
-    finally:
-        pieces.ParameterBucket.exchange = exchange
 
 
 @pytest.mark.parametrize("policy", ["none", "every-2"])
 def test_gathers_that_come_late_change_nothing(two, policy):
     first, second = two.run(_trained_late, policy)
-    expected = _alone(0, policy, 4)
+    expected = _alone(Stacked, 4)
     for name, value in expected.items():
         assert torch.equal(first[name], second[name]), name
         torch.testing.assert_close(first[name], value, rtol=2e-6, atol=1e-7)
 
 
+class TiedAcross(Stacked):
+    """The first parameter outside of blocks is a block's as well, and one block is in two lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.widen = nn.Linear(16, 16)
+        self.widen.weight = self.blocks[2].inner.weight
+        self.again = nn.ModuleList([self.blocks[3]])
+
+    def forward(self, x):
+        x = self.widen(torch.tanh(self.start(x)))
+        for block in (*self.blocks, *self.again):
+            x = block(x)
+        return self.end(x)
+
+
+def _tied_late(process):
+    with _lately():
+        torch.manual_seed(process.rank)
+        ddp, optimizer = _wrap(process, TiedAcross(), exchange_mb=0)
+        for step in range(4):
+            _step(process, ddp, optimizer, step)
+        return {name: value.clone() for name, value in ddp.module.state_dict().items()}
+
+
+def _in_groups(process):
+    """Norms and biases in a group without decay, as people have them: which gathers had been waited for by which block;
+    and a second optimizer in place of the first, after which the first one waits by itself."""
+    waited, seen = [], []
+    with _lately(waited):
+        model = _stacked(0)
+        ddp = DistributedDataParallel(model, process_group=process.group)
+        groups = [
+            {"params": [each for each in model.parameters() if each.dim() > 1]},
+            {"params": [each for each in model.parameters() if each.dim() == 1], "weight_decay": 0.0},
+        ]
+        settings = {"ddp": ddp, "overlap_gather": True, "exchange_mb": EXCHANGE_MB, "lr": 0.1}
+        first = ShardedOptimizer(groups, torch.optim.SGD, **settings)
+        _step(process, ddp, first, 0)
+        for number, block in enumerate(model.blocks):
+            block.register_forward_pre_hook(lambda *_, number=number: seen.append((number, len(waited))))
+        with torch.no_grad():
+            ddp(shares(2, 0)[process.rank])
+        second = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, **settings)
+        waited.clear()
+        first.step()
+        by_itself = len(waited)
+        second.step()
+        return seen, by_itself, len(waited)
+
+
+def _loaded(process):
+    """`load_state_dict` after a step, of a module in it: what is loaded stays."""
+    with _lately():
+        ddp, optimizer = _wrap(process, _stacked(0), exchange_mb=0)
+        _step(process, ddp, optimizer, 0)
+        zeros = {name: torch.zeros_like(value) for name, value in ddp.module.blocks[1].state_dict().items()}
+        optimizer.step()
+        ddp.module.blocks[1].load_state_dict(zeros)
+        optimizer.wait_for_parameters()
+        return [value.count_nonzero().item() for value in ddp.module.blocks[1].state_dict().values()]
+
+
+def test_what_is_tied_listed_grouped_or_loaded(two):
+    first, second = two.run(_tied_late)
+    expected = _alone(TiedAcross, 4)
+    for name, value in expected.items():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], value, rtol=1e-5, atol=1e-6)
+    for seen, by_itself, after in two.run(_in_groups):
+        blocks = dict(seen)
+        assert blocks[0] < blocks[3], "the first block did not wait for all"
+        assert by_itself > 0
+        assert after == by_itself, "the second optimizer's gathers are waited for by the next forward"
+    assert two.run(_loaded) == [[0, 0]] * 2
+
+
+class Bypassed(Stacked):
+    """Uses a block's weight without calling the block."""
+
+    def forward(self, x):
+        return self.end(nn.functional.linear(torch.tanh(self.start(x)), self.blocks[3].inner.weight))
+
+
 def _mistakes(process):
     said = []
     plain = DistributedDataParallel(build("Plain"), process_group=process.group)
-    for settings in ({}, {"ddp": plain}, {"ddp": plain}):
+    for settings in ({}, {"ddp": plain, "momentum": -1.0}, {"ddp": plain}):
         try:
-            ShardedOptimizer(plain.parameters(), torch.optim.SGD, lr=0.1, overlap_gather=True, **settings)
+            settings = {"lr": 0.1, "overlap_gather": True} | settings
+            ShardedOptimizer(plain.parameters(), torch.optim.SGD, **settings)
+        except (UsageError, ValueError) as error:
+            said.append(str(error))
+    with _lately():
+        torch.manual_seed(0)
+        ddp, optimizer = _wrap(process, Bypassed(), exchange_mb=0, allow_unused=True)
+        _step(process, ddp, optimizer, 0)
+        try:
+            _step(process, ddp, optimizer, 1)
         except UsageError as error:
             said.append(str(error))
+        optimizer.wait_for_parameters()
+    try:
+        DistributedDataParallel(build("Plain"), transport="nccl")
+    except UsageError as error:
+        said.append(str(error))
     ddp, optimizer = _wrap(process, build("Plain"))
     _step(process, ddp, optimizer, 0)
     try:
@@ -197,8 +296,10 @@ def _mistakes(process):
 
 
 def test_mistakes_are_told(two):
-    for (no_ddp, again, copied), shape in two.run(_mistakes):
+    for (no_ddp, momentum, bypassed, transport, copied), shape in two.run(_mistakes):
         assert "needs ddp=" in no_ddp
-        assert "wait for its parameters already" in again
+        assert "momentum" in momentum, "and the next one, with the same module, was made"
+        assert "blocks.3.inner.weight was used in forward before it had arrived" in bypassed
+        assert "transport is 'nccl'; expected one of auto" in transport
         assert "wait_for_parameters() of the optimizer" in copied
         assert shape == [(WIDTH,)]

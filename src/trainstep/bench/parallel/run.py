@@ -46,7 +46,7 @@ from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent, ran
 from trainstep.plan.strategies import kept_groups, largest_group
 from trainstep.precision import PRECISIONS, PrecisionName
 from trainstep.records import Scalar, SoFar, Status, Times, make_row
-from trainstep.replicas import local_gradients, local_state, uncounted_bytes
+from trainstep.replicas import local_gradients, local_state, transport_of, uncounted_bytes, wait_for_parameters
 from trainstep.schemes import SCHEMES, Scheme
 from trainstep.stats import summarize
 from trainstep.training_step import TrainingStep
@@ -185,7 +185,7 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
     memory = _held("start", step, process.device)
     batch = step.next_batch()
     warmup = max(case.warmup, 1)  # the optimizer's state is there from the second step on
-    timed = time_window if case.sustained else time_steps
+    timed = partial(time_window, at_end=partial(wait_for_parameters, step.replica)) if case.sustained else time_steps
     take = partial(timed, lambda phase: step(batch, phase=phase), device=device_clock(process.device))
     if case.do_bench is None:
         timing = take(warmup=warmup, steps=case.steps)
@@ -209,7 +209,7 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
     if on_gpu:
         memory["peak"] = torch.cuda.max_memory_allocated(process.device) + uncounted_bytes(step.replica)
         memory["peak_reserved"] = torch.cuda.max_memory_reserved(process.device) + uncounted_bytes(step.replica)
-    transport = getattr(step.replica.module, "transport", None)
+    transport = transport_of(step.replica)
     return RankMeasurement(timing, memory, collectives, count_tokens(batch), transport, gpu)
 
 
@@ -359,6 +359,12 @@ def planned_bytes(
         peer_copies=peer_copies,
         largest_bucket=bucket,
     )
+
+
+def took_peer_copies(row: ParallelRow) -> bool:
+    """Whether shards and gradients of a row's scheme went by copies; of FSDP's older rows, which do not say it, too."""
+    scheme = SCHEMES[row.scheme]
+    return row.transport == "peer-copies" if row.transport else (scheme.wrapper, scheme.transport) == ("fsdp", "auto")
 
 
 def moments(plan: RankBytes) -> dict[str, Scalar]:

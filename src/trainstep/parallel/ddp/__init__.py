@@ -13,7 +13,7 @@ A bucket is a list of gradients, not a buffer. Autograd hands over a gradient in
 there, so that no gradient is copied, none takes memory twice, and `param.grad` may be kept, zeroed or dropped between
 steps as in any training loop. See docs/parallel.md for the four classic schemes as settings of this one.
 
-Between GPUs of one host gradients go by copies, which leave all multiprocessors to backward (`transport` has why): each
+Between GPUs of one host gradients go by copies, which leave backward its multiprocessors (`transport` has why): each
 rank gets its part of a bucket from all others, averages it, and the others take the means from there. A reduce-scatter
 is that without its last part.
 

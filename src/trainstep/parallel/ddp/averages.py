@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from trainstep.parallel.collectives import Pending, SideStream, as_reals
-from trainstep.parallel.transport.by_copies import PeerCopies
+from trainstep.parallel.collectives import MB, Pending, SideStream, as_reals
+from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.transport.by_collectives import TransportName
+from trainstep.parallel.transport.by_copies import INBOX_BYTES, PeerCopies
+from trainstep.parallel.transport.choice import Transport, choose_transport
 from trainstep.parallel.transport.layout import Layout, Stretch
+
+_PLACE_BYTES = 4096
+"""More than a gradient's places in the rows of all ranks take beyond its own bytes."""
+
+
+def carrier_of(
+    sizes: Sequence[int], bucket_mb: float, asked: TransportName, ranks: Ranks, device: torch.device
+) -> Transport:
+    """What carries gradients of so many bytes each, in buckets, within a replica. All ranks call it."""
+    every = [size + _PLACE_BYTES for size in sizes]
+    most = min(sum(every), int(min(bucket_mb * MB, sum(every))) + max(every), INBOX_BYTES)
+    room = {"slice_bytes": -(-most // ranks.shard.size()), "exchange_bytes": most}
+    return choose_transport(asked, ranks.shard, device, everyone=ranks.everyone, **room)
 
 
 class AveragesByCopies:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,19 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import MB, SideStream, assign_buckets, broadcast_from_first, weak_hook
-from trainstep.parallel.ddp.averages import AveragesByCopies
+from trainstep.parallel.collectives import SideStream, assign_buckets, broadcast_from_first, weak_hook
+from trainstep.parallel.ddp.averages import AveragesByCopies, carrier_of
 from trainstep.parallel.ddp.bucket import GradientBucket
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.partial import Known, before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import ranks_of
 from trainstep.parallel.transport.by_collectives import TransportName
-from trainstep.parallel.transport.by_copies import INBOX_BYTES, PeerCopies
-from trainstep.parallel.transport.choice import choose_transport
-
-_PLACE_BYTES = 4096
-"""More than a gradient's places in the rows of all ranks take beyond its own bytes, so that a bucket is one round."""
+from trainstep.parallel.transport.by_copies import PeerCopies
+from trainstep.parallel.transport.choice import Transport, check_name
 
 
 class DistributedDataParallel(nn.Module):
@@ -73,6 +70,7 @@ class DistributedDataParallel(nn.Module):
         self.ranks = ranks_of(process_group, mesh)
         self.process_group = group = self.ranks.everyone
         _check_arguments(module, bucket_mb, reduce_dtype)
+        check_name(transport)
         tensors = [*module.named_parameters(), *module.named_buffers()]
         settings: dict[str, object] = {"bucket_mb": bucket_mb, "overlap": overlap, "reduce_dtype": reduce_dtype}
         settings |= {"allow_unused": allow_unused, "mesh": self.ranks.layout, "transport": transport}
@@ -80,24 +78,21 @@ class DistributedDataParallel(nn.Module):
         broadcast_from_first([tensor for _, tensor in tensors], group)
         self.bucket_mb, self.overlap = bucket_mb, overlap
         self.reduce_dtype, self.allow_unused = reduce_dtype, allow_unused
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        sizes = [parameter.numel() * self._item_bytes(parameter) + _PLACE_BYTES for parameter in trained]
-        most = min(sum(sizes), int(min(bucket_mb * MB, sum(sizes))) + max(sizes), INBOX_BYTES)
-        room = {"slice_bytes": -(-most // self.ranks.shard.size()), "exchange_bytes": most}
-        device = trained[0].device
-        self._carrier = choose_transport(transport, self.ranks.shard, device, everyone=group, **room)
-        self._beside = SideStream(device)  # for copies
-        self.transport = self._carrier.name
-        self.uncounted_bytes: int = self._carrier.uncounted_bytes  # of its buffers, beyond torch.cuda.memory_allocated
+        self.asked_transport: TransportName = transport
+        self._carrier: Transport | None = None
+        self._beside = SideStream(next(module.parameters()).device)  # for copies
         self._attach(module)
 
     def _attach(self, module: nn.Module) -> None:
         self.module = module
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._names, self._trained = [name for name, _ in named], [parameter for _, parameter in named]
+        if self._carrier is None and self.ranks.replicate is None:
+            self._carrier = self._choose_carrier()
         self._slices: dict[int, nn.Parameter] = {}  # number → this rank's slice, where gradients are scattered
         self._stand_ins: dict[int, ScatteredGradient] = {}  # for the same ones, what their `grad` is then
         self._have_slices = False  # whether gradients were scattered since the last forward
+        self._may_be_old: Callable[[nn.Parameter], bool] | None = None
         self._synchronizing = True
         self._order: list[int] | None = None  # as gradients came in the first step
         self._between = SideStream(self._trained[0].device)  # for what goes between replicas
@@ -188,6 +183,8 @@ class DistributedDataParallel(nn.Module):
         """
         assert not self._since.came, "called between backward and finish_gradient_synchronization()"
         self._check_unchanged()
+        if self._carrier is None:
+            self._carrier = self._choose_carrier()
         numbers = {id(parameter): number for number, parameter in enumerate(self._trained)}
         self._slices = {numbers[id(parameter)]: own for parameter, own in slices.items()}
         self._stand_ins = {
@@ -195,6 +192,20 @@ class DistributedDataParallel(nn.Module):
             for number, own in self._slices.items()
         }
         self._make_buckets(self._order or list(reversed(range(len(self._trained)))))
+
+    @property
+    def transport(self) -> TransportName:
+        """What carries gradients: what was asked for, or what auto has chosen."""
+        return "collectives" if self._carrier is None else self._carrier.name
+
+    @property
+    def uncounted_bytes(self) -> int:
+        """What the transport's buffers take on this rank beyond `torch.cuda.memory_allocated`."""
+        return 0 if self._carrier is None else self._carrier.uncounted_bytes
+
+    def check_arrived(self, may_be_old: Callable[[nn.Parameter], bool]) -> None:
+        """From now on a gradient of a parameter that `may_be_old` is an error: forward used it before it was there."""
+        self._may_be_old = may_be_old
 
     def check_finished(self, before: str) -> None:
         """Raise `UsageError` where gradients have come and not been averaged."""
@@ -209,8 +220,8 @@ class DistributedDataParallel(nn.Module):
         twin = type(self).__new__(type(self))
         nn.Module.__init__(twin)
         memo[id(self)] = twin
-        settings = ("ranks", "process_group", "bucket_mb", "overlap", "reduce_dtype", "allow_unused", "transport")
-        for name in (*settings, "uncounted_bytes", "_carrier", "_beside"):  # copies of both take turns on one stream
+        settings = ("ranks", "process_group", "bucket_mb", "overlap", "reduce_dtype", "allow_unused")
+        for name in (*settings, "asked_transport", "_carrier", "_beside"):  # copies of both take turns on one stream
             setattr(twin, name, getattr(self, name))
         twin._attach(copy.deepcopy(self.module, memo))
         return twin.train(self.training)
@@ -227,11 +238,17 @@ class DistributedDataParallel(nn.Module):
     def _bucket(self, numbers: tuple[int, ...]) -> GradientBucket:
         scattered, copies = numbers[0] in self._slices, None
         within_one_host = scattered or self.ranks.replicate is None  # what is whole goes to every replica
-        if isinstance(self._carrier, PeerCopies) and within_one_host:
-            parameters = [self._trained[number] for number in numbers]
+        parameters = [self._trained[number] for number in numbers]
+        is_there = parameters[0].device == self._trained[0].device  # where the carrier is
+        if isinstance(self._carrier, PeerCopies) and within_one_host and is_there:
             sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
             copies = AveragesByCopies(self._carrier, sizes, self._beside, scattered=scattered)
         return GradientBucket(numbers, scattered, self.ranks, self._between, copies)
+
+    def _choose_carrier(self) -> Transport:
+        """What carries gradients within a replica; all ranks call it."""
+        sizes = [parameter.numel() * self._item_bytes(parameter) for parameter in self._trained]
+        return carrier_of(sizes, self.bucket_mb, self.asked_transport, self.ranks, self._trained[0].device)
 
     def _item_bytes(self, parameter: nn.Parameter) -> int:
         """Of an element of its gradient on the way."""
@@ -245,6 +262,11 @@ class DistributedDataParallel(nn.Module):
     def _gradient_came(self, number: int) -> None:
         since = self._since
         since.came[number] = None
+        if self._may_be_old is not None and self._may_be_old(self._trained[number]):
+            raise UsageError(
+                f"{self._names[number]} was used in forward before it had arrived (overlap_gather=True): its block was "
+                "not called; call it, or leave out overlap_gather"
+            )
         if not self._synchronizing:
             return
         since.unfinished = True

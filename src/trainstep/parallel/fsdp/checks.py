@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.shards import PlannedParameter, ShardedParameter
 from trainstep.parallel.partial import Known, RankGradient, is_elementwise
-from trainstep.parallel.transport.by_collectives import TransportName
+from trainstep.parallel.transport.choice import check_name
 from trainstep.parallel.units import Unit
 
 MAX_PREFETCH = 2
@@ -129,8 +128,7 @@ def check_arguments(
         raise UsageError("full_precision says what compute_dtype is not for, and compute_dtype is None; give both")
     if prefetch not in range(MAX_PREFETCH + 1):
         raise UsageError(f"prefetch is {prefetch!r}; expected 0 to {MAX_PREFETCH} groups")
-    if transport not in get_args(TransportName):
-        raise UsageError(f"transport is {transport!r}; expected one of {', '.join(get_args(TransportName))}")
+    check_name(transport)
     if any(isinstance(inner, Unit) for inner in module.modules()):
         raise UsageError("the module is sharded already; build FullyShardedDataParallel once, around the whole model")
     if lazy := [name for name, parameter in module.named_parameters() if nn.parameter.is_lazy(parameter)]:

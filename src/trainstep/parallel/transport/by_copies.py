@@ -172,8 +172,9 @@ class _Channel:
 
     def begin(self, name: Announced, tensors: Sequence[Tensor]) -> None:
         announce(name, tensors, self._ranks)
-        self._record.number += 1
-        self._record.name, self._record.since = name, time.time()
+        if self._record.number == 0 or self._record.has_ended:
+            self._record.since = time.time()
+        self._record.number, self._record.name = self._record.number + 1, name
 
     def barrier(self) -> None:
         self._memory.barrier(self._number)

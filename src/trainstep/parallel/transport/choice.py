@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,12 @@ from trainstep.parallel.transport.by_copies import PeerCopies
 from trainstep.parallel.transport.peer_memory import obstacle_to_sharing
 
 Transport = Collectives | PeerCopies
+
+
+def check_name(asked: str) -> None:
+    """Raise `UsageError` unless it is a `TransportName`."""
+    if asked not in get_args(TransportName):
+        raise UsageError(f"transport is {asked!r}; expected one of {', '.join(get_args(TransportName))}")
 
 
 def choose_transport(

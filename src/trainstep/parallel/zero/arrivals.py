@@ -1,9 +1,13 @@
 """Parameters that are gathered beside the next forward, and waited for where it needs them.
 
-A step updates this rank's slices and starts the gathers, in one order: first the buckets that have parameters outside
-of blocks (embeddings, the head), which the module's own forward may use at any place, then the blocks' in the order of
-definition. The module's call waits for the former, and each block's call for its own; most of the gathers are then
-through before anyone waits.
+A step updates this rank's slices and starts the gathers, in the order in which a forward needs them: first what is
+outside of blocks (embeddings, the head), which the module's own forward may use at any place, then block by block. The
+module's call waits for the former, and each block's call for its own; most of the gathers are then through before
+anyone waits.
+
+What reads or writes parameters in another way reads what they were, or is written over. Where that can be seen it waits
+(`state_dict` and `load_state_dict`), or is an error: a gradient of a parameter that nobody waited for, a copy of the
+module.
 """
 
 from __future__ import annotations
@@ -21,42 +25,79 @@ from trainstep.parallel.units import Unit, install
 
 
 class Arrivals:
-    """Of the parameters of `module`, whose calls, and those of its blocks, wait from now on.
-
-    Raises:
-        UsageError: calls of the module, or of one in it, wait for parameters already.
-    """
+    """Of the parameters of `module`; nothing waits until `install` was called."""
 
     def __init__(self, module: nn.Module) -> None:
-        if any(isinstance(inner, Unit) for inner in module.modules()):
-            raise UsageError(
-                "overlap_gather=True, and calls of this module wait for its parameters already; give one optimizer all "
-                "parameters"
-            )
         self._under_way: dict[int, list[Waitable]] = {}  # id of a parameter → the gathers of its bucket
-        inside: list[int] = []
-        needed: list[int] = []
-        for block in find_blocks(module):
-            if not getattr(vars(block).get("forward"), "hands_on", False):  # else the block before computes it, too
-                needed = []
-                install(block, _Gate(self, needed))
-            needed += [id(parameter) for parameter in block.parameters()]
-            inside += needed
-        known = frozenset(inside)
-        outside = [id(parameter) for parameter in module.parameters() if id(parameter) not in known]
-        install(module, _Gate(self, outside))
-        self.outside = frozenset(outside)
-        module.register_state_dict_pre_hook(lambda *_: self.wait())
+        self._is_replaced = False
+        blocks = list(dict.fromkeys(find_blocks(module)))
+        inside = {id(inner) for block in blocks for inner in block.modules()}
+        own = [
+            id(parameter)
+            for inner in module.modules()
+            if id(inner) not in inside
+            for parameter in inner._parameters.values()
+            if parameter is not None
+        ]
+        self._needed: list[tuple[nn.Module, list[int]]] = [(module, own)]
+        for block in blocks:
+            needed = [id(parameter) for parameter in block.parameters()]
+            if getattr(vars(block).get("forward"), "hands_on", False):
+                self._needed[-1][1].extend(needed)  # the block before computes it, too
+            else:
+                self._needed.append((block, needed))
+        self._first_use: dict[int, int] = {}
+        for place, (_, needed) in enumerate(self._needed):
+            for number in needed:
+                self._first_use.setdefault(number, place)
+
+    def first_use(self, parameter: nn.Parameter) -> int:
+        """When forward needs it: 0 at once, then by block."""
+        return self._first_use.get(id(parameter), 0)
+
+    def install(self) -> None:
+        """From now on calls of the module and of its blocks wait, in place of an earlier optimizer's if there is one.
+
+        Raises:
+            UsageError: something else handles calls of the module, or of one in it.
+        """
+        module = self._needed[0][0]
+        gates = [vars(inner)["boundary"] for inner in module.modules() if isinstance(inner, Unit)]
+        if not all(isinstance(gate, _Gate) for gate in gates):
+            raise UsageError(
+                "overlap_gather=True, and the module, or one in it, is sharded already; give it plain ones"
+            )
+        for gate in gates:
+            gate.close()
+        for unit, needed in self._needed:
+            if isinstance(unit, Unit):
+                vars(unit)["boundary"] = _Gate(self, needed)
+            else:
+                install(unit, _Gate(self, needed))
+        for inner in module.modules():  # any may be asked for its own
+            inner.register_state_dict_pre_hook(lambda *_: self.wait())
+            inner.register_load_state_dict_pre_hook(lambda *_: self.wait())
+        self._needed = []
 
     def start(self, parameters: Iterable[nn.Parameter], calls: Sequence[Waitable]) -> None:
         """These parameters come with `calls`."""
         together = list(calls)
         for parameter in parameters:
             self._under_way[id(parameter)] = together
+        if self._is_replaced:
+            self.wait()
 
-    def any_under_way(self, needed: Iterable[int]) -> bool:
-        """Whether any of these parameters may not have arrived."""
-        return any(number in self._under_way for number in needed)
+    def may_be_old(self, parameter: nn.Parameter) -> bool:
+        """Whether nobody has waited for it."""
+        return self.any_under_way([id(parameter)])
+
+    def any_under_way(self, numbers: Iterable[int]) -> bool:
+        return any(self._under_way.get(number) for number in numbers)
+
+    def replace(self) -> None:
+        """Another optimizer's take the place of these: from now on a step waits for its gathers itself."""
+        self.wait()
+        self._is_replaced = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def wait(self, needed: Iterable[int] | None = None) -> None:
@@ -84,6 +125,10 @@ class _Gate:
             self.is_open = was_open
 
     run_again = run
+
+    def close(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.replace()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Gate:
         """Of a copy of the module, whose parameters nothing changes."""

@@ -55,9 +55,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shard: "slices" or "parameters" to choose; "auto" takes slices for elementwise optimizers.
         exchange_mb: megabytes (10^6 bytes) of parameters that are updated and gathered at a time.
         overlap_gather: let `step` return while parameters are still being gathered, beside the next forward. The module
-            of `ddp`, and each of its blocks, waits for its own when it is called, `state_dict()` for all. Whatever else
-            reads parameters between `step` and the next forward (an average of weights, a norm of theirs) has to call
-            `wait_for_parameters()` first, or reads what they were before.
+            of `ddp`, and each of its blocks, waits for its own when it is called, `state_dict()` and
+            `load_state_dict()` for all. Whatever else reads or writes parameters between `step` and the next forward
+            (an average of weights, a norm of theirs) has to call `wait_for_parameters()` first: it would read what they
+            were before. A forward must use a block's parameters by calling the block. The module can then not be
+            pickled.
         **kwargs: passed to `optimizer_cls`.
 
     Raises:
@@ -103,6 +105,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._divided = 0  # parameter groups that are divided already; none until the ranks are known to agree
         super().__init__(groups, probe.defaults)
         self._divide_new_groups()
+        if ddp is not None and self._arrivals is not None:
+            self._arrivals.install()
+            ddp.check_arrived(self._arrivals.may_be_old)
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -153,7 +158,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             bucket.update(self._ranks.shard)
             calls = bucket.exchange(self._ranks.shard, self._beside)
             if self._arrivals is not None:
-                self._arrivals.start((piece.parameter for piece in bucket.pieces), calls)
+                self._arrivals.start([piece.parameter for piece in bucket.pieces], calls)
             else:
                 underway += calls
         for own, asked in beside:
@@ -249,13 +254,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._divided = len(self.param_groups)
         trained = [item for item in numbered if item[2].requires_grad]
         pieces = cut(trained, rank=self._ranks.shard.rank(), loads=self._loads, sliced=self._sliced)
-        if (arrivals := self._arrivals) is not None:  # what the module's own forward needs is gathered first
-            pieces.sort(key=lambda piece: id(piece.parameter) not in arrivals.outside)
+        if (arrivals := self._arrivals) is not None:
+            pieces.sort(key=lambda piece: arrivals.first_use(piece.parameter))
         whats = [(piece.parameter, piece.owner is None) for piece in pieces]
         items = [(i, each.nbytes, (each.dtype, each.device, sliced)) for i, (each, sliced) in enumerate(whats)]
-        for indices in assign_buckets(items, self._exchange_mb):
+        buckets = assign_buckets(items, self._exchange_mb)
+        if self._arrivals is not None:  # gathered as they are needed, not as they are full
+            buckets.sort()
+        for indices in buckets:
             self._buckets.append(self._bucket([pieces[i] for i in indices]))
-        if self._arrivals is not None and self._beside is None:
+        if self._arrivals is not None and self._beside is None and any(bucket.slices() for bucket in self._buckets):
             self._beside = self._gathers_beside()
         if self._ddp is not None:
             known = {id(parameter) for parameter in self._ddp.parameters()}
@@ -267,9 +275,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _gathers_beside(self) -> GathersBeside:
         assert self._ddp is not None, "asked for with `overlap_gather`"
         room = {"slice_bytes": max(bucket.slice_bytes for bucket in self._buckets), "exchange_bytes": 0}
-        device, everyone = self._buckets[0].pieces[0].parameter.device, self._ranks.everyone
-        carrier = choose_transport(self._ddp.transport, self._ranks.shard, device, everyone=everyone, **room)
-        return GathersBeside(carrier, SideStream(device))
+        device = next(parameter.device for bucket in self._buckets for parameter, _ in bucket.slices())
+        asked, everyone = self._ddp.asked_transport, self._ranks.everyone
+        carrier = choose_transport(asked, self._ranks.shard, device, everyone=everyone, **room)
+        return GathersBeside(carrier, SideStream(device), device)
 
     def _bucket(self, pieces: list[Piece]) -> ParameterBucket:
         groups = sorted({piece.group for piece in pieces if piece.mine is not None})

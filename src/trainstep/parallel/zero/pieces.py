@@ -81,6 +81,7 @@ class GathersBeside:
 
     transport: Transport
     stream: SideStream
+    device: torch.device
 
 
 @dataclass
@@ -141,7 +142,7 @@ class ParameterBucket:
         """Start giving every rank the new parameters, slices by `beside` if it is given."""
         if process_group.size() == 1:
             return []
-        if self.pieces[0].owner is None and beside is not None:
+        if self.pieces[0].owner is None and beside is not None and self.pieces[0].parameter.device == beside.device:
             if self._gather is None:
                 self._gather = beside.transport.gather_of([each.view(torch.uint8) for each in self._sliced])
             return [beside.stream.run(self._gather)]
