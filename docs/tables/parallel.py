@@ -34,7 +34,7 @@ def parallel(name: str = "h200-parallel") -> Table:
     """Schemes of data parallel training: time and traffic."""
     rows = results(name, ParallelRow)
     wanted = (
-        *columns.cases({"compile": "compile", "scheme": "scheme", "replicas": "replicas"}),
+        *columns.cases({"compile": "compile", "timing": "timing", "scheme": "scheme", "replicas": "replicas"}),
         columns.value("rounds", "rounds"),
         columns.median("step on the slowest rank (ms) [95 %]", "step"),
         *beyond_alone(rows),

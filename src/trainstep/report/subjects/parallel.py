@@ -23,7 +23,7 @@ from trainstep.schemes import SCHEMES as SCHEMES_BY_NAME
 
 _RANKS, _REPLICAS = columns.case("ranks", "world_size"), columns.case("replicas", "replicas")
 _SCHEME = columns.word("scheme", "scheme")
-_ARM = (*columns.SETTINGS, _RANKS, _SCHEME, _REPLICAS)
+_ARM = (*columns.SETTINGS, _RANKS, columns.case("timing", "timing"), _SCHEME, _REPLICAS)
 MEMORY_KINDS = {"weights": "weights", "gradients": "gradients", "state": "optimizer_state"}
 """Titles of what a rank holds → the middle of its columns."""
 
