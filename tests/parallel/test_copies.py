@@ -1,6 +1,7 @@
 """A list of copies does what they do one by one, wherever its tensors' memory has gone to in between."""
 
 import ctypes
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -44,48 +45,40 @@ def test_copies_reach_storage_that_was_freed_in_between():
     _assert_copied(_copied_twice(torch.device("cpu")))
 
 
-def _pieces_of_others(device):
-    """What pieces of two tensors, others each time, make of a row, and what it should be."""
+def _pieces_of_others(device, back=False):
+    """What pieces of two tensors, others each time, make of a row, or with `back` its places of them, and what they
+    should be."""
     row = torch.zeros(64, dtype=torch.bfloat16, device=device)
     pieces, places = [(0, 0), (1, 30), (0, 17)], [(0, 17), (20, 10), (40, 3)]
     both, found = PieceCopies(pieces, [row[first : first + size] for first, size in places]), []
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         tensors = [torch.randn(5, 8, generator=generator).bfloat16() for _ in range(2)]
+        there = [each.to(device) for each in tensors]
         wanted = torch.zeros(64, dtype=torch.bfloat16)
+        if back:
+            wanted = torch.randn(64, generator=generator).bfloat16()
+            row.copy_(wanted)
         for (number, begin), (first, size) in zip(pieces, places, strict=True):
-            wanted[first : first + size] = tensors[number].view(-1)[begin : begin + size]
-        there = [each.to(device) for each in tensors]
-        both.fill_places(there)
-        found.append((row.clone().cpu(), wanted))
-    return found
-
-
-def _pieces_of_others_back(device):
-    """The other way: what the row's places make of pieces of two tensors, others each time."""
-    row = torch.zeros(64, dtype=torch.bfloat16, device=device)
-    pieces, places = [(0, 0), (1, 30), (0, 17)], [(0, 17), (20, 10), (40, 3)]
-    both, found = PieceCopies(pieces, [row[first : first + size] for first, size in places]), []
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(2):
-        row.copy_(torch.randn(64, generator=generator))
-        tensors = [torch.randn(5, 8, generator=generator).bfloat16() for _ in range(2)]
-        there = [each.to(device) for each in tensors]
-        for (number, begin), (first, size) in zip(pieces, places, strict=True):
-            tensors[number].view(-1)[begin : begin + size] = row.cpu()[first : first + size]
-        both.fill_pieces(there)
-        found.append((torch.cat(there).cpu(), torch.cat(tensors)))
+            piece, place = tensors[number].view(-1)[begin : begin + size], wanted[first : first + size]
+            (piece if back else place).copy_(place if back else piece)
+        if back:
+            both.fill_pieces(there)
+            found.append((torch.cat(there).cpu(), torch.cat(tensors)))
+        else:
+            both.fill_places(there)
+            found.append((row.clone().cpu(), wanted))
     return found
 
 
 def test_pieces_are_those_of_the_tensors_that_are_given():
     _assert_copied(_pieces_of_others(torch.device("cpu")))
-    _assert_copied(_pieces_of_others_back(torch.device("cpu")))
+    _assert_copied(_pieces_of_others(torch.device("cpu"), back=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("calls", [2, 0])
-@pytest.mark.parametrize("twice", [_copied_twice, _pieces_of_others, _pieces_of_others_back])
+@pytest.mark.parametrize("twice", [_copied_twice, _pieces_of_others, partial(_pieces_of_others, back=True)])
 def test_a_gpu_gets_them_in_one_call_but_on_its_default_stream(twice, calls):
     assert _batch_call() is not None, "a driver of CUDA 12.8 or later"
     stream = torch.cuda.Stream() if calls else torch.cuda.default_stream()

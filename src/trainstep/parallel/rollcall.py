@@ -90,8 +90,7 @@ def _is_of_copies(error: RuntimeError) -> bool:
     """Whether the GPU gave up waiting for another's copies: its error says no more than that a kernel failed."""
     if _GPU_GAVE_UP not in str(error):
         return False
-    under_way = [each for each in noted() if each.timeout_s is not None and not each.has_ended]
-    waited = [(time.time() - each.since) / (each.timeout_s or 1.0) for each in under_way]
+    waited = [(time.time() - each.since) / each.timeout_s for each in noted() if each.timeout_s and not each.has_ended]
     return any(0.9 < share < 2.0 for share in waited)  # of what began long before, no event says any more that it ended
 
 

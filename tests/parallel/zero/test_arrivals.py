@@ -280,6 +280,11 @@ def _mistakes(process):
             said.append(str(error))
         optimizer.wait_for_parameters()
     try:
+        settings = {"lr": 0.1, "ddp": plain, "overlap_gather": process.rank == 0}
+        ShardedOptimizer(plain.parameters(), torch.optim.SGD, **settings)
+    except UsageError as error:
+        said.append(str(error))
+    try:
         DistributedDataParallel(build("Plain"), transport="nccl")
     except UsageError as error:
         said.append(str(error))
@@ -296,10 +301,11 @@ def _mistakes(process):
 
 
 def test_mistakes_are_told(two):
-    for (no_ddp, momentum, bypassed, transport, copied), shape in two.run(_mistakes):
+    for (no_ddp, momentum, bypassed, unlike, transport, copied), shape in two.run(_mistakes):
         assert "needs ddp=" in no_ddp
         assert "momentum" in momentum, "and the next one, with the same module, was made"
         assert "blocks.3.inner.weight was used in forward before it had arrived" in bypassed
+        assert "overlap_gather" in unlike
         assert "transport is 'nccl'; expected one of auto" in transport
         assert "wait_for_parameters() of the optimizer" in copied
         assert shape == [(WIDTH,)]

@@ -47,7 +47,7 @@ class PeerCopies:
     packs = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slice_bytes: int, exchange_bytes: int) -> None:
-        self.rank, self.ranks = group.rank(), group.size()
+        self._rank, self.ranks = group.rank(), group.size()
         self._slice_bytes = min(padded(slice_bytes), OUTBOX_BYTES)
         self._exchange_bytes = min(exchange_bytes, INBOX_BYTES)
         self._memory = PeerMemory(max(self._slice_bytes + self._exchange_bytes, 1), group, device)  # outbox, inbox
@@ -69,7 +69,7 @@ class PeerCopies:
             """Of a round: the outbox and what goes there, and the copies from the others'."""
             theirs = [pieces(number, rank) for rank in self._others]
             sources, targets = (list(chain.from_iterable(each)) for each in zip(*theirs, strict=True))
-            return pieces(number, self.rank), Copies(targets, sources)
+            return pieces(number, self._rank), Copies(targets, sources)
 
         def start() -> None:
             self._gathers.begin("all_gather", tensors)
@@ -114,9 +114,9 @@ class PeerCopies:
             for part in self._parts(layout, dtype, self._slice_bytes):
                 size = part.stop - part.start
                 outboxes = [each[: size * dtype.itemsize].view(dtype) for each in self._memory.buffers]
-                mine = self._copies_of(layout, part, outboxes, [self.rank])
+                mine = self._copies_of(layout, part, outboxes, [self._rank])
                 theirs = None if scattered else self._copies_of(layout, part, outboxes, self._others)
-                made.append((self._to_inboxes(layout, part, dtype), outboxes[self.rank], mine, theirs))
+                made.append((self._to_inboxes(layout, part, dtype), outboxes[self._rank], mine, theirs))
             return made
 
         def average(gradients: Sequence[Tensor]) -> Start:
@@ -145,8 +145,8 @@ class PeerCopies:
         shape = (layout.ranks, part.stop - part.start)
         skipped, nbytes = self._slice_bytes, shape[0] * shape[1] * dtype.itemsize
         inboxes = [each[skipped : skipped + nbytes].view(dtype).view(shape) for each in self._memory.buffers]
-        copies = self._copies_of(layout, part, [inbox[self.rank] for inbox in inboxes], [*self._others, self.rank])
-        return _ToInboxes(copies, inboxes[self.rank], self._exchanges.barrier)
+        copies = self._copies_of(layout, part, [inbox[self._rank] for inbox in inboxes], [*self._others, self._rank])
+        return _ToInboxes(copies, inboxes[self._rank], self._exchanges.barrier)
 
     def _copies_of(self, layout: Layout, part: slice, rows: Sequence[Tensor], ranks: Sequence[int]) -> PieceCopies:
         """Between gradients and `part` of these ranks' rows of them, which are where `rows` has each rank's."""
@@ -166,7 +166,7 @@ class _Channel:
         made = next(_made.setdefault(group, itertools.count()))  # on every rank the same
         name = f"copies:{group.group_name}:{group.group_desc} {made}"
         self._record = Record(name, 0, "all_gather", 0.0, timeout_s=memory.timeout_s)
-        if memory.on_streams:  # else its barriers are collectives, which torch records
+        if memory.timeout_s is not None:  # else its barriers are collectives, which torch records
             self._record.end = torch.cuda.Event()
             note(self._record, as_last=True)
 

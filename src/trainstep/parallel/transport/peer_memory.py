@@ -30,13 +30,12 @@ class PeerMemory:
 
     Attributes:
         buffers: by rank: (nbytes,), uint8, on this rank's device.
-        on_streams: whether barriers are of streams; else the caller waits.
-        timeout_s: after which a stream's barrier is an error of the GPU.
+        timeout_s: seconds after which a barrier of streams is an error of the GPU; None where the caller waits in it.
         uncounted: bytes of it that `torch.cuda.memory_allocated` does not know of (all or none, by torch's version).
     """
 
     def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.uncounted, self.on_streams = nbytes, device.type == "cuda"
+        self.uncounted = nbytes
         self.timeout_s: float | None = None
         self._group = group
         self._handle: Any = None

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from trainstep.blocks import find_blocks
 from trainstep.errors import UsageError
@@ -30,6 +31,7 @@ class Arrivals:
     def __init__(self, module: nn.Module) -> None:
         self._under_way: dict[int, list[Waitable]] = {}  # id of a parameter → the gathers of its bucket
         self._is_replaced = False
+        self._hooks: list[RemovableHandle] = []
         blocks = list(dict.fromkeys(find_blocks(module)))
         inside = {id(inner) for block in blocks for inner in block.modules()}
         own = [
@@ -75,8 +77,8 @@ class Arrivals:
             else:
                 install(unit, _Gate(self, needed))
         for inner in module.modules():  # any may be asked for its own
-            inner.register_state_dict_pre_hook(lambda *_: self.wait())
-            inner.register_load_state_dict_pre_hook(lambda *_: self.wait())
+            self._hooks.append(inner.register_state_dict_pre_hook(lambda *_: self.wait()))
+            self._hooks.append(inner.register_load_state_dict_pre_hook(lambda *_: self.wait()))
         self._needed = []
 
     def start(self, parameters: Iterable[nn.Parameter], calls: Sequence[Waitable]) -> None:
@@ -92,12 +94,15 @@ class Arrivals:
         return self.any_under_way([id(parameter)])
 
     def any_under_way(self, numbers: Iterable[int]) -> bool:
+        """The same of any of these, by id."""
         return any(self._under_way.get(number) for number in numbers)
 
     def replace(self) -> None:
         """Another optimizer's take the place of these: from now on a step waits for its gathers itself."""
         self.wait()
         self._is_replaced = True
+        while self._hooks:
+            self._hooks.pop().remove()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def wait(self, needed: Iterable[int] | None = None) -> None:

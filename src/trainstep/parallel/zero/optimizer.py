@@ -63,8 +63,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **kwargs: passed to `optimizer_cls`.
 
     Raises:
-        UsageError: torch.distributed is not initialised, the ranks have different parameters, or the optimizer cannot
-            be divided as asked.
+        UsageError: torch.distributed is not initialised, the ranks have different parameters, the optimizer cannot be
+            divided as asked, or `overlap_gather` is asked for without `ddp`, or of a module that is sharded.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key, value in hyper_parameters(group).items()
             if isinstance(value, (int, float, str, tuple))
         }
-        settings["mesh"] = self._ranks.layout
+        settings |= {"mesh": self._ranks.layout, "overlap_gather": self._arrivals is not None}
         what = f"{type(self).__name__} of {self._optimizer_cls.__name__}"
         check_ranks_agree(what, named, self.process_group, settings=settings)
         self._divided = len(self.param_groups)
