@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tables import RESULTS, of_rows, plain, results, setting, where
 from trainstep.bench.parallel.ratios import ratios_alike
-from trainstep.bench.parallel.run import moments, planned_bytes, took_peer_copies
+from trainstep.bench.parallel.run import moments, planned_bytes, transport_taken
 from trainstep.config import SIZES
 from trainstep.kinds import (
     CollectiveFitRow,
@@ -65,7 +65,7 @@ def planned_anew(row: Row) -> Row:
     if not isinstance(row, ParallelRow):
         return row
     model, scheme = SIZES[str(row.workload)], dataclasses.replace(SCHEMES[row.scheme], replicas=row.replicas)
-    settings = {"precision": row.precision, "optimizer": row.optimizer, "peer_copies": took_peer_copies(row)}
+    settings = {"precision": row.precision, "optimizer": row.optimizer, "transport": transport_taken(row)}
     plan = planned_bytes(scheme, model.num_parameters, row.world_size, model=model, **settings)
     return dataclasses.replace(row, **moments(plan))
 

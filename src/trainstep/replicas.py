@@ -167,8 +167,10 @@ def uncounted_bytes(replica: Replica) -> int:
 
 
 def transport_of(replica: Replica) -> str | None:
-    """What carries shards and gradients of ours."""
+    """What carries shards and gradients of ours; of replicas, what carries the latter between them where it differs."""
     module = replica.module
+    if isinstance(module, FullyShardedDataParallel) and module.transport_between not in (None, module.transport):
+        return f"{module.transport}, between replicas {module.transport_between}"
     return module.transport if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) else None
 
 

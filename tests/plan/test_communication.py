@@ -214,6 +214,11 @@ def test_replicas_keep_and_send_what_a_walk_through_one_finds_and_their_parts_of
     copies = rank_bytes("hsdp", 240, n, compute_bytes=2, reduce_bytes=2, largest_group=40, peer_copies=True, **settings)
     ranks = n // replicas
     assert copies.staging == (2 * 40 // ranks + 2 * 40 if ranks > 1 else 0)
+    settings |= {"compute_bytes": 2, "reduce_bytes": 2, "largest_group": 40, "copies_between": True}
+    both = rank_bytes("hsdp", 240, n, peer_copies=True, **settings)
+    part = 4 * 40 // ranks  # of a group, in its own dtype: what comes from the other replicas, and the means of a share
+    assert both.staging - copies.staging == (part + part // replicas if replicas > 1 else 0)
+    assert both.buffers - copies.buffers == both.staging - copies.staging
 
 
 @pytest.mark.parametrize("scheme", ["fsdp", "hsdp"])

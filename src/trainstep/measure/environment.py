@@ -48,6 +48,7 @@ def describe(device: torch.device) -> Environment:
         "trainstep": _version("trainstep"),
         "commit": _commit(),
         "threads": torch.get_num_threads(),
+        "cores": len(os.sched_getaffinity(0)),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -182,6 +182,7 @@ def rank_bytes(
     scattered: bool = True,
     copies: bool = False,
     peer_copies: bool = False,
+    copies_between: bool = False,
     largest_bucket: int = 0,
 ) -> RankBytes:
     """Memory and traffic of a rank, every parameter being divided evenly.
@@ -202,6 +203,7 @@ def rank_bytes(
         copies: gradients are copied into buckets that stay allocated (as torch's DDP does), not reduced where they lie.
         peer_copies: fsdp's parameters, and gradients narrower than the weights, go through buffers of shared memory;
             with ddp and the sharded optimizer, gradients do.
+        copies_between: so do gradients between hsdp's replicas.
         largest_bucket: parameters whose gradients are averaged at once, at most (ddp, sharded optimizer).
     """
     if replicas < 1 or world_size % replicas or (replicas > 1 and scheme != "hsdp"):
@@ -237,9 +239,11 @@ def rank_bytes(
         outbox = min(-(-group // n), OUTBOX_BYTES) if peer_copies and n > 1 else 0
         inbox = min(group, INBOX_BYTES) if outbox and on_the_way < gradients else 0
         moved = sent("reduce-scatter", (2 * num_parameters - not_again) * gathered)
-        buffers = group * (3 + 1 + 1) + (inbox or group) + outbox
+        buffers, staging = group * (3 + 1 + 1) + (inbox or group) + outbox, outbox + inbox
         if replicas > 1:
-            buffers += -(-largest_group * bytes_per_parameter // n)
+            part = -(-largest_group * bytes_per_parameter // n)
+            room = min(part, INBOX_BYTES) + min(-(-part // replicas), OUTBOX_BYTES) if copies_between else 0
+            buffers, staging = buffers + part + room, staging + room
             moved += bytes_sent("all-reduce", gradient_share, replicas) // replicas
-        return RankBytes(share, gradient_share, state_share, buffers, moved, staging=outbox + inbox)
+        return RankBytes(share, gradient_share, state_share, buffers, moved, staging)
     raise UsageError(f"scheme is {scheme!r}; expected one of {', '.join(get_args(DataParallel))}")

@@ -278,6 +278,7 @@ _WORDS = {
     "cudnn": "cuDNN",
     "capability": "Compute capability",
     "threads": "Host threads",
+    "cores": "Host cores",
     "cpu": "CPU",
     "gpu_uuid": "GPU",
     "max_sm_clock_mhz": "Highest SM clock",

@@ -16,7 +16,7 @@ from trainstep.bench.parallel.run import (
     moments,
     parallel_row,
     planned_bytes,
-    took_peer_copies,
+    transport_taken,
     with_exposed,
 )
 from trainstep.config import SIZES, ModelConfig, StepConfig
@@ -167,10 +167,8 @@ def planned_and_measured(name):
     for row in of_kind(read_records(RESULTS / f"{name}.jsonl"), ParallelRow):
         model, scheme = SIZES[row.case["workload"]], replace(SCHEMES[row.scheme], replicas=row.replicas)
         settings = {"precision": row.case["precision"], "optimizer": row.case["optimizer"]}
-        peer_copies = took_peer_copies(row)
-        plan = planned_bytes(
-            scheme, model.num_parameters, row.world_size, model=model, peer_copies=peer_copies, **settings
-        )
+        transport = transport_taken(row)
+        plan = planned_bytes(scheme, model.num_parameters, row.world_size, model=model, transport=transport, **settings)
         for column, predicted in moments(plan).items():
             yield row.label, column, predicted, row.values[column.removeprefix("predicted_")]
 

@@ -26,7 +26,7 @@ def _parameters(rank=0, ranks=RANKS):
 
 
 def _buffer(dtype=torch.float32):
-    ranks = SimpleNamespace(shard=SimpleNamespace(size=lambda: RANKS), replicate=None)
+    ranks = SimpleNamespace(shard=SimpleNamespace(size=lambda: RANKS), replicate=None, replicas=1)
     return GradientBuffer(_parameters(), ranks, dtype)
 
 
@@ -80,7 +80,7 @@ def test_a_narrow_gradient_beside_others_that_are_added_up():
 
 def _for_copies():
     buffer = _buffer(torch.bfloat16)
-    buffer.connect(SimpleNamespace(packs=False, exchange_of=lambda layout: None))
+    buffer.connect(SimpleNamespace(packs=False, exchange_of=lambda layout: None), None)
     return buffer
 
 

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import platform
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp import gradients as fsdp_gradients
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.ranks import DIMENSIONS
+from trainstep.parallel.transport import by_collectives, by_copies
 
 pytestmark = pytest.mark.distributed
 
@@ -172,14 +174,15 @@ def test_gradient_scaling_skips_a_step_in_all_replicas(four):
     assert four.run(_scale) == [(False, 2.0**9)] * 4
 
 
-def _late(process, dtype):
+def _late(process, dtype, transport):
     """Twice, with other delays, and gathered memory that starts as NaN."""
     original, found = GatherGroup._copy_own, []
     GatherGroup._copy_own = poisoned_copy(original)
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     try:
         for seed in range(2):
-            sharded = FullyShardedDataParallel(build(tied=True), compute_dtype=dtype, mesh=mesh_of(2, 2))
+            settings = {"compute_dtype": dtype, "mesh": mesh_of(2, 2), "transport": transport}
+            sharded = FullyShardedDataParallel(build(tied=True), **settings)
             Delays(process, sharded, seed)
             optimizer = OPTIMIZERS["adamw"](sharded.parameters())
             for step in range(3):
@@ -194,9 +197,9 @@ def _late(process, dtype):
     return found
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_delays_change_nothing(four, dtype):
-    (first, second), *others = four.run(_late, dtype)
+@pytest.mark.parametrize(("dtype", "transport"), [(None, "auto"), (torch.bfloat16, "auto"), (None, "peer-copies")])
+def test_delays_change_nothing(four, dtype, transport):
+    (first, second), *others = four.run(_late, dtype, transport)
     assert_same(second, first)
     for each in others:
         assert_same(each[1], first)
@@ -208,7 +211,7 @@ def _recorded(process, shape, dtype):
     torch.manual_seed(0)
     sharded = FullyShardedDataParallel(build_transformer(CONFIG), compute_dtype=dtype, mesh=mesh_of(*shape))
     tokens, order = batch(0, vocabulary=24).chunk(4)[process.rank], []
-    originals = {"within": fsdp_gradients.reduce_scatter_mean, "between": fsdp_gradients.all_reduce_mean}
+    originals = {"within": fsdp_gradients.reduce_scatter_mean, "between": by_collectives.all_reduce_mean}
 
     class Noted:
         def __init__(self, what, *arguments):
@@ -220,7 +223,7 @@ def _recorded(process, shape, dtype):
             order.append((*self.what, "is awaited"))
             self.work.wait()
 
-    fsdp_gradients.reduce_scatter_mean, fsdp_gradients.all_reduce_mean = (
+    fsdp_gradients.reduce_scatter_mean, by_collectives.all_reduce_mean = (
         functools.partial(Noted, what) for what in originals
     )
     try:
@@ -231,7 +234,7 @@ def _recorded(process, shape, dtype):
                 sharded.finish_gradient_synchronization()
             sharded.zero_grad()
     finally:
-        fsdp_gradients.reduce_scatter_mean, fsdp_gradients.all_reduce_mean = originals.values()
+        fsdp_gradients.reduce_scatter_mean, by_collectives.all_reduce_mean = originals.values()
     return [(call.name, call.bytes) for call in calls if call.bytes > 64], order  # the agreement's calls are smaller
 
 
@@ -270,6 +273,8 @@ def _by_copies(process):
     platform.node = lambda: f"host {process.rank // 2}"
     try:
         found = [_train(process, (2, 2), "bfloat16", transport=each)[0] for each in ("peer-copies", "collectives")]
+        sharded = FullyShardedDataParallel(build(), mesh=mesh_of(2, 2), transport="peer-copies")
+        assert (sharded.transport, sharded.transport_between) == ("peer-copies", "collectives")
         return found, _message(lambda: _train(process, (1, 4), "bfloat16", transport="peer-copies"))
     finally:
         platform.node = node
@@ -279,6 +284,33 @@ def test_copies_are_made_within_a_host_and_collectives_between_them(four):
     for (copies, collectives), refused in four.run(_by_copies):
         assert_same(copies, collectives)
         assert "the ranks are on 2 hosts" in refused
+
+
+def _between_replicas(process, shape, room):
+    found, calls = [], []
+    with mock.patch.multiple(by_copies, OUTBOX_BYTES=room, INBOX_BYTES=room):
+        for transport in ("peer-copies", "collectives"):
+            with recorded_collectives() as recorded:
+                found += [_train(process, shape, case, transport=transport)[0] for case in ("tied", "bfloat16")]
+            calls.append([(call.name, call.bytes) for call in recorded if call.name == "all-reduce"])
+        sharded = FullyShardedDataParallel(build(), mesh=mesh_of(*shape), transport="peer-copies")
+    return found, calls, sharded.transport_between
+
+
+@pytest.mark.parametrize("room", [2**28, 1024])
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_where_a_host_has_the_replicas_copies_average_between_them(four, shape, room):
+    """Two replicas to the bit; four are added up in another order. In buffers large enough, and in rounds."""
+    (first, *_), *others = by_rank = four.run(_between_replicas, shape, room)
+    for found, (copied, reduced), between in by_rank:
+        assert between == "peer-copies"
+        assert copied == reduced, "are recorded as what they do"
+        for one, other in zip(found[:2], found[2:], strict=True):
+            assert_same(one, other) if shape == (2, 2) else None
+            assert error(one, other) < 1e-6
+    for found, *_ in others:
+        for one, other in zip(found, first, strict=True):
+            assert_same(one, other)
 
 
 def _one_row_cannot(process):

@@ -49,7 +49,7 @@ def _train(process, shape, dtype, late):
         sharded.finish_gradient_synchronization()
         optimizer.step()
         optimizer.zero_grad()
-    return sharded.gather_full_parameters(device="cpu"), sharded.transport
+    return sharded.gather_full_parameters(device="cpu"), (sharded.transport, sharded.transport_between)
 
 
 def _train_all(process, shape):
@@ -77,9 +77,10 @@ def test_trains_as_one_process_however_late_a_gpu_is(gpus):
     for dtype in (torch.float32, torch.bfloat16):
         oracle = train_alone({"tied": True}, "sgd", 3, ranks=1, trained=torch.float64)
         own = error(train_alone({"tied": True}, "sgd", 3, ranks=ranks, dtype=dtype), oracle)
-        (first, transport), *late = by_rank[0][dtype]
+        (first, transports), *late = by_rank[0][dtype]
         assert 0 < error(first, oracle) <= 2 * own + torch.finfo(torch.float32).eps, dtype
-        assert transport == ("peer-copies" if shape[1] > 1 else "collectives"), "between GPUs of a row"
+        assert transports[0] == ("peer-copies" if shape[1] > 1 else "collectives"), "between GPUs of a row"
+        assert transports[1] == ("peer-copies" if shape[0] > 1 else None), "between rows of one host"
         assert all(error(found, first) < 1e-6 for found, _ in late)
         for found in by_rank[1:]:
             assert all(torch.equal(found[dtype][0][0][name], value) for name, value in first.items())

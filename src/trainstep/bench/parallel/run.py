@@ -270,7 +270,7 @@ def parallel_row(
         precision=case.config.precision,
         optimizer=case.config.optimizer,
         model=case.source.model,
-        peer_copies=first[0].transport == "peer-copies",
+        transport=first[0].transport,
     )
     measured: dict[str, Any] = {
         **beside,
@@ -326,7 +326,7 @@ def planned_bytes(
     precision: PrecisionName,
     optimizer: OptimizerImpl,
     model: ModelConfig | None = None,
-    peer_copies: bool = False,
+    transport: str | None = None,
 ) -> RankBytes:
     """Memory and traffic of a rank.
 
@@ -335,7 +335,7 @@ def planned_bytes(
         precision: of the step; under autocast FSDP gathers and sends in 16 bits.
         optimizer: its state is two moments per parameter, or nothing.
         model: the built-in model's shape, for the sizes of groups under FSDP; None for a user's.
-        peer_copies: whether ours went by them.
+        transport: of ours, as a row has it.
     """
     entry = PRECISIONS[precision]
     bucket = num_parameters
@@ -356,15 +356,17 @@ def planned_bytes(
         not_again=kept_groups(model) if model is not None and scheme.peer is None else 0,
         scattered=not scheme.copies_gradients,
         copies=scheme.copies_gradients,
-        peer_copies=peer_copies,
+        peer_copies=(transport or "").startswith("peer-copies"),
+        copies_between=(transport or "").endswith("peer-copies"),
         largest_bucket=bucket,
     )
 
 
-def took_peer_copies(row: ParallelRow) -> bool:
-    """Whether shards and gradients of a row's scheme went by copies; of FSDP's older rows, which do not say it, too."""
+def transport_taken(row: ParallelRow) -> str | None:
+    """What carried shards and gradients of a row's scheme; of FSDP's older rows, which do not say it, too."""
     scheme = SCHEMES[row.scheme]
-    return row.transport == "peer-copies" if row.transport else (scheme.wrapper, scheme.transport) == ("fsdp", "auto")
+    older = "peer-copies, between replicas collectives" if scheme.is_hybrid else "peer-copies"
+    return row.transport or (older if (scheme.wrapper, scheme.transport) == ("fsdp", "auto") else None)
 
 
 def moments(plan: RankBytes) -> dict[str, Scalar]:

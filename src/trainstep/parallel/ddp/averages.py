@@ -24,8 +24,10 @@ def carrier_of(
     """What carries gradients of so many bytes each, in buckets, within a replica. All ranks call it."""
     every = [size + _PLACE_BYTES for size in sizes]
     most = min(sum(every), int(min(bucket_mb * MB, sum(every))) + max(every), INBOX_BYTES)
-    room = {"slice_bytes": -(-most // ranks.shard.size()), "exchange_bytes": most}
-    return choose_transport(asked, ranks.shard, device, everyone=ranks.everyone, **room)
+    slices = -(-most // ranks.shard.size())
+    return choose_transport(
+        asked, ranks.shard, device, slice_bytes=slices, exchange_bytes=most, everyone=ranks.everyone
+    )
 
 
 class AveragesByCopies:

@@ -11,43 +11,44 @@ Ranks must send alike, though they need not have gradients of the same parameter
 from what all ranks know: which groups had a gradient, and whether there was `no_sync`.
 
 Where there are replicas, what a rank then has are the means over its own replica's ranks. They are averaged between
-replicas in place, in the shards' dtype, by an all-reduce on a stream of its own. So one group's gradients travel
-between replicas while the next group's travel within them.
+replicas in place, in the shards' dtype, on a stream of its own: by copies where one host has the replicas, else by an
+all-reduce. So one group's gradients travel between replicas while the next group's travel within them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from trainstep.parallel.collectives import Pending, SideStream, all_reduce_mean, reduce_scatter_mean
 from trainstep.parallel.forms import host_waits
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.slices import slice_of
-from trainstep.parallel.transport.by_collectives import Collectives
+from trainstep.parallel.transport.by_collectives import Average, Collectives
 from trainstep.parallel.transport.choice import Transport
-from trainstep.parallel.transport.layout import Layout
+from trainstep.parallel.transport.layout import Layout, Stretch
 
 
 class GradientBuffer:
     """Gradients of sharded parameters that are computed in one dtype (`compute_dtype`) and trained in one dtype."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], ranks: Ranks, compute_dtype: torch.dtype) -> None:
-        self.parameters, self._process_group, self._replicate = parameters, ranks.shard, ranks.replicate
+        self.parameters, self._process_group = parameters, ranks.shard
         self._compute_dtype, self._dtype = compute_dtype, parameters[0].shard.dtype
-        self._device = parameters[0].shard.device
+        self._device = device = parameters[0].shard.device
+        self._host_waits = ranks.replicate is not None and host_waits(ranks.replicate, device)
         self._layout = layout = Layout(parameters, ranks.shard.size())
         self._places = {
             parameter: (start, list(layout.blocks(number)))
             for number, (parameter, start) in enumerate(zip(parameters, layout.starts, strict=True))
         }
         self._own = [(each, (each.shard.shape, each.shard.stride(), self._places[each][0])) for each in parameters]
-        self.connect(Collectives(ranks.shard))
+        self._between = Layout([Stretch(layout.size, ranks.replicas)], ranks.replicas)
+        self.connect(Collectives(ranks.shard), Collectives(ranks.replicate) if ranks.replicate else None)
         self.discard()
 
     def discard(self) -> None:
@@ -63,9 +64,15 @@ class GradientBuffer:
         differs = self._compute_dtype != self._dtype
         return self._layout.ranks * self._layout.size * self._compute_dtype.itemsize if differs else 0
 
-    def connect(self, transport: Transport) -> None:
-        """Choose what carries gradients that are exchanged, in place of collectives; before the first."""
+    @property
+    def mean_bytes(self) -> int:
+        """Bytes of a replica's mean that this rank gives another one at a time, to be averaged between replicas."""
+        return self._between.size * self._dtype.itemsize
+
+    def connect(self, transport: Transport, between: Transport | None) -> None:
+        """Choose what carries gradients that are exchanged, and means between replicas; before the first."""
         self._exchange_of = transport.exchange_of(self._layout)
+        self._average = None if between is None else between.average_of(self._between)
         self._stay_loose = self.exchange_bytes > 0 and not transport.packs and self._layout.ranks > 1
 
     def add(self, parameter: ShardedParameter, gradient: Tensor, *, added_up: bool) -> None:
@@ -118,7 +125,7 @@ class GradientBuffer:
             exchange, add_up = self._exchange_of(sent, result)
             pending = stream.run(exchange, after=add_up)
         rows = [(each, result.as_strided(*layout)) for each, layout in self._own]
-        return Sending(rows, written, result, pending, self._replicate, between)
+        return Sending(rows, written, result, pending, self._average, between, goes_on=not self._host_waits)
 
     def _zeros(self, parameter: ShardedParameter) -> Tensor:
         return torch.zeros(parameter.shape, dtype=self._compute_dtype, device=self._device)
@@ -173,13 +180,15 @@ class Sending:
         written: set[ShardedParameter],
         result: Tensor,
         pending: Pending,
-        replicate: dist.ProcessGroup | None,
+        average: Average | None,
         between: SideStream,
+        *,
+        goes_on: bool,
     ) -> None:
         self._rows, self._written, self._result = rows, written, result
         self._within, self._between = pending, between
-        self._replicate, self._replicated = replicate, Pending()
-        if replicate is not None and not host_waits(replicate, result.device):
+        self._average, self._replicated = average, Pending()
+        if goes_on:
             self._start_between()
 
     def go_on(self) -> None:
@@ -201,9 +210,8 @@ class Sending:
         return list(self._written), [row for row in self._rows if row[0] not in self._written]
 
     def _start_between(self) -> None:
-        if self._replicate is not None:
-            group, result, self._replicate = self._replicate, self._result, None
-            start = partial(all_reduce_mean, [result], group)
+        if self._average is not None:
+            start, self._average = self._average([self._result]), None
             self._replicated = self._between.run(start, before=self._within.join)
 
 
@@ -213,7 +221,7 @@ class ReplicatedGradients:
     A parameter that no rank used keeps no gradient, as without sharding; one that some rank used has one on every rank.
     """
 
-    def __init__(self, parameters: Iterable[ShardedParameter], process_group: dist.ProcessGroup) -> None:
+    def __init__(self, parameters: Iterable[ShardedParameter], process_group: ProcessGroup) -> None:
         self._trainable = [parameter for parameter in parameters if parameter.trainable]
         self._replicated = [parameter for parameter in self._trainable if parameter.rows is None]
         self._process_group = process_group

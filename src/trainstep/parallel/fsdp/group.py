@@ -20,9 +20,9 @@ from trainstep.parallel.collectives import Pending, SideStream
 from trainstep.parallel.fsdp.gradients import GradientBuffer
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.ranks import Ranks
-from trainstep.parallel.transport.by_collectives import Start
+from trainstep.parallel.transport.by_collectives import Start, TransportName
 from trainstep.parallel.transport.by_copies import padded
-from trainstep.parallel.transport.choice import Transport
+from trainstep.parallel.transport.choice import Transport, choose_transport
 
 
 class GatherGroup:
@@ -106,12 +106,12 @@ class GatherGroup:
         """Of this rank's slices in a gather, each as a transport lays it out."""
         return sum(padded(region.nbytes // self._process_group.size()) for region in self._gathered_bytes)
 
-    def connect(self, transport: Transport) -> None:
-        """Choose what carries parameters and gradients; once, before the first gather."""
+    def connect(self, transport: Transport, between: Transport | None) -> None:
+        """Choose what carries parameters and gradients, and means between replicas; once, before the first gather."""
         if self._gathered_bytes and self._process_group.size() > 1:
             self._all_gather = transport.gather_of(self._gathered_bytes)
         for buffer in self.buffers:
-            buffer.connect(transport)
+            buffer.connect(transport, between)
 
     def gather(self, stream: SideStream) -> None:
         if not self.is_gathered:
@@ -172,3 +172,33 @@ class GatherGroup:
     @property
     def has_frozen(self) -> bool:
         return len(self._trainable) < len(self.parameters)
+
+
+def connect(
+    groups: Sequence[GatherGroup], asked: TransportName, ranks: Ranks, device: torch.device
+) -> tuple[Transport, Transport | None]:
+    """Choose what carries the groups' parameters and gradients within a replica, and what averages between replicas,
+    None where there is one. All ranks call it.
+
+    Raises:
+        UsageError: peer-copies were asked for, and the ranks of a replica cannot copy to each other.
+    """
+    buffers = [buffer for group in groups for buffer in group.buffers]
+    within = choose_transport(
+        asked,
+        ranks.shard,
+        device,
+        slice_bytes=max((group.slice_bytes for group in groups), default=0),
+        exchange_bytes=max((buffer.exchange_bytes for buffer in buffers), default=0),
+        everyone=ranks.everyone,
+    )
+    between = None
+    if ranks.replicate is not None:
+        most = max((buffer.mean_bytes for buffer in buffers), default=0)
+        room = most * ranks.replicas
+        between = choose_transport(
+            asked, ranks.replicate, device, slice_bytes=most, exchange_bytes=room, needed=False
+        )  # replicas are on hosts of their own more often than not
+    for group in groups:
+        group.connect(within, between)
+    return within, between

@@ -16,7 +16,7 @@ from trainstep.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, clip_gradients_
 from trainstep.parallel.fsdp.boundary import Boundary
 from trainstep.parallel.fsdp.checks import MAX_PREFETCH, StepCheck, check_arguments, is_kept
-from trainstep.parallel.fsdp.group import GatherGroup
+from trainstep.parallel.fsdp.group import GatherGroup, connect
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.schedule import Schedule
 from trainstep.parallel.fsdp.shards import Initialize, ShardedParameter, plan_groups, shard_parameters
@@ -24,7 +24,6 @@ from trainstep.parallel.partial import RankGradient, before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import Ranks, ranks_of
 from trainstep.parallel.transport.by_collectives import TransportName
-from trainstep.parallel.transport.choice import choose_transport
 from trainstep.parallel.units import in_backward, install
 
 
@@ -62,7 +61,8 @@ class FullyShardedDataParallel(nn.Module):
     Attributes:
         module, device: as they were given or chosen.
         process_group: all ranks.
-        transport: what carries parameters and gradients: collectives or peer-copies.
+        transport: what carries parameters and gradients within a replica: collectives or peer-copies.
+        transport_between: what carries gradients between replicas; None where there is one.
         uncounted_bytes: what the transport's buffers take on this rank beyond `torch.cuda.memory_allocated`.
 
     Raises:
@@ -115,13 +115,9 @@ class FullyShardedDataParallel(nn.Module):
             )
             for group in plan
         ]
-        slices = [group.slice_bytes for group in gather_groups]
-        exchanges = [buffer.exchange_bytes for group in gather_groups for buffer in group.buffers]
-        sizes = {"slice_bytes": max(slices, default=0), "exchange_bytes": max(exchanges, default=0)}
-        carrier = choose_transport(transport, ranks.shard, self.device, everyone=ranks.everyone, **sizes)
-        for group in gather_groups:
-            group.connect(carrier)
-        self.transport, self.uncounted_bytes = carrier.name, carrier.uncounted_bytes
+        carrier, between = connect(gather_groups, transport, ranks, self.device)
+        self.transport, self.transport_between = carrier.name, None if between is None else between.name
+        self.uncounted_bytes = sum(each.uncounted_bytes for each in (carrier, between) if each is not None)
         self._schedule = Schedule(gather_groups, ranks, prefetch, self.device)
         self._gradient_class = RankGradient.for_wrapper(self.process_group, _question(self._schedule, "is_complete"))
         may_read = _question(self._schedule, "may_read")

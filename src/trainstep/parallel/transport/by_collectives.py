@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.parallel.collectives import all_gather_slices, all_to_all
+from trainstep.parallel.collectives import all_gather_slices, all_reduce_mean, all_to_all
 from trainstep.parallel.slices import slices_of
 from trainstep.parallel.staged import Waitable
 from trainstep.parallel.transport.layout import Layout
@@ -24,6 +24,8 @@ Exchange = Callable[[Sequence[Tensor], Tensor], tuple[Start, Callable[[], object
 """Of gradients (all of a layout's, or one tensor in which they are packed) and `result` (elements of a row): what is to
 be started once, and what is to be done after it. Then `result` has the mean over all ranks of this rank's row, in the
 dtype of `result`. The memory of what is exchanged is that of the current stream."""
+Average = Callable[[Sequence[Tensor]], Start]
+"""Of tensors: what is to be started once, and makes them the means over all ranks."""
 
 
 class Collectives:
@@ -59,3 +61,7 @@ class Collectives:
             return lambda: all_to_all(receive, send, self._group), mean
 
         return exchange
+
+    def average_of(self, layout: Layout) -> Average:
+        """Of all tensors of a layout, where they are."""
+        return lambda tensors: partial(all_reduce_mean, tensors, self._group)

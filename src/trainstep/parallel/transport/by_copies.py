@@ -17,7 +17,7 @@ from torch import Tensor
 from trainstep.parallel.announced import Announced, Record, announce, note
 from trainstep.parallel.ranks import others
 from trainstep.parallel.slices import slice_of
-from trainstep.parallel.transport.by_collectives import Exchange, Start, TransportName
+from trainstep.parallel.transport.by_collectives import Average, Exchange, Start, TransportName
 from trainstep.parallel.transport.copies import Copies, PieceCopies
 from trainstep.parallel.transport.layout import Layout
 from trainstep.parallel.transport.peer_memory import PeerMemory
@@ -102,7 +102,7 @@ class PeerCopies:
 
         return exchange
 
-    def average_of(self, layout: Layout, *, scattered: bool) -> Callable[[Sequence[Tensor]], Start]:
+    def average_of(self, layout: Layout, *, scattered: bool = False) -> Average:
         """Of whole gradients, all of a layout's, contiguous: once started they become the means over all ranks where
         they are, the same to the bit on every rank; if `scattered`, only this rank's slice of each does."""
 

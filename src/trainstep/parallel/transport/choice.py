@@ -30,15 +30,17 @@ def choose_transport(
     slice_bytes: int,
     exchange_bytes: int,
     everyone: dist.ProcessGroup | None = None,
+    needed: bool = True,
 ) -> Transport:
     """The transport asked for; every rank must call it alike, and all of the group get the same.
 
     Args:
         slice_bytes, exchange_bytes: the most that a gather and an exchange take, as `PeerCopies` has them.
         everyone: the ranks of groups beside this one too, if there are any: what cannot be in one is an error in all.
+        needed: whether collectives will not do where peer-copies were asked for.
 
     Raises:
-        UsageError: peer-copies were asked for and the ranks cannot copy to each other.
+        UsageError: peer-copies were asked for, and needed, and the ranks cannot copy to each other.
     """
     if asked == "collectives" or group.size() == 1 or (asked == "auto" and device.type == "cpu"):
         return Collectives(group)
@@ -48,9 +50,9 @@ def choose_transport(
             copies = PeerCopies(group, device, slice_bytes=slice_bytes, exchange_bytes=exchange_bytes)
         except OSError as error:  # which every rank has
             obstacle = f"memory cannot be shared between the ranks ({error})"
-            if asked == "auto":
+            if asked == "auto" or not needed:
                 warnings.warn(f"{obstacle}, so collectives are used", stacklevel=3)
-    if asked == "peer-copies" and (obstacle := _of_any(obstacle, everyone or group)):
+    if needed and asked == "peer-copies" and (obstacle := _of_any(obstacle, everyone or group)):
         raise UsageError(f'transport="peer-copies" is not possible: {obstacle}; use "auto" or "collectives"')
     return copies or Collectives(group)
 

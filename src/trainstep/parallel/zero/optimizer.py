@@ -274,10 +274,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _gathers_beside(self) -> GathersBeside:
         assert self._ddp is not None, "asked for with `overlap_gather`"
-        room = {"slice_bytes": max(bucket.slice_bytes for bucket in self._buckets), "exchange_bytes": 0}
+        most = max(bucket.slice_bytes for bucket in self._buckets)
         device = next(parameter.device for bucket in self._buckets for parameter, _ in bucket.slices())
         asked, everyone = self._ddp.asked_transport, self._ranks.everyone
-        carrier = choose_transport(asked, self._ranks.shard, device, everyone=everyone, **room)
+        carrier = choose_transport(
+            asked, self._ranks.shard, device, slice_bytes=most, exchange_bytes=0, everyone=everyone
+        )
         return GathersBeside(carrier, SideStream(device), device)
 
     def _bucket(self, pieces: list[Piece]) -> ParameterBucket:

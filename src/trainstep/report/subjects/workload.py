@@ -92,7 +92,8 @@ def _ceiling_chart(rows: Sequence[Row], ceilings: Sequence[CeilingRow]) -> Chart
 
 
 _PLACES = {"device": "{}", "torch": "torch {}", "triton": "triton {}", "date": "{}", "cpu": "{}",
-           "threads": "{} host threads", "gpu_uuid": "{}", "commit": "commit {}"}  # fmt: skip
+           "threads": "{} host threads", "cores": "{} host cores a process",
+           "gpu_uuid": "{}", "commit": "commit {}"}  # fmt: skip
 """Columns of the environment that say where a row was measured, and how they are written."""
 
 
