@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from tables import RESULTS, of_rows, plain, results, setting, where
+from trainstep.bench.parallel.planned import moments, planned_bytes, transport_taken
 from trainstep.bench.parallel.ratios import ratios_alike
-from trainstep.bench.parallel.run import moments, planned_bytes, transport_taken
 from trainstep.config import SIZES
 from trainstep.kinds import (
     CollectiveFitRow,

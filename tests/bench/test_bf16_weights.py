@@ -16,7 +16,7 @@ from trainstep.bench.check.step import StepCheck, first_form, plain_form
 from trainstep.bench.ladder import climb, rungs_for
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.check import compare_with_one_process
-from trainstep.bench.parallel.run import planned_bytes
+from trainstep.bench.parallel.planned import planned_bytes
 from trainstep.bench.step import StepCase, run_cases
 from trainstep.cli import main
 from trainstep.config import StepConfig

@@ -13,6 +13,7 @@ from tests.parallel.zero import test_optimizer
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
 from trainstep.parallel.transport import by_copies
+from trainstep.parallel.transport.peer_memory import PeerMemory
 
 pytestmark = pytest.mark.distributed
 
@@ -48,6 +49,29 @@ def test_four_ranks_train_alike_and_as_one_process(four):
         for how, trained in found.items():
             assert not any(differing(each[name][how], trained) for each in by_rank), (name, how)
             assert not differing(trained, expected, relative=2e-5), (name, how)
+
+
+def _barriers(process):
+    """How many there are in the averages of four steps, by whether a rank gets its slices alone."""
+    found, original = {}, PeerMemory.barrier
+    for scattered in (False, True):
+        counted = mock.patch.object(PeerMemory, "barrier", autospec=True, side_effect=original)
+        with mock.patch.multiple(by_copies, OUTBOX_BYTES=256, INBOX_BYTES=256), counted as barrier:
+            ddp = DistributedDataParallel(build("Plain", 0), bucket_mb=0, **COPIES)
+            if scattered:
+                ShardedOptimizer(ddp.parameters(), torch.optim.SGD, ddp=ddp, lr=0.1)
+            for step in range(4):
+                loss_of(ddp, shares(2, step)[process.rank]).backward()
+                ddp.finish_gradient_synchronization()
+        found[scattered] = barrier.call_count
+    return found
+
+
+def test_an_average_takes_two_barriers_but_the_first_one(two):
+    """One when all have what is to be averaged, one when all have averaged it; by then all inboxes are free again."""
+    for found in two.run(_barriers):
+        assert found[False] % 2 == 1, "the first round has one more"
+        assert found[False] == found[True] + 1, "where slices stay a round has two as well, before and after it is sent"
 
 
 def _otherwise(process):

@@ -272,6 +272,10 @@ def test_gradients_that_go_by_copies_are_staged(scheme):
     assert rank_bytes(scheme, 1000, 1, **settings).staging == 0
     large = rank_bytes(scheme, 10**9, 4, peer_copies=True, largest_bucket=10**9)
     assert large.staging == by_copies.INBOX_BYTES * 5 // 4
+    gathered = rank_bytes(scheme, 10**10, 4, peer_copies=True, largest_bucket=10**9, largest_gather=1000)
+    assert gathered.staging - large.staging == 1000, "a rank's slices of what is gathered beside the next forward"
+    gathered = rank_bytes(scheme, 10**10, 4, peer_copies=True, largest_bucket=10**9, largest_gather=10**10)
+    assert gathered.staging - large.staging == by_copies.OUTBOX_BYTES
 
 
 def test_what_makes_no_sense_is_refused():

@@ -226,7 +226,10 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         # Before the computation's: a barrier or a small copy, which others wait for, would wait for its large kernels.
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=-1)
+            self._given = torch.cuda.Event()  # of the computation; wait_stream would make one for every run
 
     def run(
         self,
@@ -244,7 +247,8 @@ class SideStream:
         if stream is None:
             return self._run_on_current(start, before, after)
         device, computing = torch.cuda.current_device(), torch.cuda.current_stream(stream.device)
-        stream.wait_stream(computing)
+        self._given.record(computing)
+        stream.wait_event(self._given)
         torch.cuda.set_stream(stream)  # and its device; torch.cuda.stream() takes the host 10 µs
         try:
             return self._run_on_current(start, before, after)

@@ -184,6 +184,7 @@ def rank_bytes(
     peer_copies: bool = False,
     copies_between: bool = False,
     largest_bucket: int = 0,
+    largest_gather: int = 0,
 ) -> RankBytes:
     """Memory and traffic of a rank, every parameter being divided evenly.
 
@@ -205,6 +206,7 @@ def rank_bytes(
             with ddp and the sharded optimizer, gradients do.
         copies_between: so do gradients between hsdp's replicas.
         largest_bucket: parameters whose gradients are averaged at once, at most (ddp, sharded optimizer).
+        largest_gather: parameters that go through such buffers at once, too, at most (sharded optimizer).
     """
     if replicas < 1 or world_size % replicas or (replicas > 1 and scheme != "hsdp"):
         ranks = f"{world_size} ranks of {scheme}"
@@ -223,6 +225,8 @@ def rank_bytes(
     if scheme in ("ddp", "sharded optimizer"):
         inbox = min(min(trained, largest_bucket) * bytes_per_parameter, INBOX_BYTES) if peer_copies and n > 1 else 0
         staging = inbox + -(-inbox // n)
+        if peer_copies and n > 1:
+            staging += min(-(-min(num_parameters, largest_gather) * bytes_per_parameter // n), OUTBOX_BYTES)
         buffers = (gradients if copies else 0) + staging
         if scheme == "ddp":
             moved = sent("all-reduce", 0)

@@ -9,16 +9,9 @@ import torch
 from tests.bench.parallel import agreement, deviation
 from trainstep.bench.outcome import Failure
 from trainstep.bench.parallel import ParallelCase
+from trainstep.bench.parallel.planned import moments, planned_bytes, transport_taken
 from trainstep.bench.parallel.ratios import ratio_rows, ratios_alike
-from trainstep.bench.parallel.run import (
-    RankMeasurement,
-    Timed,
-    moments,
-    parallel_row,
-    planned_bytes,
-    transport_taken,
-    with_exposed,
-)
+from trainstep.bench.parallel.run import RankMeasurement, Timed, parallel_row, with_exposed
 from trainstep.config import SIZES, ModelConfig, StepConfig
 from trainstep.kinds import ParallelRow
 from trainstep.measure.collectives import Collective
@@ -75,6 +68,17 @@ def test_rounds_come_one_after_another_each_as_long_as_on_its_slowest_rank():
     assert found.samples["step"] == [19.0, 20.0, 30.0, 31.0]
     assert (found.n, found.rounds, found.times["step"].median) == (4, 2, 25.0)
     assert found.start_weights_gib == 3 / GIB, "of the first round"
+
+
+def test_in_a_window_launches_are_told_by_steps_of_their_own():
+    """There the host runs ahead until the device holds it up, and waits at the very end alone."""
+
+    def timing(issue, wait, step):
+        return Timing((Sample(step, wait, step, {"forward": Lap(issue, 5.0)}),) * 2, 0)
+
+    window, alone = timing(19.0, 0.0, 20.0), timing(7.0, 12.0, 21.0)
+    found = row("flat", Timed([[replace(rank((20.0,), 0), timing=window, launches=alone)]], AGREES)).times
+    assert [found[name].median for name in ("step", "forward", "forward_issue", "wait")] == [20.0, 5.0, 7.0, 12.0]
 
 
 def test_what_communication_costs_is_beyond_the_step_without_wherever_that_was_timed():

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import nn
 from tests.parallel.training import EXCHANGE_MB, OPTIMIZERS, WIDTH, build, differing, loss_of, reference, shares, state
 from trainstep.checkpointing import Checkpointing
 from trainstep.errors import UsageError
+from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
+from trainstep.parallel.zero import optimizer as zero_optimizer
 from trainstep.parallel.zero import pieces
 
 pytestmark = pytest.mark.distributed
@@ -65,6 +68,29 @@ def _step(process, ddp, optimizer, step):
     loss_of(ddp, shares(process.world_size, step)[process.rank]).backward()
     ddp.finish_gradient_synchronization()
     optimizer.step()
+
+
+def _gathers(process):
+    """How many gathers a step has, with and without the next forward beside them, of what one call has room for."""
+    found = {}
+    with mock.patch.multiple(zero_optimizer, EXCHANGE_MB=1e-4, OVERLAPPED_MB=1.0):
+        for overlap_gather in (False, True):
+            ddp = DistributedDataParallel(_stacked(0), process_group=process.group)
+            optimizer = ShardedOptimizer(
+                ddp.parameters(), torch.optim.SGD, ddp=ddp, overlap_gather=overlap_gather, lr=0.1
+            )
+            loss_of(ddp, shares(process.world_size, 0)[process.rank]).backward()
+            ddp.finish_gradient_synchronization()
+            with recorded_collectives() as calls:
+                optimizer.step()
+            found[overlap_gather] = sum(call.name == "all-gather" for call in calls)
+    return found
+
+
+def test_by_default_more_is_gathered_at_a_time_beside_forward(two):
+    for found in two.run(_gathers):
+        assert found[True] == 1
+        assert found[False] > 4
 
 
 def train(process, transport):

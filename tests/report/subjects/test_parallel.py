@@ -4,7 +4,13 @@ from tests.report.page import Page
 from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelFamilyRow, ParallelRow, ParallelTraceRow
 from trainstep.records import Times
 from trainstep.report.page import render
-from trainstep.report.subjects.parallel import computation_findings, data_findings, label_among, overlap_findings
+from trainstep.report.subjects.parallel import (
+    computation_findings,
+    data_findings,
+    host_findings,
+    label_among,
+    overlap_findings,
+)
 
 
 def row(collective, size, time=1.0, status="ok", reason="", ranks=2):
@@ -140,6 +146,31 @@ def test_the_schemes_that_hide_most_and_least_of_their_communication_are_told():
     (two,) = overlap_findings(rows[:2])
     assert (two.figures["most"], two.figures["least"]) == ("fsdp", "flat")
     assert overlap_findings(rows[3:]) == []
+
+
+def test_schemes_that_wait_for_their_host_are_told():
+    def timed(scheme, step, wait, optimizer=7.0, **issue):
+        times = {"step": step, "wait": wait, "optimizer": optimizer}
+        times |= {f"{name}_issue": each for name, each in issue.items()}
+        return ParallelRow(workload="2.7B", scheme=scheme, world_size=4, times={k: Times(v) for k, v in times.items()})
+
+    gpu, window = (
+        timed("single", 138.0, 60.0, 28.0, forward=30.0, backward=45.0),
+        timed("hsdp", 160.0, 0.0, forward=160),
+    )
+    late = timed("fsdp", 150.0, 14.4, forward=50.0, backward=80.0, optimizer_=4.0)
+    assert host_findings([gpu, window, timed("hsdp", 150.0, 14.6, forward=50.0)]) == []
+    (found,) = host_findings([gpu, late, timed("torch-fsdp2", 230.0, 8.0, forward=100.0, backward=118.0), window])
+    assert found.id == "parallel.host"
+    assert found.figures == {
+        "schemes": "fsdp, torch-fsdp2", "latest": "torch-fsdp2", "launched_ms": 218.0, "step_ms": 230.0
+    }  # fmt: skip
+    assert found.sentence.startswith(
+        "The host sets the pace of fsdp, torch-fsdp2: it is through with launching a step when the GPU has little left "
+        "but the update (torch-fsdp2: 218 ms, of a step of 230 ms)."
+    )
+    cells = Page(render([gpu, late, window])).values["parallel"].values()
+    assert [each.get("launched_ms") for each in cells] == ["75.0", "134.0", None]
 
 
 def test_odd_batches_and_losses_are_said_once_per_workload():

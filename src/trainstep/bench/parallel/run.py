@@ -12,7 +12,6 @@ of each may be recorded by the profiler, in a run of its own, so that nothing of
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,26 +29,28 @@ from trainstep.bench.outcome import Failure, attempt_on_all_ranks, failed_row
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.batches import same_on_all_ranks
 from trainstep.bench.parallel.check import Agreement, compare_with_one_process
+from trainstep.bench.parallel.planned import moments, planned_bytes
 from trainstep.bench.parallel.ratios import ratios_alike
 from trainstep.bench.parallel.trace import trace_rows, traced_step
 from trainstep.bench.step import phase_samples
-from trainstep.config import ModelConfig, OptimizerImpl
 from trainstep.errors import UsageError
 from trainstep.kinds import ParallelFamilyRow, ParallelRatioRow, ParallelRow, ParallelTraceRow
 from trainstep.measure.collectives import Collective, recorded_collectives
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB
 from trainstep.measure.timing import Timing, device_clock, time_steps, time_window
-from trainstep.parallel.collectives import MB
 from trainstep.parallel.process import Process
-from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent, rank_bytes
-from trainstep.plan.strategies import kept_groups, largest_group
-from trainstep.precision import PRECISIONS, PrecisionName
+from trainstep.plan.communication import COLLECTIVES, bytes_sent
+from trainstep.precision import PRECISIONS
 from trainstep.records import Scalar, SoFar, Status, Times, make_row
 from trainstep.replicas import local_gradients, local_state, transport_of, uncounted_bytes, wait_for_parameters
-from trainstep.schemes import SCHEMES, Scheme
+from trainstep.schemes import SCHEMES
 from trainstep.stats import summarize
 from trainstep.training_step import TrainingStep
+
+LAUNCHES = 5
+"""Steps with a synchronisation around each, which tell how long the host takes to launch one. Where nothing waits
+between steps it runs ahead of the device until that holds it up."""
 
 
 def run_cases(
@@ -162,6 +163,8 @@ class RankMeasurement:
     """What carries shards and gradients of ours."""
     gpu: Mapping[str, Scalar] = field(default_factory=dict)
     """Its state right after the last timed step."""
+    launches: Timing | None = None
+    """In place of those steps, some that tell how long the host takes to launch one."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +188,11 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
     memory = _held("start", step, process.device)
     batch = step.next_batch()
     warmup = max(case.warmup, 1)  # the optimizer's state is there from the second step on
-    timed = partial(time_window, at_end=partial(wait_for_parameters, step.replica)) if case.sustained else time_steps
-    take = partial(timed, lambda phase: step(batch, phase=phase), device=device_clock(process.device))
+    device = device_clock(process.device)
+    take = one_by_one = partial(time_steps, lambda phase: step(batch, phase=phase), device=device)
+    if case.sustained:
+        at_end = partial(wait_for_parameters, step.replica)
+        take = partial(time_window, lambda phase: step(batch, phase=phase), device=device, at_end=at_end)
     if case.do_bench is None:
         timing = take(warmup=warmup, steps=case.steps)
     else:
@@ -196,6 +202,7 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
         warmup, steps = case.do_bench.counts(max(slowest))
         timing = take(warmup=max(warmup - 2, 0), steps=steps)  # the estimate was the first two
     gpu = gpu_state(process.device)
+    launches = one_by_one(warmup=0, steps=LAUNCHES) if case.sustained else None
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(process.device)
     hooks = [
@@ -210,7 +217,7 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
         memory["peak"] = torch.cuda.max_memory_allocated(process.device) + uncounted_bytes(step.replica)
         memory["peak_reserved"] = torch.cuda.max_memory_reserved(process.device) + uncounted_bytes(step.replica)
     transport = transport_of(step.replica)
-    return RankMeasurement(timing, memory, collectives, count_tokens(batch), transport, gpu)
+    return RankMeasurement(timing, memory, collectives, count_tokens(batch), transport, gpu, launches)
 
 
 def _held(moment: str, step: TrainingStep, device: torch.device) -> dict[str, int]:
@@ -256,7 +263,7 @@ def parallel_row(
     slowest = [max(ranks, key=step_ms) for ranks in result.rounds]
     samples: dict[str, list[float]] = {}
     for rank in slowest:
-        for name, milliseconds in phase_samples(rank.timing).items():
+        for name, milliseconds in _samples(rank).items():
             samples.setdefault(name, []).extend(milliseconds)
     times = {name: Times.of(summarize(milliseconds), spread=False) for name, milliseconds in samples.items()}
     first = result.rounds[0]
@@ -317,62 +324,7 @@ def _memory(ranks: Sequence[RankMeasurement]) -> dict[str, Scalar]:
     return {f"{name}_gib": max(each.memory[name] for each in ranks) / GIB for name in names}
 
 
-def planned_bytes(
-    scheme: Scheme,
-    num_parameters: int,
-    world_size: int,
-    *,
-    frozen: int = 0,
-    precision: PrecisionName,
-    optimizer: OptimizerImpl,
-    model: ModelConfig | None = None,
-    transport: str | None = None,
-) -> RankBytes:
-    """Memory and traffic of a rank.
-
-    Args:
-        frozen: how many parameters are not trained.
-        precision: of the step; under autocast FSDP gathers and sends in 16 bits.
-        optimizer: its state is two moments per parameter, or nothing.
-        model: the built-in model's shape, for the sizes of groups under FSDP; None for a user's.
-        transport: of ours, as a row has it.
-    """
-    entry = PRECISIONS[precision]
-    bucket = num_parameters
-    if model is not None and scheme.bucket_mb < math.inf:  # full with the embedding
-        bucket = int(scheme.bucket_mb * MB) // entry.stored_bytes + model.vocab_size * model.d_model
-    narrow = entry.computed_bytes if scheme.shards_weights and entry.is_autocast else None
-    return rank_bytes(
-        scheme.planned_as or "ddp",
-        num_parameters,
-        world_size,
-        replicas=scheme.replicas or 1,
-        frozen=frozen,
-        bytes_per_parameter=entry.stored_bytes,
-        state_per_parameter=0 if optimizer == "sgd" else 2 * entry.stored_bytes,
-        compute_bytes=narrow,
-        reduce_bytes=narrow,
-        largest_group=0 if model is None else largest_group(model),
-        not_again=kept_groups(model) if model is not None and scheme.peer is None else 0,
-        scattered=not scheme.copies_gradients,
-        copies=scheme.copies_gradients,
-        peer_copies=(transport or "").startswith("peer-copies"),
-        copies_between=(transport or "").endswith("peer-copies"),
-        largest_bucket=bucket,
-    )
-
-
-def transport_taken(row: ParallelRow) -> str | None:
-    """What carried shards and gradients of a row's scheme; of FSDP's older rows, which do not say it, too."""
-    scheme = SCHEMES[row.scheme]
-    older = "peer-copies, between replicas collectives" if scheme.is_hybrid else "peer-copies"
-    return row.transport or (older if (scheme.wrapper, scheme.transport) == ("fsdp", "auto") else None)
-
-
-def moments(plan: RankBytes) -> dict[str, Scalar]:
-    """The three moments at which a rank's memory is measured, as columns."""
-    return {
-        "predicted_start_gib": plan.start / GIB,
-        "predicted_before_step_gib": plan.before_step / GIB,
-        "predicted_after_step_gib": plan.before_step / GIB,
-    }
+def _samples(rank: RankMeasurement) -> dict[str, list[float]]:
+    found = phase_samples(rank.timing)
+    launched = {} if rank.launches is None else phase_samples(rank.launches)
+    return found | {name: each for name, each in launched.items() if name == "wait" or name.endswith("_issue")}

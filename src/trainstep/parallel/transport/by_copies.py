@@ -54,6 +54,7 @@ class PeerCopies:
         self.uncounted_bytes = self._memory.uncounted
         self._others = others(group)
         self._gathers, self._exchanges = (_Channel(self._memory, number, group) for number in (_GATHER, _EXCHANGE))
+        self._all_emptied = False  # whether every rank is known to be through with what came into its inbox
 
     def gather_of(self, tensors: Sequence[Tensor]) -> Start:
         rounds = list(_rounds([tensor.numel() // self.ranks for tensor in tensors], self._slice_bytes))
@@ -126,6 +127,7 @@ class PeerCopies:
                     inboxes.mean(gradients, outbox)  # all have emptied the outbox: they are at the next round
                     if theirs is not None:
                         self._exchanges.barrier()
+                        self._all_emptied = True
                         theirs.fill_pieces(gradients)
                     mine.fill_pieces(gradients, by_driver=False)
                 self._exchanges.end()
@@ -141,12 +143,18 @@ class PeerCopies:
         at_once = fit if fit >= layout.size else fit // 128 * 128 or max(fit, 1)  # whole cache lines
         return [slice(first, min(first + at_once, layout.size)) for first in range(0, layout.size, at_once)]
 
+    def _until_emptied(self) -> None:
+        """Let the current stream wait until every rank's inbox may be written to, unless a barrier has told already."""
+        if not self._all_emptied:
+            self._exchanges.barrier()
+        self._all_emptied = False
+
     def _to_inboxes(self, layout: Layout, part: slice, dtype: torch.dtype) -> _ToInboxes:
         shape = (layout.ranks, part.stop - part.start)
         skipped, nbytes = self._slice_bytes, shape[0] * shape[1] * dtype.itemsize
         inboxes = [each[skipped : skipped + nbytes].view(dtype).view(shape) for each in self._memory.buffers]
         copies = self._copies_of(layout, part, [inbox[self._rank] for inbox in inboxes], [*self._others, self._rank])
-        return _ToInboxes(copies, inboxes[self._rank], self._exchanges.barrier)
+        return _ToInboxes(copies, inboxes[self._rank], self._until_emptied, self._exchanges.barrier)
 
     def _copies_of(self, layout: Layout, part: slice, rows: Sequence[Tensor], ranks: Sequence[int]) -> PieceCopies:
         """Between gradients and `part` of these ranks' rows of them, which are where `rows` has each rank's."""
@@ -190,10 +198,11 @@ class _ToInboxes:
 
     copies: PieceCopies
     inbox: Tensor  # (ranks, elements)
+    until_emptied: Callable[[], None]
     barrier: Callable[[], None]
 
     def mean(self, gradients: Sequence[Tensor], result: Tensor) -> None:
-        self.barrier()
+        self.until_emptied()
         self.copies.fill_places(gradients)
         self.barrier()
         torch.mean(self.inbox, dim=0, dtype=result.dtype, out=result)

@@ -34,6 +34,10 @@ from trainstep.parallel.zero.pieces import (
     restore,
 )
 
+EXCHANGE_MB, OVERLAPPED_MB = 256.0, 1000.0
+"""Of parameters that are gathered at a time: behind the update of the next ones, and beside the next forward. There the
+host sets the pace, and each call costs it what an update does."""
+
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Any torch optimizer, its state and work divided among the ranks of a group.
@@ -53,7 +57,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             `finish_gradient_synchronization()` a sliced parameter's `grad` only says so, and raises if it is used;
             clipping is done by `clip_grad_norm_` of this optimizer.
         shard: "slices" or "parameters" to choose; "auto" takes slices for elementwise optimizers.
-        exchange_mb: megabytes (10^6 bytes) of parameters that are updated and gathered at a time.
+        exchange_mb: megabytes (10^6 bytes) of parameters that are updated and gathered at a time; by default 256, which
+            are gathered while the next are updated, or 1,000 with `overlap_gather`, where nothing is gained by fewer.
         overlap_gather: let `step` return while parameters are still being gathered, beside the next forward. The module
             of `ddp`, and each of its blocks, waits for its own when it is called, `state_dict()` and
             `load_state_dict()` for all. Whatever else reads or writes parameters between `step` and the next forward
@@ -76,13 +81,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mesh: DeviceMesh | None = None,
         ddp: DistributedDataParallel | None = None,
         shard: Literal["auto", "slices", "parameters"] = "auto",
-        exchange_mb: float = 256.0,
+        exchange_mb: float | None = None,
         overlap_gather: bool = False,
         **kwargs: Any,
     ) -> None:
         self._ranks = _ranks_of(process_group, mesh, ddp)
         self.process_group = self._ranks.everyone
         self._sliced = _may_slice(optimizer_cls, shard)
+        if exchange_mb is None:
+            exchange_mb = OVERLAPPED_MB if overlap_gather else EXCHANGE_MB
         if not exchange_mb >= 0:
             raise UsageError(f"exchange_mb is {exchange_mb}; expected 0 (one parameter at a time) up to inf")
         self._optimizer_cls, self._options, self._exchange_mb, self._ddp = optimizer_cls, kwargs, exchange_mb, ddp

@@ -29,6 +29,8 @@ MEMORY_KINDS = {"weights": "weights", "gradients": "gradients", "state": "optimi
 
 SAID_FAMILIES = 3
 """Of a traced step's kernels."""
+PACE = 0.05
+"""Of a step: by so much more than the update the GPU may be behind the host that sets its pace."""
 SHARES_DIFFER = 1e-3
 """Gradients of a batch further than this from the mean of its shares' differ by more than rounding."""
 
@@ -79,6 +81,20 @@ def _schemes(rows: Sequence[Row]) -> Sequence[Column]:
     return (*_COLUMNS[:at], *alone, *_COLUMNS[at:])
 
 
+def launched_ms(row: Row) -> float | None:
+    """How long the host takes to launch a step's phases; None where it was not seen waiting at their end, so that the
+    device may have held it up before."""
+    assert isinstance(row, ParallelRow)
+    if "wait" not in row.times or not row.times["wait"].median > 0:
+        return None
+    return sum(times.median for name, times in row.times.items() if name.endswith("_issue"))
+
+
+def _launched(row: Row) -> Cell:
+    value = launched_ms(row)
+    return Cell(number(value), value, "launched_ms")
+
+
 _COLUMNS = (
     *columns.SETTINGS,
     _RANKS,
@@ -87,6 +103,7 @@ _COLUMNS = (
     columns.COUNTED,
     columns.value("rounds", "rounds", brief=False, page=False),
     columns.median("step (ms) [95 %]", "step"),
+    Column("launched by the host in (ms)", _launched, brief=False),
     *columns.values({"tokens/s": "tokens_per_s", "collectives": "collectives"}),
     *columns.values({"sent (GiB)": "sent_gib", "sent by plan (GiB)": "sent_floor_gib"}),
     *(
@@ -209,6 +226,29 @@ def data_findings(records: Sequence[Row]) -> list[Finding]:
     return told
 
 
+def host_findings(records: Sequence[Row]) -> list[Finding]:
+    """The schemes of which the host sets the pace: when it has launched a step, the GPU has little left but the update,
+    whose few launches take it no time."""
+    late = []
+    for row in of_kind(records, ParallelRow):
+        launched, step = launched_ms(row), _step_ms(row)
+        if launched is not None and step is not None and "optimizer" in row.times:
+            behind = row.times["wait"].median - row.times["optimizer"].median
+            if behind <= PACE * step:
+                late.append((launched, step, row.label))
+    if not late:
+        return []
+    launched, step, latest = max(late)
+    names = ", ".join(dict.fromkeys(name for *_, name in late))
+    said = (
+        "The host sets the pace of {schemes}: it is through with launching a step when the GPU has little left but the "
+        "update ({latest}: {launched_ms:ms}, of a step of {step_ms:ms}). Compiled blocks, more tokens per GPU, or host "
+        "cores of each rank’s own (taskset, torchrun’s --numa-binding) help; faster links will not."
+    )
+    figures: dict[str, Scalar] = {"schemes": names, "latest": latest, "launched_ms": launched, "step_ms": step}
+    return [found("parallel.host", said, **figures)]
+
+
 def parallel(records: Sequence[Row]) -> Section | None:
     """Schemes of data parallel training: each one's step beside one without communication, and what a rank holds."""
     rows, traced = of_kind(records, ParallelRow), of_kind(records, ParallelTraceRow)
@@ -311,5 +351,5 @@ def _explained(rows: Sequence[ParallelTraceRow]) -> str:
 
 
 TABLES = (SCHEMES, RATIOS, TRACES, FAMILIES)
-RULES = (data_findings, overlap_findings, computation_findings)
+RULES = (data_findings, host_findings, overlap_findings, computation_findings)
 SECTIONS = (parallel,)
