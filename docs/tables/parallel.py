@@ -72,7 +72,7 @@ def planned_anew(row: Row) -> Row:
 
 RUNS = (
     *("h200-parallel-large", "h200-parallel-compiled", "h200-parallel-peers"),
-    *("h200-parallel-peers-4gpus", "h200-parallel-compiled-4gpus", "h200-parallel-sustained-4gpus"),
+    *("h200-parallel-sustained-4gpus", "h200-parallel-pinned-4gpus"),
 )
 """Files whose rows stand beside torch's with its best settings, as far as they are there."""
 OURS = (
@@ -184,12 +184,8 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel-large": partial(parallel, "h200-parallel-large"),
     "parallel-memory-large": partial(parallel_memory, "h200-parallel-large"),
     "parallel-4gpus": partial(parallel, "h200-parallel-4gpus"),
-    "parallel-peers-4gpus": partial(parallel, "h200-parallel-peers-4gpus"),
-    "parallel-compiled-4gpus": partial(parallel, "h200-parallel-compiled-4gpus"),
-    "parallel-memory-compiled-4gpus": partial(parallel_memory, "h200-parallel-compiled-4gpus"),
-    "parallel-memory-4gpus": partial(parallel_memory, "h200-parallel-peers-4gpus"),
-    "parallel-sustained-4gpus": partial(parallel, "h200-parallel-sustained-4gpus"),
-    "parallel-memory-sustained-4gpus": partial(parallel_memory, "h200-parallel-sustained-4gpus"),
+    "parallel-pinned-4gpus": partial(parallel, "h200-parallel-pinned-4gpus"),
+    "parallel-memory-pinned-4gpus": partial(parallel_memory, "h200-parallel-pinned-4gpus"),
     "plan-4gpus": plan_4gpus,
     "parallel-trace": partial(plain, "h200-parallel-trace", ParallelTraceRow),
     "collectives": partial(plain, "h200-collectives", CollectiveRow),
