@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from tables import RESULTS, of_rows, plain, results, setting, where
-from trainstep.bench.parallel.planned import moments, planned_bytes, transport_taken
+from trainstep.bench.parallel.planned import copies_of, moments, planned_bytes
 from trainstep.bench.parallel.ratios import ratios_alike
 from trainstep.config import SIZES
 from trainstep.kinds import (
@@ -65,8 +65,8 @@ def planned_anew(row: Row) -> Row:
     if not isinstance(row, ParallelRow):
         return row
     model, scheme = SIZES[str(row.workload)], dataclasses.replace(SCHEMES[row.scheme], replicas=row.replicas)
-    settings = {"precision": row.precision, "optimizer": row.optimizer, "transport": transport_taken(row)}
-    plan = planned_bytes(scheme, model.num_parameters, row.world_size, model=model, **settings)
+    settings = {"precision": row.precision, "optimizer": row.optimizer}
+    plan = planned_bytes(scheme, model.num_parameters, row.world_size, model=model, **settings, **copies_of(row))
     return dataclasses.replace(row, **moments(plan))
 
 

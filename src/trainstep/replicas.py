@@ -67,7 +67,6 @@ def build(
                     type(optimizer),
                     ddp=ddp,
                     overlap_gather=scheme.overlap_gather,
-                    exchange_mb=scheme.exchange_mb,
                     **options,
                 )
                 clip = sharded.clip_grad_norm_
@@ -171,12 +170,12 @@ def uncounted_bytes(replica: Replica) -> int:
     return sum(each.uncounted_bytes for each, kind in ours if isinstance(each, kind))
 
 
-def transport_of(replica: Replica) -> str | None:
-    """What carries shards and gradients of ours; of replicas, what carries the latter between them where it differs."""
+def transports_of(replica: Replica) -> tuple[str | None, str | None]:
+    """What carries shards and gradients of ours, and what carries gradients between replicas."""
     module = replica.module
-    if isinstance(module, FullyShardedDataParallel) and module.transport_between not in (None, module.transport):
-        return f"{module.transport}, between replicas {module.transport_between}"
-    return module.transport if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) else None
+    if isinstance(module, FullyShardedDataParallel):
+        return module.transport, module.transport_between
+    return (module.transport if isinstance(module, DistributedDataParallel) else None), None
 
 
 def wait_for_parameters(replica: Replica) -> None:

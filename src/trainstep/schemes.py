@@ -39,7 +39,6 @@ class Scheme:
     torch's)."""
     overlap: bool = True  # whether gradients are sent during backward, not after it (ddp)
     overlap_gather: bool = False  # whether parameters are gathered beside the next forward (sharded-optimizer)
-    exchange_mb: float = 256.0  # megabytes of parameters that are updated and gathered at a time (sharded-optimizer)
     transport: Literal["auto", "collectives"] = "auto"
     """How shards and gradients travel: auto takes copies between GPUs of one host where it can (ours)."""
     narrow_reduce: bool = False
@@ -115,7 +114,6 @@ _ALL = (
         "sharded optimizer",
         bucket_mb=1000,
         overlap_gather=True,
-        exchange_mb=1000,
     ),
     Scheme("fsdp", "fsdp", "fsdp", in_train=True, is_planned=True),
     Scheme("fsdp-collectives", "fsdp", "fsdp", transport="collectives", is_planned=True),  # by NCCL, as between hosts

@@ -112,6 +112,46 @@ def test_copies_do_what_collectives_do_at_once_or_in_rounds(four, sizes, dtype, 
                 assert torch.equal(value, expected)
 
 
+def _in_turns(process, room):
+    """Averages and exchanges by one transport, where barriers depend on what came before, and what they should be."""
+    ranks = process.world_size
+    with mock.patch.multiple(by_copies, OUTBOX_BYTES=room, INBOX_BYTES=room):
+        copies = PeerCopies(process.group, process.device, slice_bytes=8192, exchange_bytes=8192)
+    parameters = [_parameter((2 * ranks, 65), ranks), _parameter((7, 3), ranks)]
+    layout = Layout(parameters, ranks)
+    average, scatter = (copies.average_of(layout, scattered=each) for each in (False, True))
+    exchange_of, found = copies.exchange_of(layout), []
+    for call, what in enumerate(["average", "exchange", "average", "average", "scatter", "average", "exchange"]):
+        draws = [torch.Generator().manual_seed(100 * call + rank) for rank in range(ranks)]
+        given = [[torch.randn(parameter.shape, generator=draw) for parameter in parameters] for draw in draws]
+        means = [torch.stack(each).mean(0) for each in zip(*given, strict=True)]
+        own = [(piece, slice(piece.place, piece.place + piece.elements)) for piece in layout.pieces(process.rank)]
+        mine = given[process.rank]
+        if what == "exchange":
+            row = torch.zeros(layout.size)
+            exchange_of(mine, row)[0]()
+            mine = [row[place] for _, place in own]
+        else:
+            (average if what == "average" else scatter)(mine)()
+        if what != "average":
+            slices = [slice(piece.offset, piece.offset + piece.elements) for piece, _ in own]
+            means = [mean.view(-1)[part] for mean, part in zip(means, slices, strict=False)]
+            mine = (
+                mine if what == "exchange" else [each.view(-1)[part] for each, part in zip(mine, slices, strict=False)]
+            )
+        found.append((what, mine, means))
+    return found
+
+
+@pytest.mark.parametrize("room", [8192, 256])
+def test_averages_and_exchanges_take_turns(four, room):
+    for by_call in four.run(_in_turns, room):
+        for what, found, means in by_call:
+            assert found, what
+            for value, mean in zip(found, means, strict=True):
+                assert torch.allclose(value, mean, rtol=0, atol=1e-6), what
+
+
 def _train_by_copies(process, names, room=2**28):
     found = []
     for name in names:

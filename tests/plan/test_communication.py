@@ -276,6 +276,8 @@ def test_gradients_that_go_by_copies_are_staged(scheme):
     assert gathered.staging - large.staging == 1000, "a rank's slices of what is gathered beside the next forward"
     gathered = rank_bytes(scheme, 10**10, 4, peer_copies=True, largest_bucket=10**9, largest_gather=10**10)
     assert gathered.staging - large.staging == by_copies.OUTBOX_BYTES
+    frozen = rank_bytes(scheme, 1000, 4, frozen=900, largest_gather=1000, **settings)
+    assert frozen.staging == staged.staging + 100, "what is trained is gathered"
 
 
 def test_what_makes_no_sense_is_refused():

@@ -48,7 +48,7 @@ def describe(device: torch.device) -> Environment:
         "trainstep": _version("trainstep"),
         "commit": _commit(),
         "threads": torch.get_num_threads(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": _cores(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -88,6 +88,12 @@ def cpu_model() -> str:
         return platform.processor() or platform.machine()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.machine()
+
+
+def _cores() -> int:
+    """That this process may run on; where the system does not say, all there are."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    return (os.cpu_count() or 1) if allowed is None else len(allowed(0))
 
 
 def _version(package: str) -> str:

@@ -226,7 +226,7 @@ def rank_bytes(
         inbox = min(min(trained, largest_bucket) * bytes_per_parameter, INBOX_BYTES) if peer_copies and n > 1 else 0
         staging = inbox + -(-inbox // n)
         if peer_copies and n > 1:
-            staging += min(-(-min(num_parameters, largest_gather) * bytes_per_parameter // n), OUTBOX_BYTES)
+            staging += min(-(-min(trained, largest_gather) * bytes_per_parameter // n), OUTBOX_BYTES)
         buffers = (gradients if copies else 0) + staging
         if scheme == "ddp":
             moved = sent("all-reduce", 0)

@@ -9,7 +9,7 @@ import torch
 from tests.bench.parallel import agreement, deviation
 from trainstep.bench.outcome import Failure
 from trainstep.bench.parallel import ParallelCase
-from trainstep.bench.parallel.planned import moments, planned_bytes, transport_taken
+from trainstep.bench.parallel.planned import copies_of, moments, planned_bytes
 from trainstep.bench.parallel.ratios import ratio_rows, ratios_alike
 from trainstep.bench.parallel.run import RankMeasurement, Timed, parallel_row, with_exposed
 from trainstep.config import SIZES, ModelConfig, StepConfig
@@ -70,15 +70,20 @@ def test_rounds_come_one_after_another_each_as_long_as_on_its_slowest_rank():
     assert found.start_weights_gib == 3 / GIB, "of the first round"
 
 
-def test_in_a_window_launches_are_told_by_steps_of_their_own():
-    """There the host runs ahead until the device holds it up, and waits at the very end alone."""
+def test_launches_are_told_by_steps_that_are_waited_for():
+    """In a window the host runs ahead until the device holds it up, and waits at the very end alone."""
 
     def timing(issue, wait, step):
         return Timing((Sample(step, wait, step, {"forward": Lap(issue, 5.0)}),) * 2, 0)
 
     window, alone = timing(19.0, 0.0, 20.0), timing(7.0, 12.0, 21.0)
-    found = row("flat", Timed([[replace(rank((20.0,), 0), timing=window, launches=alone)]], AGREES)).times
-    assert [found[name].median for name in ("step", "forward", "forward_issue", "wait")] == [20.0, 5.0, 7.0, 12.0]
+    names = ("step", "forward", "forward_issue", "issue", "wait")
+    for told, expected in (({}, (20.0, 5.0, 19.0, 20.0, 0.0)), ({"launches": alone}, (20.0, 5.0, 7.0, 9.0, 12.0))):
+        found = row("flat", Timed([[replace(rank((20.0,), 0), timing=window, **told)]], AGREES)).times
+        assert tuple(found[name].median for name in names) == expected
+    on_cpu = Timing((Sample(20.0, 0.0, None, {"forward": Lap(19.0, None)}),), 0)
+    found = row("flat", Timed([[replace(rank((20.0,), 0), timing=on_cpu)]], AGREES)).times
+    assert set(found) == {"step", "forward"}
 
 
 def test_what_communication_costs_is_beyond_the_step_without_wherever_that_was_timed():
@@ -171,8 +176,8 @@ def planned_and_measured(name):
     for row in of_kind(read_records(RESULTS / f"{name}.jsonl"), ParallelRow):
         model, scheme = SIZES[row.case["workload"]], replace(SCHEMES[row.scheme], replicas=row.replicas)
         settings = {"precision": row.case["precision"], "optimizer": row.case["optimizer"]}
-        transport = transport_taken(row)
-        plan = planned_bytes(scheme, model.num_parameters, row.world_size, model=model, transport=transport, **settings)
+        settings |= copies_of(row)
+        plan = planned_bytes(scheme, model.num_parameters, row.world_size, model=model, **settings)
         for column, predicted in moments(plan).items():
             yield row.label, column, predicted, row.values[column.removeprefix("predicted_")]
 

@@ -7,6 +7,7 @@ import math
 from trainstep.config import ModelConfig, OptimizerImpl
 from trainstep.kinds import ParallelRow
 from trainstep.measure.memory import GIB
+from trainstep.parallel import ShardedOptimizer
 from trainstep.parallel.collectives import MB
 from trainstep.plan.communication import RankBytes, rank_bytes
 from trainstep.plan.strategies import kept_groups, largest_group
@@ -24,7 +25,8 @@ def planned_bytes(
     precision: PrecisionName,
     optimizer: OptimizerImpl,
     model: ModelConfig | None = None,
-    transport: str | None = None,
+    peer_copies: bool = False,
+    copies_between: bool = False,
 ) -> RankBytes:
     """Memory and traffic of a rank.
 
@@ -33,7 +35,7 @@ def planned_bytes(
         precision: of the step; under autocast FSDP gathers and sends in 16 bits.
         optimizer: its state is two moments per parameter, or nothing.
         model: the built-in model's shape, for the sizes of groups under FSDP; None for a user's.
-        transport: of ours, as a row has it.
+        peer_copies, copies_between: whether ours went by them, and between replicas.
     """
     entry = PRECISIONS[precision]
 
@@ -43,6 +45,7 @@ def planned_bytes(
             return num_parameters
         return int(megabytes * MB) // entry.stored_bytes + model.vocab_size * model.d_model
 
+    gathered_mb = ShardedOptimizer.default_exchange_mb(num_parameters * entry.stored_bytes, overlap_gather=True)
     narrow = entry.computed_bytes if scheme.shards_weights and entry.is_autocast else None
     return rank_bytes(
         scheme.planned_as or "ddp",
@@ -58,18 +61,19 @@ def planned_bytes(
         not_again=kept_groups(model) if model is not None and scheme.peer is None else 0,
         scattered=not scheme.copies_gradients,
         copies=scheme.copies_gradients,
-        peer_copies=(transport or "").startswith("peer-copies"),
-        copies_between=(transport or "").endswith("peer-copies"),
+        peer_copies=peer_copies,
+        copies_between=copies_between,
         largest_bucket=filled(scheme.bucket_mb),
-        largest_gather=filled(scheme.exchange_mb) if scheme.overlap_gather else 0,
+        largest_gather=filled(gathered_mb) if scheme.overlap_gather else 0,
     )
 
 
-def transport_taken(row: ParallelRow) -> str | None:
-    """What carried shards and gradients of a row's scheme; of FSDP's older rows, which do not say it, too."""
+def copies_of(row: ParallelRow) -> dict[str, bool]:
+    """What of a row's scheme went by copies, as `planned_bytes` takes it; FSDP's older rows do not say it."""
     scheme = SCHEMES[row.scheme]
-    older = "peer-copies, between replicas collectives" if scheme.is_hybrid else "peer-copies"
-    return row.transport or (older if (scheme.wrapper, scheme.transport) == ("fsdp", "auto") else None)
+    older = row.transport is None and (scheme.wrapper, scheme.transport) == ("fsdp", "auto")
+    between = row.transport_between == "peer-copies"
+    return {"peer_copies": older or row.transport == "peer-copies", "copies_between": between}
 
 
 def moments(plan: RankBytes) -> dict[str, Scalar]:

@@ -43,7 +43,7 @@ from trainstep.parallel.process import Process
 from trainstep.plan.communication import COLLECTIVES, bytes_sent
 from trainstep.precision import PRECISIONS
 from trainstep.records import Scalar, SoFar, Status, Times, make_row
-from trainstep.replicas import local_gradients, local_state, transport_of, uncounted_bytes, wait_for_parameters
+from trainstep.replicas import local_gradients, local_state, transports_of, uncounted_bytes, wait_for_parameters
 from trainstep.schemes import SCHEMES
 from trainstep.stats import summarize
 from trainstep.training_step import TrainingStep
@@ -160,11 +160,13 @@ class RankMeasurement:
     tokens: int | None
     """In this rank's batch; None where it is not known."""
     transport: str | None = None
-    """What carries shards and gradients of ours."""
+    """What carries shards and gradients of ours, within a replica."""
+    transport_between: str | None = None
+    """What carries gradients between replicas."""
     gpu: Mapping[str, Scalar] = field(default_factory=dict)
     """Its state right after the last timed step."""
     launches: Timing | None = None
-    """In place of those steps, some that tell how long the host takes to launch one."""
+    """Of a window, in which nothing waits: steps with a synchronisation around each."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
         warmup, steps = case.do_bench.counts(max(slowest))
         timing = take(warmup=max(warmup - 2, 0), steps=steps)  # the estimate was the first two
     gpu = gpu_state(process.device)
-    launches = one_by_one(warmup=0, steps=LAUNCHES) if case.sustained else None
+    launches = one_by_one(warmup=0, steps=LAUNCHES) if case.sustained and on_gpu else None
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(process.device)
     hooks = [
@@ -216,8 +218,9 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
     if on_gpu:
         memory["peak"] = torch.cuda.max_memory_allocated(process.device) + uncounted_bytes(step.replica)
         memory["peak_reserved"] = torch.cuda.max_memory_reserved(process.device) + uncounted_bytes(step.replica)
-    transport = transport_of(step.replica)
-    return RankMeasurement(timing, memory, collectives, count_tokens(batch), transport, gpu, launches)
+    return RankMeasurement(
+        timing, memory, collectives, count_tokens(batch), *transports_of(step.replica), gpu=gpu, launches=launches
+    )
 
 
 def _held(moment: str, step: TrainingStep, device: torch.device) -> dict[str, int]:
@@ -277,7 +280,8 @@ def parallel_row(
         precision=case.config.precision,
         optimizer=case.config.optimizer,
         model=case.source.model,
-        transport=first[0].transport,
+        peer_copies=first[0].transport == "peer-copies",
+        copies_between=first[0].transport_between == "peer-copies",
     )
     measured: dict[str, Any] = {
         **beside,
@@ -286,6 +290,7 @@ def parallel_row(
         "rounds": len(result.rounds),
         "tokens_per_s": 1e3 * sum(tokens) / step if tokens else None,
         "transport": first[0].transport,
+        "transport_between": first[0].transport_between,
         "collectives": len(collectives),
         "sent_gib": sum(_sent(call, process.world_size) for call in collectives) / GIB,
         "sent_floor_gib": plan.sent / GIB if communicates else 0.0,
@@ -325,6 +330,10 @@ def _memory(ranks: Sequence[RankMeasurement]) -> dict[str, Scalar]:
 
 
 def _samples(rank: RankMeasurement) -> dict[str, list[float]]:
-    found = phase_samples(rank.timing)
-    launched = {} if rank.launches is None else phase_samples(rank.launches)
-    return found | {name: each for name, each in launched.items() if name == "wait" or name.endswith("_issue")}
+    """Of a step, its phases, and on a GPU their launches: `issue`, `wait` and each phase's `_issue`, which a window has
+    of other steps."""
+    found, launches = phase_samples(rank.timing), rank.launches or rank.timing
+    if "wait" in found:
+        told = phase_samples(launches) | {"issue": [sample.issue_ms for sample in launches.samples]}
+        found |= {name: each for name, each in told.items() if name == "wait" or name.endswith("issue")}
+    return found

@@ -47,7 +47,7 @@ class GradientBuffer:
             for number, (parameter, start) in enumerate(zip(parameters, layout.starts, strict=True))
         }
         self._own = [(each, (each.shard.shape, each.shard.stride(), self._places[each][0])) for each in parameters]
-        self._between = Layout([Stretch(layout.size, ranks.replicas)], ranks.replicas)
+        self._mean_layout = Layout([Stretch(layout.size, ranks.replicas)], ranks.replicas)
         self.connect(Collectives(ranks.shard), Collectives(ranks.replicate) if ranks.replicate else None)
         self.discard()
 
@@ -67,12 +67,12 @@ class GradientBuffer:
     @property
     def mean_bytes(self) -> int:
         """Bytes of a replica's mean that this rank gives another one at a time, to be averaged between replicas."""
-        return self._between.size * self._dtype.itemsize
+        return self._mean_layout.size * self._dtype.itemsize
 
     def connect(self, transport: Transport, between: Transport | None) -> None:
         """Choose what carries gradients that are exchanged, and means between replicas; before the first."""
         self._exchange_of = transport.exchange_of(self._layout)
-        self._average = None if between is None else between.average_of(self._between)
+        self._average = None if between is None else between.average_of(self._mean_layout)
         self._stay_loose = self.exchange_bytes > 0 and not transport.packs and self._layout.ranks > 1
 
     def add(self, parameter: ShardedParameter, gradient: Tensor, *, added_up: bool) -> None:

@@ -174,7 +174,7 @@ class GatherGroup:
         return len(self._trainable) < len(self.parameters)
 
 
-def connect(
+def choose_carriers(
     groups: Sequence[GatherGroup], asked: TransportName, ranks: Ranks, device: torch.device
 ) -> tuple[Transport, Transport | None]:
     """Choose what carries the groups' parameters and gradients within a replica, and what averages between replicas,

@@ -16,7 +16,7 @@ from trainstep.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, clip_gradients_
 from trainstep.parallel.fsdp.boundary import Boundary
 from trainstep.parallel.fsdp.checks import MAX_PREFETCH, StepCheck, check_arguments, is_kept
-from trainstep.parallel.fsdp.group import GatherGroup, connect
+from trainstep.parallel.fsdp.group import GatherGroup, choose_carriers
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.schedule import Schedule
 from trainstep.parallel.fsdp.shards import Initialize, ShardedParameter, plan_groups, shard_parameters
@@ -56,7 +56,8 @@ class FullyShardedDataParallel(nn.Module):
             with, not those inside it. By default the module's `reset_parameters()`.
         transport: what carries parameters, and gradients in another dtype than the shards': `collectives` (NCCL,
             Gloo), or `peer-copies` between ranks of one host, which on GPUs leave all multiprocessors to computation.
-            auto: peer-copies between GPUs of one host that can read each other's memory, else collectives.
+            auto: peer-copies between GPUs of one host that can read each other's memory, else collectives. What goes
+            between replicas is carried likewise, but by collectives where peer-copies cannot be made.
 
     Attributes:
         module, device: as they were given or chosen.
@@ -115,7 +116,7 @@ class FullyShardedDataParallel(nn.Module):
             )
             for group in plan
         ]
-        carrier, between = connect(gather_groups, transport, ranks, self.device)
+        carrier, between = choose_carriers(gather_groups, transport, ranks, self.device)
         self.transport, self.transport_between = carrier.name, None if between is None else between.name
         self.uncounted_bytes = sum(each.uncounted_bytes for each in (carrier, between) if each is not None)
         self._schedule = Schedule(gather_groups, ranks, prefetch, self.device)

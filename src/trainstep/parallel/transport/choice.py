@@ -51,7 +51,7 @@ def choose_transport(
         except OSError as error:  # which every rank has
             obstacle = f"memory cannot be shared between the ranks ({error})"
             if asked == "auto" or not needed:
-                warnings.warn(f"{obstacle}, so collectives are used", stacklevel=3)
+                warnings.warn(f"{obstacle}, so collectives are used", stacklevel=4)
     if needed and asked == "peer-copies" and (obstacle := _of_any(obstacle, everyone or group)):
         raise UsageError(f'transport="peer-copies" is not possible: {obstacle}; use "auto" or "collectives"')
     return copies or Collectives(group)

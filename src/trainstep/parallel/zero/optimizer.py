@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import SideStream, assign_buckets, clip_gradients_
+from trainstep.parallel.collectives import MB, SideStream, assign_buckets, clip_gradients_
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.ddp.wrapper import DistributedDataParallel
 from trainstep.parallel.partial import ELEMENTWISE, is_elementwise
@@ -35,8 +35,10 @@ from trainstep.parallel.zero.pieces import (
 )
 
 EXCHANGE_MB, OVERLAPPED_MB = 256.0, 1000.0
-"""Of parameters that are gathered at a time: behind the update of the next ones, and beside the next forward. There the
-host sets the pace, and each call costs it what an update does."""
+"""Of parameters that are gathered at a time, at most: behind the update of the next ones, and beside the next forward.
+There each call and each update costs the host, and hides nothing that fewer would not."""
+OVERLAPPED_RUNS = 8
+"""Beside the next forward, at least so many; what forward needs first must not wait for all of it."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -57,8 +59,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             `finish_gradient_synchronization()` a sliced parameter's `grad` only says so, and raises if it is used;
             clipping is done by `clip_grad_norm_` of this optimizer.
         shard: "slices" or "parameters" to choose; "auto" takes slices for elementwise optimizers.
-        exchange_mb: megabytes (10^6 bytes) of parameters that are updated and gathered at a time; by default 256, which
-            are gathered while the next are updated, or 1,000 with `overlap_gather`, where nothing is gained by fewer.
+        exchange_mb: megabytes (10^6 bytes) of parameters that are updated and gathered at a time; by default 256, and
+            with `overlap_gather` an eighth of all, from 256 to 1,000.
         overlap_gather: let `step` return while parameters are still being gathered, beside the next forward. The module
             of `ddp`, and each of its blocks, waits for its own when it is called, `state_dict()` and
             `load_state_dict()` for all. Whatever else reads or writes parameters between `step` and the next forward
@@ -88,8 +90,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._ranks = _ranks_of(process_group, mesh, ddp)
         self.process_group = self._ranks.everyone
         self._sliced = _may_slice(optimizer_cls, shard)
+        groups = _as_groups(params)
         if exchange_mb is None:
-            exchange_mb = OVERLAPPED_MB if overlap_gather else EXCHANGE_MB
+            nbytes = sum(each.nbytes for group in groups for each in group["params"])
+            exchange_mb = self.default_exchange_mb(nbytes, overlap_gather=overlap_gather)
         if not exchange_mb >= 0:
             raise UsageError(f"exchange_mb is {exchange_mb}; expected 0 (one parameter at a time) up to inf")
         self._optimizer_cls, self._options, self._exchange_mb, self._ddp = optimizer_cls, kwargs, exchange_mb, ddp
@@ -101,7 +105,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if ddp is None:
                 raise UsageError("overlap_gather=True needs ddp=, whose module waits for its parameters; give it")
             self._arrivals = Arrivals(ddp.module)
-        groups = _as_groups(params)
         try:  # its own checks, without its memory
             probe = optimizer_cls([_on_meta(group) for group in groups], **kwargs)
         except AttributeError as error:
@@ -115,6 +118,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if ddp is not None and self._arrivals is not None:
             self._arrivals.install()
             ddp.check_arrived(self._arrivals.may_be_old)
+
+    @staticmethod
+    def default_exchange_mb(nbytes: int, *, overlap_gather: bool) -> float:
+        """Megabytes that are updated and gathered at a time, of parameters of so many bytes."""
+        return min(OVERLAPPED_MB, max(EXCHANGE_MB, nbytes / MB / OVERLAPPED_RUNS)) if overlap_gather else EXCHANGE_MB
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:

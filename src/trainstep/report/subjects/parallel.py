@@ -30,7 +30,9 @@ MEMORY_KINDS = {"weights": "weights", "gradients": "gradients", "state": "optimi
 SAID_FAMILIES = 3
 """Of a traced step's kernels."""
 PACE = 0.05
-"""Of a step: by so much more than the update the GPU may be behind the host that sets its pace."""
+"""Of a step: so much the GPU may still have to do before the update when the host has launched that."""
+LAUNCHED = 0.9
+"""Of a step in a window, where the host may run ahead: so long it takes to launch one where it cannot."""
 SHARES_DIFFER = 1e-3
 """Gradients of a batch further than this from the mean of its shares' differ by more than rounding."""
 
@@ -81,20 +83,6 @@ def _schemes(rows: Sequence[Row]) -> Sequence[Column]:
     return (*_COLUMNS[:at], *alone, *_COLUMNS[at:])
 
 
-def launched_ms(row: Row) -> float | None:
-    """How long the host takes to launch a step's phases; None where it was not seen waiting at their end, so that the
-    device may have held it up before."""
-    assert isinstance(row, ParallelRow)
-    if "wait" not in row.times or not row.times["wait"].median > 0:
-        return None
-    return sum(times.median for name, times in row.times.items() if name.endswith("_issue"))
-
-
-def _launched(row: Row) -> Cell:
-    value = launched_ms(row)
-    return Cell(number(value), value, "launched_ms")
-
-
 _COLUMNS = (
     *columns.SETTINGS,
     _RANKS,
@@ -103,7 +91,7 @@ _COLUMNS = (
     columns.COUNTED,
     columns.value("rounds", "rounds", brief=False, page=False),
     columns.median("step (ms) [95 %]", "step"),
-    Column("launched by the host in (ms)", _launched, brief=False),
+    columns.value("launched by the host in (ms)", "issue_ms", brief=False),
     *columns.values({"tokens/s": "tokens_per_s", "collectives": "collectives"}),
     *columns.values({"sent (GiB)": "sent_gib", "sent by plan (GiB)": "sent_floor_gib"}),
     *(
@@ -227,26 +215,31 @@ def data_findings(records: Sequence[Row]) -> list[Finding]:
 
 
 def host_findings(records: Sequence[Row]) -> list[Finding]:
-    """The schemes of which the host sets the pace: when it has launched a step, the GPU has little left but the update,
-    whose few launches take it no time."""
-    late = []
-    for row in of_kind(records, ParallelRow):
-        launched, step = launched_ms(row), _step_ms(row)
-        if launched is not None and step is not None and "optimizer" in row.times:
-            behind = row.times["wait"].median - row.times["optimizer"].median
-            if behind <= PACE * step:
-                late.append((launched, step, row.label))
+    """The schemes of which the host sets the pace: when it comes to the update, so does the GPU."""
+    rows = of_kind(records, ParallelRow)
+    late = [row for row in rows if _waits_for_host(row)]
     if not late:
         return []
-    launched, step, latest = max(late)
-    names = ", ".join(dict.fromkeys(name for *_, name in late))
+    latest = max(late, key=lambda row: row.times["issue"].median)
+    compiling = "Compiled blocks, more" if any(row.compile == "off" for row in late) else "More"
     said = (
-        "The host sets the pace of {schemes}: it is through with launching a step when the GPU has little left but the "
-        "update ({latest}: {launched_ms:ms}, of a step of {step_ms:ms}). Compiled blocks, more tokens per GPU, or host "
-        "cores of each rank’s own (taskset, torchrun’s --numa-binding) help; faster links will not."
+        "The host sets the pace of {schemes}: the GPU comes to the update when the host does ({latest}: launched in "
+        f"{{issue_ms:ms}}, of a step of {{step_ms:ms}}). {compiling} tokens per GPU, or host cores of each rank’s own "
+        "(taskset, torchrun’s --numa-binding) help; faster links will not."
     )
-    figures: dict[str, Scalar] = {"schemes": names, "latest": latest, "launched_ms": launched, "step_ms": step}
-    return [found("parallel.host", said, **figures)]
+    figures: dict[str, Scalar] = {"schemes": ", ".join(dict.fromkeys(label_among(row, rows) for row in late))}
+    figures |= {"latest": label_among(latest, rows), "issue_ms": latest.times["issue"].median}
+    return [found("parallel.host", said, **figures, step_ms=_step_ms(latest))]
+
+
+def _waits_for_host(row: ParallelRow) -> bool:
+    """Told by steps with a synchronisation around each; in a window, only if to run ahead gains nothing either."""
+    step, parts = _step_ms(row), ("issue", "wait", "optimizer", "optimizer_issue")
+    if step is None or not all(name in row.times for name in parts):
+        return False
+    issue, wait, update, update_issue = (row.times[name].median for name in parts)
+    before_update = wait + update_issue - update
+    return before_update <= PACE * step and (row.timing != "sustained" or issue >= LAUNCHED * step)
 
 
 def parallel(records: Sequence[Row]) -> Section | None:
