@@ -19,15 +19,7 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONG = ("run/test_command", "attention/triton/test_interpreter", "test_cli", "fused/test_interpreter",
-        "bench/parallel/test_check", "run/test_ranks", "train/test_hosts", "bench/sweep/test_slurm",
-        "bench/sweep/test_sweep", "run/ladder/test_ladder", "bench/parallel/test_step8b")  # fmt: skip
-"""Files that take a worker a minute or more: they begin first, or one of them is left when all others have ended."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    long = {f"tests/{name}.py": place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: long.get(item.nodeid.partition("::")[0], len(LONG)))
     reasons = {}
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs an NVIDIA GPU, and torch finds none"

@@ -79,6 +79,7 @@ def build(
             finish = fsdp.finish_gradient_synchronization
             return Replica(fsdp, optimizer, finish, fsdp.no_sync, fsdp.clip_grad_norm_)
         case "torch-ddp" | "torch-zero":
+            assert scheme.bucket_mb is not None, "torch's own have one"
             wrapped = distributed_data_parallel(module, process, bucket_mb=scheme.bucket_mb, allow_unused=allow_unused)
             optimizer = make_optimizer(module.parameters())
             if scheme.wrapper == "torch-zero":

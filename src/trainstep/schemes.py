@@ -34,9 +34,9 @@ class Scheme:
     name: str  # on the command line and in rows
     wrapper: Wrapper
     planned_as: DataParallel | None  # what the planner calls it; None without communication
-    bucket_mb: float = 25.0
+    bucket_mb: float | None = 25.0
     """Megabytes of gradients per call: 0 for a call per parameter, inf for a single call (ddp, sharded-optimizer and
-    torch's)."""
+    torch's); None: what the wrapper takes by default (ours)."""
     overlap: bool = True  # whether gradients are sent during backward, not after it (ddp)
     overlap_gather: bool = False  # whether parameters are gathered beside the next forward (sharded-optimizer)
     transport: Literal["auto", "collectives"] = "auto"

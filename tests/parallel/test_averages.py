@@ -12,6 +12,8 @@ from tests.parallel.training import EXCHANGE_MB, OPTIMIZERS, build, differing, l
 from tests.parallel.zero import test_optimizer
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
+from trainstep.parallel.collectives import MB
+from trainstep.parallel.ddp import averages
 from trainstep.parallel.transport import by_copies
 from trainstep.parallel.transport.peer_memory import PeerMemory
 
@@ -72,6 +74,33 @@ def test_a_round_has_two_barriers_and_the_first_has_one_more(two):
     averaged and stay: there the second is before anything is written."""
     rounds = 2 * 16 * 16 * 4 // 256  # of two steps, in inboxes of 256 bytes
     assert two.run(_barriers) == [{False: 2 * rounds + 1, True: 2 * rounds}] * 2
+
+
+def test_by_copies_a_bucket_is_a_sixteenth_of_all_unless_that_is_little():
+    with mock.patch.object(averages, "LEAST_MB", 1e-3):
+        assert [averages.default_bucket_mb(mb * MB, by_copies=True) for mb in (1, 1600)] == [1 / 16, 100.0]
+        assert averages.default_bucket_mb(1600 * MB, by_copies=False) == 1e-3
+    assert averages.default_bucket_mb(100 * MB, by_copies=True) == 25.0
+
+
+def _calls(process):
+    """Of a step with the default bucket, by transport."""
+    found = {}
+    for transport in ("collectives", "peer-copies"):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(64)])
+        with mock.patch.object(averages, "LEAST_MB", 1e-3):  # less than one gradient
+            ddp = DistributedDataParallel(module, transport=transport)
+        with recorded_collectives() as calls:
+            ddp(torch.ones(2, 16)).sum().backward()
+            ddp.finish_gradient_synchronization()
+        found[transport] = [call.bytes for call in calls if call.name == "all-reduce"]
+    return found
+
+
+def test_by_copies_there_are_sixteen_buckets_by_default(two):
+    for found in two.run(_calls):
+        assert found == {"collectives": [1024] * 64, "peer-copies": [4 * 1024] * 16}
 
 
 def _otherwise(process):

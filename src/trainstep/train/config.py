@@ -59,8 +59,8 @@ class TrainConfig:
     ranks, else single."""
     replicas: int = 0
     """Of hsdp, each sharded over consecutive ranks; 0: one on each host, or two on a single host."""
-    bucket_mb: float = 25.0
-    """Megabytes of gradients per call (ddp and sharded-optimizer)."""
+    bucket_mb: float | None = None
+    """Megabytes of gradients per call (ddp and sharded-optimizer); by default 25, or by copies a sixteenth of all."""
     allow_unused: bool = False
     """Parameters of a --workload may get no gradient (ddp and sharded-optimizer), at a collective and a wait of the
     host in every update."""
@@ -79,7 +79,7 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected 1 or more")
         for name in ("weight_decay", "bucket_mb", "replicas", "samples", "sample_tokens", "temperature"):
-            if not getattr(self, name) >= 0:
+            if getattr(self, name) is not None and not getattr(self, name) >= 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected 0 or more")
         for name in ("warmup", "min_learning_rate"):
             if not 0 <= getattr(self, name) <= 1:

@@ -37,6 +37,7 @@ def planned_bytes(
         model: the built-in model's shape, for the sizes of groups under FSDP; None for a user's.
         peer_copies, copies_between: whether ours went by them, and between replicas.
     """
+    assert scheme.bucket_mb is not None, "what is compared has one"
     entry = PRECISIONS[precision]
 
     def filled(megabytes: float) -> int:

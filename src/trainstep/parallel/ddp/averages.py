@@ -14,14 +14,22 @@ from trainstep.parallel.transport.by_copies import INBOX_BYTES, PeerCopies
 from trainstep.parallel.transport.choice import Transport, choose_transport
 from trainstep.parallel.transport.layout import Layout, Stretch
 
+LEAST_MB, MOST_BUCKETS = 25.0, 16
 _PLACE_BYTES = 4096
 """More than a gradient's places in the rows of all ranks take beyond its own bytes."""
 
 
+def default_bucket_mb(nbytes: int, by_copies: bool) -> float:
+    """Megabytes of a bucket, of gradients of so many bytes: 25, as torch has them, and by copies a sixteenth of all if
+    that is more. A bucket by copies costs the host a dozen calls, and less than a sixteenth hides little more."""
+    return max(LEAST_MB, nbytes / MB / MOST_BUCKETS) if by_copies else LEAST_MB
+
+
 def carrier_of(
-    sizes: Sequence[int], bucket_mb: float, asked: TransportName, ranks: Ranks, device: torch.device
+    sizes: Sequence[int], bucket_mb: float | None, asked: TransportName, ranks: Ranks, device: torch.device
 ) -> Transport:
     """What carries gradients of so many bytes each, in buckets, within a replica. All ranks call it."""
+    bucket_mb = default_bucket_mb(sum(sizes), by_copies=True) if bucket_mb is None else bucket_mb
     every = [size + _PLACE_BYTES for size in sizes]
     most = min(sum(every), int(min(bucket_mb * MB, sum(every))) + max(every), INBOX_BYTES)
     slices = -(-most // ranks.shard.size())

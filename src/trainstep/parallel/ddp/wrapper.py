@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import SideStream, assign_buckets, broadcast_from_first, weak_hook
-from trainstep.parallel.ddp.averages import AveragesByCopies, carrier_of
+from trainstep.parallel.ddp.averages import AveragesByCopies, carrier_of, default_bucket_mb
 from trainstep.parallel.ddp.bucket import GradientBucket
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.partial import Known, before_optimizer_steps
@@ -38,6 +38,7 @@ class DistributedDataParallel(nn.Module):
     Args:
         module: any module on one device; it is not changed.
         bucket_mb: megabytes (10^6 bytes) of gradients per call. 0 makes one call per parameter, infinity a single one.
+            By default 25, or by copies a sixteenth of all if that is more.
         overlap: start a bucket during backward, as soon as it is full; otherwise all of them after backward.
         process_group: the ranks; by default all.
         mesh: the ranks, in place of `process_group`: of one dimension, or of two, ("replicate", "shard"). Gradients are
@@ -58,7 +59,7 @@ class DistributedDataParallel(nn.Module):
         self,
         module: nn.Module,
         *,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
         overlap: bool = True,
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
@@ -231,7 +232,9 @@ class DistributedDataParallel(nn.Module):
         for number, parameter in ((number, self._trained[number]) for number in order):
             size = parameter.numel() * self._item_bytes(parameter)
             items.append((number, size, (parameter.dtype, parameter.device, number in self._slices)))
-        self._buckets = [self._bucket(tuple(numbers)) for numbers in assign_buckets(items, self.bucket_mb)]
+        by_default = default_bucket_mb(sum(size for _, size, _ in items), isinstance(self._carrier, PeerCopies))
+        bucket_mb = by_default if self.bucket_mb is None else self.bucket_mb
+        self._buckets = [self._bucket(tuple(numbers)) for numbers in assign_buckets(items, bucket_mb)]
         self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.numbers}
         self._reset()
 
@@ -382,10 +385,10 @@ def _contents_of(module: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(map(id, module._parameters.values())), tuple(map(id, module._modules.values()))
 
 
-def _check_arguments(module: nn.Module, bucket_mb: float, reduce_dtype: torch.dtype | None) -> None:
+def _check_arguments(module: nn.Module, bucket_mb: float | None, reduce_dtype: torch.dtype | None) -> None:
     if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
         raise UsageError("the module is, or contains, a DistributedDataParallel already; wrap the plain module once")
-    if not bucket_mb >= 0:
+    if bucket_mb is not None and not bucket_mb >= 0:
         raise UsageError(f"bucket_mb is {bucket_mb}; expected 0 (one call per parameter) up to inf (one call)")
     if reduce_dtype is not None and not reduce_dtype.is_floating_point:
         raise UsageError(f"reduce_dtype is {reduce_dtype}; expected a floating-point type")
