@@ -32,7 +32,7 @@ class Training:
     def output(self, host):
         return self.logs[host].read_text(errors="replace")
 
-    def wait(self, holds, seconds=90):
+    def wait(self, holds, seconds=180):  # on a busy machine processes take half a minute to come together
         deadline = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < deadline, "".join(map(self.output, range(len(self.logs))))
