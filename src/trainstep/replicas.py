@@ -63,11 +63,7 @@ def build(
             if scheme.wrapper == "sharded-optimizer":
                 groups, options = recipe(optimizer)
                 optimizer = sharded = ShardedOptimizer(
-                    groups,
-                    type(optimizer),
-                    ddp=ddp,
-                    overlap_gather=scheme.overlap_gather,
-                    **options,
+                    groups, type(optimizer), ddp=ddp, overlap_gather=scheme.overlap_gather, **options
                 )
                 clip = sharded.clip_grad_norm_
             return Replica(ddp, optimizer, ddp.finish_gradient_synchronization, ddp.no_sync, clip)

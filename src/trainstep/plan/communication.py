@@ -223,10 +223,11 @@ def rank_bytes(
         return (bytes_sent(gradients_by, on_the_way, n) + bytes_sent("all-gather", gathers, n)) // n
 
     if scheme in ("ddp", "sharded optimizer"):
-        inbox = min(min(trained, largest_bucket) * bytes_per_parameter, INBOX_BYTES) if peer_copies and n > 1 else 0
-        staging = inbox + -(-inbox // n)
+        staging = 0
         if peer_copies and n > 1:
-            staging += min(-(-min(trained, largest_gather) * bytes_per_parameter // n), OUTBOX_BYTES)
+            inbox = min(min(trained, largest_bucket) * bytes_per_parameter, INBOX_BYTES)
+            gathered_slices = min(-(-min(trained, largest_gather) * bytes_per_parameter // n), OUTBOX_BYTES)
+            staging = inbox + -(-inbox // n) + gathered_slices
         buffers = (gradients if copies else 0) + staging
         if scheme == "ddp":
             moved = sent("all-reduce", 0)
