@@ -4,9 +4,7 @@ A bucket: every tensor once, in order, within the limit, closed in the order in 
 """
 
 import math
-import weakref
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from hypothesis import strategies as st
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel.collectives import (
     MB,
-    Pending,
     all_gather_slices,
     all_reduce_mean,
     assign_buckets,
@@ -25,26 +22,6 @@ from trainstep.parallel.collectives import (
     reduce_scatter_mean,
 )
 from trainstep.parallel.slices import flat, slice_of
-
-
-def test_memory_of_work_that_nobody_waited_for_is_freed_behind_it():
-    event, held = mock.Mock(), []
-    with mock.patch("torch.cuda.current_stream") as current:
-        wait = current.return_value.wait_event
-        wait.side_effect = lambda _: held.append(kept() is not None)
-        memory = torch.ones(3)
-        kept = weakref.ref(memory)
-        pending = Pending(event=event, holds=memory)
-        del memory
-        del pending
-    wait.assert_called_once_with(event)
-    assert held == [True], "it was held until then"
-    assert kept() is None
-    with mock.patch("torch.cuda.current_stream") as current:
-        pending = Pending(event=event)
-        pending.wait()
-        del pending
-    current.return_value.wait_event.assert_called_once_with(event)
 
 
 def test_flat_is_a_view_in_the_order_of_memory():

@@ -1,4 +1,4 @@
-"""Collectives over lists of tensors, which tensors share one, and the side stream that runs beside computation.
+"""Collectives over lists of tensors, and which tensors share one.
 
 A collective takes a list in one call, in place and asynchronous. The tensors stay where they are: NCCL runs a list as
 one group of operations in one launch. Gloo packs what it reduces; what it gathers and scatters goes by messages
@@ -10,10 +10,8 @@ dtype and device, and every rank gives the same sizes in the same order.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -184,97 +182,6 @@ def weak_hook(owner: Owner, function: Callable[[Owner, int], None], number: int)
             function(alive, number)
 
     return hook
-
-
-@dataclass
-class Pending:
-    """Work under way on a side stream."""
-
-    event: torch.cuda.Event | None = None
-    work: Waitable | None = None
-    then: Callable[[], object] | None = None
-    holds: object = None  # what must not be freed before the wait
-
-    def join(self) -> None:
-        """On a GPU, let the current stream, which may be another side stream, wait too; the memory is held on to."""
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
-
-    def wait(self) -> None:
-        """Let the current stream (on a CPU: the caller) wait for the end of the work."""
-        self.join()
-        if self.work is not None:
-            self.work.wait()  # for NCCL's the current stream waits, too
-        if self.then is not None:
-            self.then()
-        self.event = self.work = self.then = self.holds = None
-
-    def __del__(self) -> None:
-        """One that nobody waited for, after an error or where its owner is gone: memory is freed after its use."""
-        if self.event is not None and not sys.is_finalizing():
-            self.join()
-
-
-class SideStream:
-    """Runs communication and the copies around it beside computation: on a GPU a stream, on a CPU Gloo's threads.
-
-    The rule that keeps memory safe without the host ever waiting: every buffer is allocated and freed in the order of
-    the computation's stream. A side stream starts after what the computation has been given so far, so a buffer is
-    there before it is used; and the computation waits for the side stream's event before the buffer is freed, so it is
-    there until then.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        # Before the computation's: a barrier or a small copy, which others wait for, would wait for its large kernels.
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device, priority=-1)
-            self._given = torch.cuda.Event()  # of the computation; wait_stream would make one for every run
-
-    def run(
-        self,
-        start: Callable[[], Waitable | None] | None,
-        *,
-        before: Callable[[], object] | None = None,
-        after: Callable[[], object] | None = None,
-    ) -> Pending:
-        """Run `before`, what `start` starts, and `after`, behind all that the current stream has so far.
-
-        `start` returns a collective under way, or None if it has given the current stream all there is to do. Where
-        the host has to wait for the collective (between CPUs; staged), `after` runs when it is waited for.
-        """
-        stream = self._stream
-        if stream is None:
-            return self._run_on_current(start, before, after)
-        device, computing = torch.cuda.current_device(), torch.cuda.current_stream(stream.device)
-        self._given.record(computing)
-        stream.wait_event(self._given)
-        torch.cuda.set_stream(stream)  # and its device; torch.cuda.stream() takes the host 10 µs
-        try:
-            return self._run_on_current(start, before, after)
-        finally:
-            torch.cuda.set_stream(computing)
-            if device != computing.device_index:
-                torch.cuda.set_device(device)
-
-    def _run_on_current(
-        self,
-        start: Callable[[], Waitable | None] | None,
-        before: Callable[[], object] | None,
-        after: Callable[[], object] | None,
-    ) -> Pending:
-        """What the current stream, the side stream if there is one, is given."""
-        stream = self._stream
-        if before is not None:
-            before()
-        work = None if start is None else start()
-        if work is not None and (stream is None or after is None or isinstance(work, Staged)):
-            return Pending(work=work, then=after, holds=start)  # and what is run here next does not wait for it
-        if work is not None:
-            work.wait()  # this stream waits for the group's own; the host does not
-        if after is not None:
-            after()
-        return Pending() if stream is None else Pending(event=stream.record_event(), holds=(start, after))
 
 
 def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp, form: Form) -> Waitable:

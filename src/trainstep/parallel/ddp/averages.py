@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainstep.parallel.collectives import MB, Pending, SideStream, as_reals
+from trainstep.parallel.collectives import MB, as_reals
 from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.side_stream import Pending, SideStream
 from trainstep.parallel.transport.by_collectives import TransportName
 from trainstep.parallel.transport.by_copies import INBOX_BYTES, PeerCopies
 from trainstep.parallel.transport.choice import Transport, choose_transport

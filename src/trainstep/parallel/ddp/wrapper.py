@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import SideStream, assign_buckets, broadcast_from_first, weak_hook
+from trainstep.parallel.collectives import assign_buckets, broadcast_from_first, weak_hook
 from trainstep.parallel.ddp.averages import AveragesByCopies, carrier_of, default_bucket_mb
 from trainstep.parallel.ddp.bucket import GradientBucket
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.partial import Known, before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import ranks_of
+from trainstep.parallel.side_stream import SideStream
 from trainstep.parallel.transport.by_collectives import TransportName
 from trainstep.parallel.transport.by_copies import PeerCopies
 from trainstep.parallel.transport.choice import Transport, check_name

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from trainstep.parallel.collectives import Pending, SideStream, all_reduce_mean, reduce_scatter_mean
+from trainstep.parallel.collectives import all_reduce_mean, reduce_scatter_mean
 from trainstep.parallel.forms import host_waits
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.side_stream import Pending, SideStream
 from trainstep.parallel.slices import slice_of
 from trainstep.parallel.transport.by_collectives import Average, Collectives
 from trainstep.parallel.transport.choice import Transport

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import Pending, SideStream
 from trainstep.parallel.fsdp.gradients import GradientBuffer
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.ranks import Ranks
+from trainstep.parallel.side_stream import Pending, SideStream
 from trainstep.parallel.transport.by_collectives import Start, TransportName
 from trainstep.parallel.transport.by_copies import padded
 from trainstep.parallel.transport.choice import Transport, choose_transport
@@ -60,9 +60,10 @@ class GatherGroup:
         sizes = [p.padded_shape.numel() * dtype.itemsize for p, dtype in zip(self.parameters, dtypes, strict=True)]
         *starts, self.full_bytes = accumulate(map(padded, sizes), initial=0)
         memory = torch.empty(self.full_bytes, dtype=torch.uint8, device=device)
-        self._places: list[Tensor] = []  # in the storage, of this rank's rows
+        self._places: list[Tensor] = []  # in the storage, of this rank's rows, and where the others get them from
         self._shards: list[Tensor] = []  # what is copied there
         self._gathered_bytes: list[Tensor] = []
+        self._gathered_rows: list[tuple[Tensor, Tensor]] = []  # of each, this rank's rows, and their shard
         for parameter, dtype, start, size in zip(self.parameters, dtypes, starts, sizes, strict=True):
             rows = parameter.rows
             region = memory[start : start + size]
@@ -73,6 +74,7 @@ class GatherGroup:
                 self._shards.append(parameter.shard)
             if rows is not None:
                 self._gathered_bytes.append(region)
+                self._gathered_rows.append((own, parameter.shard))
             # .data: gathering must not count as a change of what autograd saved
             full = whole.data if rows is None else whole.data[: parameter.shape[0]]
             parameter.full = nn.Parameter(full, requires_grad=parameter.trainable)
@@ -109,7 +111,12 @@ class GatherGroup:
     def connect(self, transport: Transport, between: Transport | None) -> None:
         """Choose what carries parameters and gradients, and means between replicas; once, before the first gather."""
         if self._gathered_bytes and self._process_group.size() > 1:
-            self._all_gather = transport.gather_of(self._gathered_bytes)
+            outbox = transport.outbox_of(self._gathered_bytes)
+            self._all_gather = transport.gather_of(self._gathered_bytes, laid_out=outbox is not None)
+            for slot, (place, shard) in zip(outbox or [], self._gathered_rows, strict=outbox is not None):
+                if place.numel() > 0:
+                    self._places.append(slot[: place.nbytes].view(place.dtype).view(place.shape))
+                    self._shards.append(shard)
         for buffer in self.buffers:
             buffer.connect(transport, between)
 

@@ -41,9 +41,17 @@ class Collectives:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def gather_of(self, tensors: Sequence[Tensor]) -> Start:
+    def outbox_of(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """Where the others get this rank's slice of each tensor (bytes) from in a gather; None if from the tensors."""
+        return None
+
+    def gather_of(self, tensors: Sequence[Tensor], *, laid_out: bool = False) -> Start:
         """A gather to be started any number of times: in every tensor (bytes), `slice_of` each rank becomes what that
-        rank has there. The tensors' storage may come and go in between."""
+        rank has there. The tensors' storage may come and go in between.
+
+        Args:
+            laid_out: whoever starts it has filled `outbox_of` the tensors, too, right before and on the same stream.
+        """
 
         @cache  # views are made once, not for every gather; and late, when there is storage
         def slices() -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainstep.parallel.announced import Announced, Record, announce, note
 from trainstep.parallel.ranks import others
+from trainstep.parallel.side_stream import current_stream
 from trainstep.parallel.slices import slice_of
 from trainstep.parallel.transport.by_collectives import Average, Exchange, Start, TransportName
 from trainstep.parallel.transport.copies import Copies, PieceCopies
@@ -25,6 +26,10 @@ from trainstep.parallel.transport.peer_memory import PeerMemory
 OUTBOX_BYTES, INBOX_BYTES = 2**28, 2**29
 """Most that a rank stages at a time: of its slices, and of gradients that it gets. A copy of that takes so much longer
 than the barriers around it that rounds cost nothing to speak of."""
+
+_RECENT_S = 1.0
+"""How far back a record may say that what is under way began: to ask a GPU whether the last has ended takes the host as
+long as to start a kernel."""
 
 _GATHER, _EXCHANGE = 0, 1
 """Channels of barriers: gathers and exchanges run on streams of their own."""
@@ -53,11 +58,23 @@ class PeerCopies:
         self._memory = PeerMemory(max(self._slice_bytes + self._exchange_bytes, 1), group, device)  # outbox, inbox
         self.uncounted_bytes = self._memory.uncounted
         self._others = others(group)
-        self._gathers, self._exchanges = (_Channel(self._memory, number, group) for number in (_GATHER, _EXCHANGE))
+        self._gathers, self._exchanges = (
+            _Channel(self._memory, number, group, device) for number in (_GATHER, _EXCHANGE)
+        )
         self._all_emptied = False  # whether every rank is known to be through with what came into its inbox
 
-    def gather_of(self, tensors: Sequence[Tensor]) -> Start:
-        rounds = list(_rounds([tensor.numel() // self.ranks for tensor in tensors], self._slice_bytes))
+    def outbox_of(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        rounds = self._rounds(tensors)
+        if len(rounds) > 1:
+            return None
+        outbox = self._memory.buffers[self._rank]
+        return [outbox[start : start + part.stop] for _, part, start in chain.from_iterable(rounds)]
+
+    def _rounds(self, tensors: Sequence[Tensor]) -> list[list[tuple[int, slice, int]]]:
+        return list(_rounds([tensor.numel() // self.ranks for tensor in tensors], self._slice_bytes))
+
+    def gather_of(self, tensors: Sequence[Tensor], *, laid_out: bool = False) -> Start:
+        rounds = self._rounds(tensors)
 
         def pieces(number: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
             """Of a round: the rank's pieces in its outbox, and here in their places."""
@@ -76,7 +93,8 @@ class PeerCopies:
             self._gathers.begin("all_gather", tensors)
             for number in range(len(rounds)):
                 (outbox, mine), from_others = made(number)
-                torch._foreach_copy_(outbox, mine)
+                if not laid_out:
+                    torch._foreach_copy_(outbox, mine)
                 self._gathers.barrier()
                 from_others.start()
                 self._gathers.barrier()
@@ -169,8 +187,8 @@ class PeerCopies:
 class _Channel:
     """Copies that take place one after the other, and the record of the last ones."""
 
-    def __init__(self, memory: PeerMemory, number: int, group: dist.ProcessGroup) -> None:
-        self._memory, self._number, self._ranks = memory, number, group.size()
+    def __init__(self, memory: PeerMemory, number: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._memory, self._number, self._ranks, self._device = memory, number, group.size(), device
         made = next(_made.setdefault(group, itertools.count()))  # on every rank the same
         name = f"copies:{group.group_name}:{group.group_desc} {made}"
         self._record = Record(name, 0, "all_gather", 0.0, timeout_s=memory.timeout_s)
@@ -180,8 +198,9 @@ class _Channel:
 
     def begin(self, name: Announced, tensors: Sequence[Tensor]) -> None:
         announce(name, tensors, self._ranks)
-        if self._record.number == 0 or self._record.has_ended:
-            self._record.since = time.time()
+        now = time.time()
+        if now - self._record.since > _RECENT_S and (self._record.number == 0 or self._record.has_ended):
+            self._record.since = now
         self._record.number, self._record.name = self._record.number + 1, name
 
     def barrier(self) -> None:
@@ -189,7 +208,7 @@ class _Channel:
 
     def end(self) -> None:
         if self._record.end is not None:
-            self._record.end.record()
+            self._record.end.record(current_stream(self._device))
 
 
 @dataclass(frozen=True)

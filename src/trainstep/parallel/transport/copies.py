@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainstep.parallel.side_stream import current_stream
+
 LEGACY_STREAM = 0
 """The default stream, for which the driver takes no lists."""
 
@@ -50,6 +52,7 @@ class Copies:
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         self._targets, self._sources = tuple(targets), tuple(sources)
         self._list = _List(self._targets)
+        self._to, self._from = _Addresses(self._targets), _Addresses(self._sources)
 
     def start(self) -> None:
         """Start all of them, in no particular order.
@@ -58,8 +61,7 @@ class Copies:
             RuntimeError: the driver refused.
         """
         if (stream := self._list.stream()) is not None:
-            targets = self._list.pointers(*[each.data_ptr() for each in self._targets])
-            self._list.start(targets, self._list.pointers(*[each.data_ptr() for each in self._sources]), stream)
+            self._list.start(self._to.now(), self._from.now(), stream)
             return
         for target, source in zip(self._targets, self._sources, strict=True):
             target.copy_(source)
@@ -112,6 +114,28 @@ class PieceCopies:
             yield plain[number][first : first + place.numel()]
 
 
+class _Addresses:
+    """Where tensors are, as the driver is told. Storages are asked, not tensors, of which there are many more."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
+        self._storages, numbers = list(storages.values()), {key: number for number, key in enumerate(storages)}
+        self._places = [
+            (numbers[each.untyped_storage()._cdata], int(each.storage_offset()) * each.element_size())
+            for each in tensors
+        ]
+        self._begin: list[int] = []
+        self._array: Any = None
+
+    def now(self) -> Any:
+        begin = [storage.data_ptr() for storage in self._storages]
+        if begin != self._begin:
+            self._begin = begin
+            addresses = [begin[number] + offset for number, offset in self._places]
+            self._array = (ctypes.c_uint64 * len(addresses))(*addresses)
+        return self._array
+
+
 class _List:
     """What the driver is told of copies of the sizes of `likes`."""
 
@@ -125,7 +149,7 @@ class _List:
         """The current stream, if the driver takes lists for it."""
         if self._device is None or _batch_call() is None:
             return None
-        stream: int = torch.cuda.current_stream(self._device).cuda_stream
+        stream: int = current_stream(self._device).cuda_stream
         return None if stream == LEGACY_STREAM else stream
 
     def start(self, targets: Any, sources: Any, stream: int) -> None:

@@ -24,9 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import Pending, SideStream, all_gather_slices, broadcast
+from trainstep.parallel.collectives import all_gather_slices, broadcast
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.ranks import Ranks, placements
+from trainstep.parallel.side_stream import Pending, SideStream
 from trainstep.parallel.slices import flat, slice_of
 from trainstep.parallel.staged import Waitable
 from trainstep.parallel.transport.by_collectives import Start
