@@ -42,6 +42,7 @@ def test_the_plan_is_held_against_the_schemes_it_models():
     assert found == {
         "single": "single",
         "bucketed-25": "ddp",
+        "bucketed-1000": "ddp",
         "sharded-optimizer": "sharded optimizer",
         "sharded-optimizer-1000": "sharded optimizer",
         "fsdp": "fsdp",

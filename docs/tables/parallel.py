@@ -39,6 +39,7 @@ def parallel(name: str = "h200-parallel") -> Table:
         columns.median("step on the slowest rank (ms) [95 %]", "step"),
         *beyond_alone(rows),
         *columns.values({f"{name} (ms)": f"{name}_ms" for name in PARTS}),
+        columns.value("launched by the host in (ms)", "issue_ms"),
         *columns.values({"collectives": "collectives", "sent by a rank (GiB)": "sent_gib"}),
         *columns.values({"by plan (GiB)": "sent_floor_gib", "parameters off by (of their movement)": "update_error"}),
         columns.value("allowed", "update_allowed"),
@@ -72,7 +73,7 @@ def planned_anew(row: Row) -> Row:
 
 RUNS = (
     *("h200-parallel-large", "h200-parallel-compiled", "h200-parallel-peers"),
-    *("h200-parallel-sustained-4gpus", "h200-parallel-pinned-4gpus"),
+    *("h200-parallel-sustained-4gpus", "h200-parallel-pinned-4gpus", "h200-parallel-rounds-4gpus"),
 )
 """Files whose rows stand beside torch's with its best settings, as far as they are there."""
 OURS = (
@@ -184,8 +185,9 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel-large": partial(parallel, "h200-parallel-large"),
     "parallel-memory-large": partial(parallel_memory, "h200-parallel-large"),
     "parallel-4gpus": partial(parallel, "h200-parallel-4gpus"),
+    "parallel-rounds-4gpus": partial(parallel, "h200-parallel-rounds-4gpus"),
+    "parallel-memory-rounds-4gpus": partial(parallel_memory, "h200-parallel-rounds-4gpus"),
     "parallel-pinned-4gpus": partial(parallel, "h200-parallel-pinned-4gpus"),
-    "parallel-memory-pinned-4gpus": partial(parallel_memory, "h200-parallel-pinned-4gpus"),
     "plan-4gpus": plan_4gpus,
     "parallel-trace": partial(plain, "h200-parallel-trace", ParallelTraceRow),
     "collectives": partial(plain, "h200-collectives", CollectiveRow),

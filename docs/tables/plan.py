@@ -24,6 +24,7 @@ ring.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from trainstep.plan import machine
 from trainstep.plan.communication import Link, collective_seconds
 from trainstep.plan.limits import intensity, mesh_tokens
 from trainstep.plan.machine import ATTAINABLE, OPTIMIZER_FRACTION
-from trainstep.plan.measured import calibrated, checked
+from trainstep.plan.measured import calibrated, checked, scheme_launches
 from trainstep.plan.roofline import FUSED_ATTENTION, TILES
 from trainstep.plan.strategies import RESERVED_BYTES
 from trainstep.records import Row
@@ -146,6 +147,7 @@ CHECKED: Mapping[str, type[Row]] = {
     "h200-parallel-compiled-4gpus": ParallelRow,
     "h200-parallel-sustained-4gpus": ParallelRow,
     "h200-parallel-pinned-4gpus": ParallelRow,
+    "h200-parallel-rounds-4gpus": ParallelRow,
 }  # Files whose rows of a kind are predicted; those that are not there yet are left out
 
 
@@ -154,7 +156,12 @@ def predictions() -> dict[str, list[Row]]:
     files = (*CALIBRATION, *(path.stem for path in sorted(RESULTS.glob("h200-collectives*.jsonl"))))
     rated = calibrated([row for name in files for row in results(name, Row)])
     kept = {name: kind for name, kind in CHECKED.items() if (RESULTS / f"{name}.jsonl").exists()}
-    return {name: list(checked(results(name, kind), rated)) for name, kind in kept.items()}
+    found = {name: list(checked(results(name, kind), rated)) for name, kind in kept.items()}
+    for name in kept:
+        if launches := scheme_launches(results(name, Row)):
+            machine = dataclasses.replace(rated, scheme_launch_s=launches)
+            found["the same, with its host's launches"] = list(checked(results(name, kept[name]), machine))
+    return found
 
 
 def plan_check() -> Table:
@@ -230,6 +237,8 @@ def plan_rates() -> Table:
         f"{OPTIMIZER_FRACTION['adamw-foreach']} (foreach), {OPTIMIZER_FRACTION['adamw-fused']} (fused)",
         "launching a block, forward and backward": "steps of the calibration whose forward was bound by launching; "
         "else not counted",
+        "launching a whole step of a strategy": "rows of `bench parallel --sustained` in a calibration; else "
+        "not counted",
         "bytes between products": "counted by operator, see plan/roofline.py; compiled code: one pass per fused region",
         "tiles and the speed of smaller ones": f"assumed: {wide[0][0]} × {wide[0][1]} (16-bit, TF32), {fp32[0][0]} × "
         f"{fp32[0][1]} (float32), and smaller at {min(slower)} to {max(slower)}",

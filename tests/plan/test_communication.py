@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainstep.errors import UsageError
+from trainstep.parallel.collectives import MB
+from trainstep.parallel.ddp import averages
 from trainstep.parallel.transport import by_copies
 from trainstep.plan import communication
 from trainstep.plan.communication import (
@@ -297,6 +299,8 @@ def test_what_makes_no_sense_is_refused():
 
 def test_staging_of_a_large_group_is_as_small_as_the_transport_makes_it():
     assert (communication.OUTBOX_BYTES, communication.INBOX_BYTES) == (by_copies.OUTBOX_BYTES, by_copies.INBOX_BYTES)
+    assert communication.LEAST_BUCKET_BYTES == averages.LEAST_MB * MB
+    assert communication.MOST_BUCKETS == averages.MOST_BUCKETS
     groups = {"largest_group": 10**9, "compute_bytes": 2, "reduce_bytes": 2}
     staged = rank_bytes("fsdp", 10**10, 2, peer_copies=True, **groups)
     assert staged.staging == by_copies.OUTBOX_BYTES + by_copies.INBOX_BYTES

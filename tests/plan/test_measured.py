@@ -4,10 +4,13 @@ import dataclasses
 import statistics
 from pathlib import Path
 
+import pytest
+
+from trainstep.config import SIZES
 from trainstep.hardware import require_device
 from trainstep.kinds import row_of
 from trainstep.plan.machine import machine_of
-from trainstep.plan.measured import calibrated, checked
+from trainstep.plan.measured import calibrated, checked, scheme_launches
 from trainstep.records import read_records
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -41,11 +44,49 @@ def test_four_gpus_of_a_slow_host_are_predicted_but_for_what_its_host_is_late_wi
     (lean,) = [row for row in today if row.case["scheme"] == "fsdp"]
     assert 0 < lean.memory_error < 0.0111
     others = [row.memory_error for row in (*today, *before) if row.memory_error is not None and row is not lean]
-    assert len(others) == 6
+    assert len(others) == 7
     assert max(map(abs, others)) < 0.01
     times = [row.time_error for row in before if row.case["scheme"] in ("single", "sharded-optimizer-1000")]
     assert len(times) == 3
     assert max(map(abs, times)) < 0.10
+
+
+def test_a_step_takes_no_less_than_its_host_needs_to_launch_it():
+    """Four H200s of a slow host: where it sets the pace the plan is within 3 % with what it took to launch a step, and
+    a quarter too fast without."""
+    rows = list(read_records(RESULTS / "h200-parallel-rounds-4gpus.jsonl"))
+    before = calibrated([row for path in CALIBRATION for row in read_records(path)])
+    machine = calibrated([*(row for path in CALIBRATION for row in read_records(path)), *rows])
+    strategies = ("single", "ddp", "sharded optimizer", "fsdp", "hsdp")
+    assert set(machine.scheme_launch_s) == {(each, "off") for each in strategies}
+    assert "launches of data parallel steps" in machine.basis
+    assert "launches of data parallel steps" not in before.basis
+    late, told = ({row.case["scheme"]: row for row in checked(rows, each)} for each in (before, machine))
+    for scheme in ("fsdp", "hsdp"):
+        assert late[scheme].time_error < -0.2
+        assert abs(told[scheme].time_error) < 0.03
+    for scheme in ("single", "bucketed-1000"):  # which wait for the GPU
+        assert late[scheme].time_error == told[scheme].time_error
+        assert abs(told[scheme].time_error) < 0.06
+    assert all(abs(row.memory_error) < 0.0111 for row in told.values())
+
+
+def test_launches_are_those_of_the_fastest_scheme_of_ours():
+    case = {"workload": "large", "precision": "bf16", "compile": "blocks", "world_size": 2}
+
+    def row(scheme, issue_ms, **settings):
+        values = {"step_ms": 100.0} if issue_ms is None else {"issue_ms": issue_ms}
+        return row_of("parallel", {**case, "scheme": scheme, **settings}, values)
+
+    launched = {"bucketed-25": 90.0, "bucketed-1000": 72.0, "torch-ddp": 36.0, "fsdp": None, "single": 54.0}
+    rows = [row(*each) for each in launched.items()]
+    failed = dataclasses.replace(row("bucketed-1000", 1.0), status="failed")
+    found = scheme_launches([*rows, failed, row("fsdp", 1.0, workload="theirs")])
+    blocks = SIZES["large"].num_layers
+    assert found == {
+        ("ddp", "blocks"): pytest.approx(0.072 / blocks),
+        ("single", "blocks"): pytest.approx(0.054 / blocks),
+    }
 
 
 def test_parallel_rows_are_compared_by_scheme():

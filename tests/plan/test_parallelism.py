@@ -211,3 +211,15 @@ def test_meshes():
 def test_impossible_clusters(settings):
     with pytest.raises(UsageError, match="expected a positive number"):
         cluster(**settings)
+
+
+def test_the_host_sets_the_pace_where_it_is_slower():
+    alone = strategy_plan(MODEL, STEP, cluster(4), Layout("fsdp", 4))
+    slow, fast = (
+        strategy_plan(MODEL, STEP, cluster(4, scheme_launch_s={("fsdp", "off"): seconds}), Layout("fsdp", 4))
+        for seconds in (2 * alone.step_s / MODEL.num_layers, alone.step_s / MODEL.num_layers / 2)
+    )
+    assert (slow.step_s, slow.limit) == (pytest.approx(2 * alone.step_s), "launches")
+    assert (fast.step_s, fast.limit) == (alone.step_s, alone.limit) != (alone.step_s, "launches")
+    others = cluster(4, scheme_launch_s={("fsdp", "blocks"): 1.0, ("ddp", "off"): 1.0})
+    assert strategy_plan(MODEL, STEP, others, Layout("fsdp", 4)).step_s == alone.step_s

@@ -131,3 +131,17 @@ def test_where_no_number_of_gpus_helps():
     assert smallest_gpus(SIZES["2.7B"], STEP, tight, Layout("ddp", 8)) is None
     assert smallest_gpus(SIZES["10B"], STEP, tight, Layout("sharded optimizer", 8)) is None
     assert smallest_gpus(MODEL, STEP, tight, Layout("ddp", 8)) == 1
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "sharded optimizer"])
+def test_averages_by_copies_stage_a_bucket_and_this_ranks_means(strategy):
+    plain, staged = (
+        strategy_memory(MODEL, STEP, Layout(strategy, 4, by_copies=by_copies)) for by_copies in (False, True)
+    )
+    bucket = 25 * 10**6 + 4 * 256 * 1024  # the least, and the largest matrix
+    assert staged.total - plain.total == bucket + bucket // 4
+    large = [strategy_memory(SIZES["2.7B"], STEP, Layout(strategy, 4, by_copies=each)).total for each in (False, True)]
+    assert large[1] - large[0] == 5 * 2**27, "no more than there is room for"
+    assert strategy_memory(MODEL, STEP, Layout("ddp", 1, by_copies=True)).buffers == 0
+    whole = strategy_memory(MODEL, STEP, Layout("fsdp", 4, by_copies=True))
+    assert whole == strategy_memory(MODEL, STEP, Layout("fsdp", 4)), "counted as by collectives"

@@ -61,6 +61,8 @@ def test_one_gpu_holds_everything():
     assert found.total == STEP.peak
     assert STEP.moment == "optimizer"
     assert split("ddp", 4).total == found.total
+    staged = CASE.memory(Layout("ddp", 4, by_copies=True))
+    assert staged.total - found.total == staged.buffers == STEP.gradients + STEP.gradients // 4, "one bucket's"
 
 
 def test_what_is_sharded_is_divided():

@@ -69,6 +69,7 @@ class PlanRow(PlannedMemory, kind="plan"):
     compute_ms: float | None = None
     communication_ms: float | None = None
     exposed_ms: float | None = None
+    launch_ms: float | None = None  # the host's, of the whole step; None where it was not measured
     step_ms: float | None = None
     limit: str | None = None
     tokens_per_s: float | None = None

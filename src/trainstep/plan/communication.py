@@ -139,6 +139,20 @@ def best_bucket_bytes(gradient_bytes: float, world_size: int, link: Link, backwa
 OUTBOX_BYTES, INBOX_BYTES = 2**28, 2**29
 """Most that `parallel.transport` stages of a group that is gathered, and of gradients."""
 
+LEAST_BUCKET_BYTES, MOST_BUCKETS = 25 * 10**6, 16
+"""Of gradients that are averaged by copies: a bucket has a sixteenth of all by default, and so many bytes at least."""
+
+
+def default_bucket(nbytes: int, largest: int) -> int:
+    """Bytes of a bucket of gradients of so many, by copies, that is full with the `largest` of them."""
+    return max(LEAST_BUCKET_BYTES, nbytes // MOST_BUCKETS) + largest
+
+
+def staged_gradients(nbytes: int, bucket: int, ranks: int) -> int:
+    """Bytes that averages by copies stage on a rank: a bucket of gradients as they come, and this rank's means."""
+    inbox = min(nbytes, bucket, INBOX_BYTES)
+    return inbox + -(-inbox // ranks)
+
 
 @dataclass(frozen=True)
 class RankBytes:
@@ -225,9 +239,8 @@ def rank_bytes(
     if scheme in ("ddp", "sharded optimizer"):
         staging = 0
         if peer_copies and n > 1:
-            inbox = min(min(trained, largest_bucket) * bytes_per_parameter, INBOX_BYTES)
             gathered_slices = min(-(-min(trained, largest_gather) * bytes_per_parameter // n), OUTBOX_BYTES)
-            staging = inbox + -(-inbox // n) + gathered_slices
+            staging = staged_gradients(gradients, largest_bucket * bytes_per_parameter, n) + gathered_slices
         buffers = (gradients if copies else 0) + staging
         if scheme == "ddp":
             moved = sent("all-reduce", 0)

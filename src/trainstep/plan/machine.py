@@ -15,6 +15,7 @@ from trainstep.errors import UsageError
 from trainstep.hardware import DeviceSpec
 from trainstep.plan.communication import CollectiveName, Link
 from trainstep.precision import PRECISIONS
+from trainstep.schemes import Strategy
 
 GIB = 2**30
 
@@ -54,6 +55,8 @@ class Machine:
     optimizer_fraction: Mapping[str, float] = field(default_factory=lambda: dict(OPTIMIZER_FRACTION))
     launch_s: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     """(compile, attention) → what launching one block's forward and backward takes the host, where it was measured."""
+    scheme_launch_s: Mapping[tuple[Strategy, str], float] = field(default_factory=dict)
+    """(strategy, compile) → what launching a whole step takes the host for each of the model's blocks, likewise."""
     interference: float = INTERFERENCE  # seconds that computing loses for each second of communication hidden behind it
     basis: str = ""  # where these figures come from, in a sentence
 
@@ -61,6 +64,10 @@ class Machine:
     def is_connected(self) -> bool:
         """Whether it is one of several; a CPU that was measured alone has no connection."""
         return self.link.bus_bytes_per_s > 0
+
+    def scheme_launch_seconds(self, strategy: Strategy, compiled: str, blocks: int) -> float:
+        """Of a whole step of so many blocks; zero where it was not measured."""
+        return blocks * self.scheme_launch_s.get((strategy, compiled), 0.0)
 
     def launch_seconds(self, compiled: str, attention: str) -> tuple[float, float]:
         """(forward, backward) of a block; of the same compilation where the attention was not measured, else zeros."""

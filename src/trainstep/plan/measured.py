@@ -8,6 +8,8 @@
                      that were timed at once
     rung, step       what the host takes to launch a block, from steps whose forward was bound by launching; and the
                      fraction of a copy's bandwidth that the optimizer reaches, from the step that reached most
+    parallel         what the host takes to launch a whole step of a strategy, for each of the model's blocks: of
+                     the scheme that takes least, where `bench parallel --sustained` has measured it
 
 What none of the records tells stays as the datasheet and `plan.machine` have it. Imports no torch.
 """
@@ -65,12 +67,14 @@ def calibrated(records: Sequence[Row], spec: DeviceSpec | None = None) -> Machin
     rates = _ceilings(records, machine)
     machine = dataclasses.replace(machine, **rates)
     network = network_links([row for row in of_kind(records, CollectiveFitRow) if row.backend == "nccl"])
+    schemes = scheme_launches(records)
     found = {
         "rates": rates,
         "connections": _link(records),
         "launches": _launches(records),
         "the optimizer's bandwidth": _optimizer(records, machine),
         **({"the network": {"network": network}} if network else {}),
+        **({"launches of data parallel steps": {"scheme_launch_s": schemes}} if schemes else {}),
     }
     basis = f"measured on {spec.name}: {', '.join(name for name, each in found.items() if each)}"
     if not any(found.values()):
@@ -145,6 +149,19 @@ def _launches(records: Sequence[Row]) -> dict[str, Any]:
     return {"launch_s": medians} if medians else {}
 
 
+def scheme_launches(records: Iterable[Row]) -> dict[tuple[Strategy, str], float]:
+    """(strategy, compile) → seconds of the host for each block, to launch a step of ours."""
+    found: defaultdict[tuple[Strategy, str], list[float]] = defaultdict(list)
+    for row in of_kind(records, ParallelRow):
+        scheme = SCHEMES.get(str(row.scheme))
+        model = SIZES.get(str(row.workload))
+        if row.status != "ok" or scheme is None or scheme.peer is not None or model is None or "issue" not in row.times:
+            continue
+        seconds = row.times["issue"].median / 1e3 / model.num_layers
+        found[scheme.planned_as or "single", str(row.compile)].append(seconds)
+    return {key: min(each) for key, each in found.items()}
+
+
 def _optimizer(records: Sequence[Row], machine: Machine) -> dict[str, Any]:
     reached: dict[str, float] = {}
     for row in _timed(records):
@@ -193,14 +210,17 @@ def checked(records: Iterable[Row], machine: Machine, network_bytes_per_s: float
 
 
 def _seconds(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> float:
+    machine = cluster.machine
     if layout.strategy == "single":
-        return step_seconds(model, step, cluster.machine).total
+        launch_s = machine.scheme_launch_seconds("single", step.compile, model.num_layers)
+        return max(step_seconds(model, step, machine).total, launch_s)
     return strategy_plan(model, dataclasses.replace(step, loss="dense"), cluster, layout).step_s
 
 
 def _layout(row: Row, strategy: Strategy, ranks: int) -> Layout:
-    replicas = row.replicas if isinstance(row, ParallelRow) else None
-    return Layout(strategy, ranks, replicas=replicas or 1)
+    if not isinstance(row, ParallelRow):
+        return Layout(strategy, ranks)
+    return Layout(strategy, ranks, replicas=row.replicas or 1, by_copies=row.transport == "peer-copies")
 
 
 def _step_of(row: Row) -> StepConfig:

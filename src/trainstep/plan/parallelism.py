@@ -14,6 +14,8 @@ after it, over the same connections. FSDP's gradients in half precision are exch
 each one of the other nodes, by its own connection. What is hidden slows the computation that hides it, by
 `Machine.interference` of its own time.
 
+The host launches all of it, and a step takes no less than that; counted where schemes' launches were measured.
+
 Imports no torch.
 """
 
@@ -52,10 +54,12 @@ class StepPlan:
     exposed_s: float  # by how much it makes the step longer: what sticks out, and what hidden communication slows
     tokens: int | None  # of all GPUs; None where a user's batch does not tell
     flops: int | None  # of the model, for all GPUs; None where they are not known
+    launch_s: float = 0.0  # the host's, of all that it launches; 0 where it is not known
 
     @property
     def step_s(self) -> float:
-        return self.compute.total + self.exposed_s
+        """As long as the GPU takes, or the host, whichever is slower: they work side by side."""
+        return max(self.compute.total + self.exposed_s, self.launch_s)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -64,7 +68,9 @@ class StepPlan:
 
     @property
     def limit(self) -> str:
-        """What is busy longest: communication, or what takes most of the computation."""
+        """What is busy longest: the host, communication, or what takes most of the computation."""
+        if self.launch_s > self.compute.total + self.exposed_s:
+            return "launches"
         return "communication" if self.communication_s > self.compute.total else self.compute.limit
 
     def utilisation(self, peak_flops: float) -> float | None:
@@ -124,7 +130,8 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
         sent += calls * passes("all-gather", t) * payload // t
     tokens = layout.gpus * step.batch * step.context
     flops = step_flops(model, layout.gpus * step.batch, step.context, "step")
-    return StepPlan(layout, memory, sent, compute, busy, exposed, tokens, flops)
+    launch_s = cluster.machine.scheme_launch_seconds(layout.strategy, step.compile, model.num_layers)
+    return StepPlan(layout, memory, sent, compute, busy, exposed, tokens, flops, launch_s)
 
 
 def exchange_seconds(layout: Layout, cluster: Cluster, compute: StepSeconds, exchange: Exchange) -> tuple[float, float]:

@@ -169,7 +169,8 @@ def _strategies(request: PlanRequest) -> Sequence[Strategy]:
 def _alone(request: PlanRequest, strategy: Strategy) -> Layout:
     """A strategy over all GPUs, without tensor parallelism."""
     replicas = _replicas(request, request.cluster) if strategy == "hsdp" else None
-    return Layout(strategy, 1 if strategy == "single" else request.cluster.gpus, replicas=replicas or 1)
+    gpus = 1 if strategy == "single" else request.cluster.gpus
+    return Layout(strategy, gpus, replicas=replicas or 1, by_copies=request.cluster.nodes == 1)
 
 
 def _replicas(request: PlanRequest, cluster: Cluster) -> int | None:
@@ -232,6 +233,7 @@ def _strategy_row(request: PlanRequest, plan: StepPlan) -> PlanRow:
         compute_ms=1e3 * compute.total,
         communication_ms=1e3 * plan.communication_s,
         exposed_ms=1e3 * plan.exposed_s,
+        launch_ms=1e3 * plan.launch_s or None,
         step_ms=1e3 * plan.step_s,
         limit=plan.limit,
         tokens_per_s=plan.tokens_per_s,
@@ -285,7 +287,7 @@ def _scaling_rows(request: PlanRequest, layouts: Sequence[Layout]) -> Iterator[P
         for layout in layouts:
             if gpus % layout.tensor or (layout.strategy == "single") != (gpus == 1):
                 continue
-            placed = dataclasses.replace(layout, data=gpus // layout.tensor)
+            placed = dataclasses.replace(layout, data=gpus // layout.tensor, by_copies=cluster.nodes == 1)
             if layout.strategy == "hsdp":
                 if (replicas := _replicas(request, cluster)) is None:
                     continue

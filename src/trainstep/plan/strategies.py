@@ -3,8 +3,8 @@
 `plan.memory` knows what one GPU holds at each moment of a step. A strategy divides some of it:
 
     strategy           weights   gradients   optimizer state   activations   buffers
-    single, ddp        1         1           1                 1
-    sharded optimizer  1         1           1/n               1
+    single, ddp        1         1           1                 1             a bucket, where it goes by copies
+    sharded optimizer  1         1           1/n               1             the same
     zero-2             1         1/n         1/n               1             the largest group's gradients
     fsdp               1/n       1/n         1/n               1             six of the largest group (see rank_bytes)
     hsdp               r/n       r/n         r/n               1             the same, and r/n of the largest group
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
-from trainstep.plan.communication import RankBytes, rank_bytes
+from trainstep.plan.communication import RankBytes, default_bucket, rank_bytes
 from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.memory import peak_bytes
 from trainstep.precision import PRECISIONS
@@ -40,6 +40,7 @@ class Layout:
     data: int = 1
     tensor: int = 1
     replicas: int = 1
+    by_copies: bool = False  # whether ddp and the sharded optimizer average by copies, as between GPUs of one host
 
     @property
     def gpus(self) -> int:
@@ -66,6 +67,10 @@ class Layout:
         itself."""
         together = self.parts * self.tensor
         return self.replicas > 1 and together <= gpus_per_node < 2 * together
+
+    @property
+    def averages_by_copies(self) -> bool:
+        return self.by_copies and self.data > 1 and self.scheme in ("ddp", "sharded optimizer")
 
     @property
     def updated(self) -> float:
@@ -129,6 +134,11 @@ def largest_group(model: ModelConfig) -> int:
     return max(_block(model), model.vocab_size * model.d_model)
 
 
+def largest_matrix(model: ModelConfig) -> int:
+    """Elements of the largest parameter: the embedding's, or one of a block's feed-forward."""
+    return model.d_model * max(model.vocab_size, model.d_ff)
+
+
 def kept_groups(model: ModelConfig) -> int:
     """Parameters of the groups that our FSDP keeps from forward to backward: the last block and the head."""
     return _block(model) + model.vocab_size * model.d_model
@@ -160,7 +170,7 @@ def strategy_memory(model: ModelConfig, step: StepConfig, layout: Layout) -> Mem
             temporary = other - 4 * step.context * model.head_dim  # the foreach form's, in the width it keeps
             updated = n if layout.strategy not in ("single", "ddp") else 1
             other += temporary * kept_width // (made_width * updated) - temporary
-            buffers = 0
+            buffers = kept.staging
         gradients = -(-(made * kept_width // (made_width * t)) // gradient_ranks)
         split.append(MemorySplit(kept.weights, gradients, kept.optimizer_state, -(-other // t), buffers, moment))
     return max(split, key=lambda each: each.total)
@@ -168,10 +178,11 @@ def strategy_memory(model: ModelConfig, step: StepConfig, layout: Layout) -> Mem
 
 def shared_bytes(model: ModelConfig, step: StepConfig, layout: Layout) -> RankBytes:
     """What the data parallel ranks keep and send, by `rank_bytes`."""
-    precision = PRECISIONS[step.precision]
+    precision, parameters = PRECISIONS[step.precision], -(-model.num_parameters // layout.tensor)
+    bucket = default_bucket(parameters * precision.stored_bytes, largest_matrix(model) * precision.stored_bytes)
     found = rank_bytes(
         layout.scheme,
-        -(-model.num_parameters // layout.tensor),
+        parameters,
         layout.data,
         replicas=layout.replicas,
         bytes_per_parameter=precision.stored_bytes,
@@ -180,6 +191,8 @@ def shared_bytes(model: ModelConfig, step: StepConfig, layout: Layout) -> RankBy
         reduce_bytes=2 if precision.is_half and layout.shards_weights else None,
         largest_group=-(-largest_group(model) // layout.tensor),
         not_again=kept_groups(model) // layout.tensor,
+        peer_copies=layout.averages_by_copies,
+        largest_bucket=bucket // precision.stored_bytes,
     )
     return found if layout.data > 1 else dataclasses.replace(found, buffers=0)
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainstep.errors import UnsupportedError
-from trainstep.plan.communication import RankBytes, bytes_sent
+from trainstep.plan.communication import RankBytes, bytes_sent, default_bucket, staged_gradients
 from trainstep.plan.machine import Cluster, Machine
 from trainstep.plan.parallelism import Exchange, StepPlan, exchange_seconds
 from trainstep.plan.roofline import FUSED_ATTENTION, PhaseSeconds, StepSeconds, product_seconds
@@ -112,7 +112,7 @@ class TracedCase:
                 if phase == "optimizer":
                     temporary = max(0, other - made.batch)
                     temporary = temporary * kept.weights // max(1, made.weights)
-                    other, buffers = made.batch + math.ceil(temporary * layout.updated), 0
+                    other, buffers = made.batch + math.ceil(temporary * layout.updated), ranks.staging
                 gradients = -(-gradients // share)
                 held = ranks.weights, gradients, ranks.optimizer_state, other, buffers
                 found.append(MemorySplit(*held, moment=phase))
@@ -139,7 +139,10 @@ class TracedCase:
         if (ranks := layout.replicas) > 1:
             sent += bytes_sent("all-reduce", gradients, ranks) // ranks
             buffers += -(-step.largest_group // n)
-        return RankBytes(share, gradients, state, buffers if layout.data > 1 else 0, sent)
+        staging = 0
+        if layout.averages_by_copies:
+            buffers = staging = staged_gradients(gradients, default_bucket(gradients, step.largest_group), n)
+        return RankBytes(share, gradients, state, buffers if layout.data > 1 else 0, sent, staging)
 
     def exchange(self, layout: Layout) -> Exchange:
         """What is exchanged in a step, in bytes of the whole model."""

@@ -61,7 +61,9 @@ TABLES = (
         *columns.values({"forward (ms)": "forward_ms", "backward (ms)": "backward_ms"}, brief=False),
         columns.value("optimizer (ms)", "optimizer_ms", brief=False),
         *columns.values({"computing (ms)": "compute_ms", "communicating (ms)": "communication_ms"}),
-        *columns.values({"of it exposed (ms)": "exposed_ms", "step (ms)": "step_ms", "limited by": "limit"}),
+        columns.value("of it exposed (ms)", "exposed_ms"),
+        columns.value("launched by the host in (ms)", "launch_ms"),
+        *columns.values({"step (ms)": "step_ms", "limited by": "limit"}),
         *columns.values({"tokens/s": "tokens_per_s", "utilisation (%)": "utilisation"}),
     ),
     define(
