@@ -156,17 +156,19 @@ def predictions() -> dict[str, list[Row]]:
     files = (*CALIBRATION, *(path.stem for path in sorted(RESULTS.glob("h200-collectives*.jsonl"))))
     rated = calibrated([row for name in files for row in results(name, Row)])
     kept = {name: kind for name, kind in CHECKED.items() if (RESULTS / f"{name}.jsonl").exists()}
-    found = {name: list(checked(results(name, kind), rated)) for name, kind in kept.items()}
-    for name in kept:
+    found = {}
+    for name, kind in kept.items():
+        found[name] = list(checked(results(name, kind), rated))
         if launches := scheme_launches(results(name, Row)):
             machine = dataclasses.replace(rated, scheme_launch_s=launches)
-            found["the same, with its host's launches"] = list(checked(results(name, kept[name]), machine))
+            found[f"{name}, and launches"] = list(checked(results(name, kind), machine))
     return found
 
 
 def plan_check() -> Table:
     """Every step and peak that was measured and can be predicted."""
-    return make_table(subjects.TABLES[PlanCheckRow], [row for rows in predictions().values() for row in rows])
+    rows = [row for name, rows in predictions().items() if name in CHECKED for row in rows]
+    return make_table(subjects.TABLES[PlanCheckRow], rows)
 
 
 def plan_errors() -> Table:
@@ -237,8 +239,7 @@ def plan_rates() -> Table:
         f"{OPTIMIZER_FRACTION['adamw-foreach']} (foreach), {OPTIMIZER_FRACTION['adamw-fused']} (fused)",
         "launching a block, forward and backward": "steps of the calibration whose forward was bound by launching; "
         "else not counted",
-        "launching a whole step of a strategy": "rows of `bench parallel --sustained` in a calibration; else "
-        "not counted",
+        "launching a whole step of a strategy": "rows of `bench parallel` in a calibration; else not counted",
         "bytes between products": "counted by operator, see plan/roofline.py; compiled code: one pass per fused region",
         "tiles and the speed of smaller ones": f"assumed: {wide[0][0]} × {wide[0][1]} (16-bit, TF32), {fp32[0][0]} × "
         f"{fp32[0][1]} (float32), and smaller at {min(slower)} to {max(slower)}",

@@ -117,6 +117,31 @@ def test_copies_do_what_collectives_do_at_once_or_in_rounds(four, sizes, dtype, 
                 assert torch.equal(value, expected)
 
 
+def _laid_out(process, room):
+    """What two gathers bring whose outboxes were filled with other values than the tensors have."""
+    with mock.patch.multiple(by_copies, OUTBOX_BYTES=room, INBOX_BYTES=room):
+        copies = PeerCopies(process.group, process.device, slice_bytes=8192, exchange_bytes=256)
+    whole = [torch.zeros(process.world_size * size, dtype=torch.uint8) for size in (300, 5)]
+    outbox = copies.outbox_of(whole)
+    if outbox is None:
+        return None
+    gather = copies.gather_of(whole, laid_out=True)
+    for call in range(2):
+        for number, slot in enumerate(outbox):
+            slot.fill_(100 * call + 10 * process.rank + number)
+        gather()
+    return [slot.numel() for slot in outbox], [each.view(process.world_size, -1) for each in whole]
+
+
+def test_a_gather_takes_what_was_laid_out_for_it(four):
+    for rank, (sizes, whole) in enumerate(four.run(_laid_out, 8192)):
+        assert sizes == [300, 5]
+        for number, rows in enumerate(whole):
+            expected = [0 if other == rank else 100 + 10 * other + number for other in range(4)]
+            assert [row.unique().tolist() for row in rows] == [[each] for each in expected]
+    assert four.run(_laid_out, 256) == [None] * 4, "in rounds there is no such place"
+
+
 def _in_turns(process, room):
     """Averages and exchanges by one transport, where barriers depend on what came before, and what they should be."""
     ranks = process.world_size

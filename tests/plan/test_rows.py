@@ -211,6 +211,24 @@ def planned_here(size, device="NVIDIA H200", **layout):
     return list(plan_records(PlanRequest(size, SIZES[size], step, cluster)))
 
 
+def test_gradients_are_staged_within_a_node_and_launches_shown_where_they_are_known():
+    launches = {("ddp", "off", "bf16"): 1.0}
+    machine = dataclasses.replace(machine_of(require_device("H200")), scheme_launch_s=launches)
+    size, step = SIZES["small"], StepConfig(batch=1, context=128, precision="bf16", attention="sdpa")
+
+    def planned(nodes):
+        records = list(plan_records(PlanRequest("small", size, step, Cluster(machine, 4, nodes, 4e10))))
+        (row,) = [row for row in of_kind(records, PlanRow) if row.strategy == "ddp"]
+        scaled = {row.gpus: row.peak_gib for row in of_kind(records, PlanScalingRow) if row.strategy == "ddp"}
+        return {row.strategy: row.launch_ms for row in of_kind(records, PlanRow)}, row, scaled
+
+    launched, one, scaled = planned(1)
+    assert launched["ddp"] == one.step_ms == pytest.approx(1e3 * size.num_layers)
+    assert (one.limit, launched["fsdp"]) == ("launches", None)
+    assert one.buffers_gib > 0 == planned(2)[1].buffers_gib
+    assert scaled[2] > scaled[4] > scaled[8], "a share of the means of 2, of 4, and nothing"
+
+
 def test_what_does_not_fit_by_less_than_the_reserve_says_so():
     """10B on 16 V100s: the peak is below the GPU's memory, and not below what is left of it for tensors."""
     records = planned_here("10B", "V100", nodes=2)

@@ -145,3 +145,17 @@ def test_averages_by_copies_stage_a_bucket_and_this_ranks_means(strategy):
     assert strategy_memory(MODEL, STEP, Layout("ddp", 1, by_copies=True)).buffers == 0
     whole = strategy_memory(MODEL, STEP, Layout("fsdp", 4, by_copies=True))
     assert whole == strategy_memory(MODEL, STEP, Layout("fsdp", 4)), "counted as by collectives"
+
+
+def test_the_fewest_gpus_stage_only_where_they_are_of_one_node():
+    """With what copies stage one GPU may be enough and two are not, and more than a node's need less than a node's."""
+    layout, plain = Layout("sharded optimizer", 8, by_copies=True), Layout("sharded optimizer", 1)
+    large = dataclasses.replace(STEP, optimizer="sgd")  # which has no state to divide
+    needed = strategy_memory(SIZES["medium"], large, plain).total + GIB
+    tight = Cluster(dataclasses.replace(CLUSTER.machine, memory_bytes=needed), 8, 1, 4e10)
+    assert smallest_gpus(SIZES["medium"], large, tight, layout) == 1
+    nine = strategy_memory(SIZES["medium"], STEP, Layout("sharded optimizer", 9)).total + GIB
+    eight = strategy_memory(SIZES["medium"], STEP, Layout("sharded optimizer", 8, by_copies=True)).total + GIB
+    assert nine < eight
+    tight = Cluster(dataclasses.replace(CLUSTER.machine, memory_bytes=nine), 8, 2, 4e10)
+    assert smallest_gpus(SIZES["medium"], STEP, tight, layout) == 9

@@ -31,6 +31,7 @@ STEP = TracedStep(
     optimizer_state=6 * PARAMETERS,
     batch=1000,
     largest_group=PARAMETERS // 2,
+    largest_gradient=PARAMETERS // 4,
     groups=8,
     kept_groups=PARAMETERS,
     moments={
@@ -63,6 +64,9 @@ def test_one_gpu_holds_everything():
     assert split("ddp", 4).total == found.total
     staged = CASE.memory(Layout("ddp", 4, by_copies=True))
     assert staged.total - found.total == staged.buffers == STEP.gradients + STEP.gradients // 4, "one bucket's"
+    large = TracedCase(dataclasses.replace(STEP, gradients=10**8), "fp32", STEP)
+    bucket = 25 * 10**6 + STEP.largest_gradient
+    assert large.memory(Layout("ddp", 4, by_copies=True)).buffers == bucket + bucket // 4
 
 
 def test_what_is_sharded_is_divided():

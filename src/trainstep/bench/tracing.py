@@ -147,6 +147,7 @@ def _traced_eagerly(
         optimizer_state=tracer.owned_bytes(STATE),
         batch=tracer.owned_bytes(OTHER),
         largest_group=max(groups, default=0),
+        largest_gradient=max((parameter.nbytes for parameter in trained), default=0),
         groups=len(groups),
         kept_groups=sum(groups[-_KEPT_GROUPS:]),
         moments={name: tuple(moments) for name, moments in tracer.moments().items()},

@@ -47,8 +47,8 @@ class Plan(Common):
     """Name of a known GPU, or a part of it that only one has, as H200 (the default, where there is no calibration)."""
     calibration: commas(Path) = ()  # type: ignore[valid-type]
     """Results measured on the GPU: results.jsonl of `trainstep analyze`, `bench collectives`, `bench step`. Their rates
-    take the place of the datasheet's, and those of collectives between hosts that of --network-gb-s. Those of `bench
-    parallel --sustained` say what a host takes to launch a step, which is then no shorter."""
+    take the place of the datasheet's, and those of collectives between hosts that of --network-gb-s. Rows of
+    `bench parallel` say what a host takes to launch a step of a built-in size, which is then no shorter."""
     gpus_per_node: int = 8
     """GPUs of a node."""
     nodes: int = 1

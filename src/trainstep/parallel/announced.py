@@ -38,7 +38,7 @@ class Record:
     group: str  # as torch's flight recorder names it, with another word in place of the backend
     number: int  # of the group's exchanges, from 1
     name: Announced
-    since: float  # time.time(), of the oldest that has not ended
+    since: float  # time.time(), of the oldest that has not ended, or up to a tenth of a second before
     is_over: bool = False
     end: torch.cuda.Event | None = None  # in place of `is_over`: where a stream is behind it
     timeout_s: float | None = None  # after which the GPU itself gives up, with an error that says nothing

@@ -55,8 +55,9 @@ class Machine:
     optimizer_fraction: Mapping[str, float] = field(default_factory=lambda: dict(OPTIMIZER_FRACTION))
     launch_s: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     """(compile, attention) → what launching one block's forward and backward takes the host, where it was measured."""
-    scheme_launch_s: Mapping[tuple[Strategy, str], float] = field(default_factory=dict)
-    """(strategy, compile) → what launching a whole step takes the host for each of the model's blocks, likewise."""
+    scheme_launch_s: Mapping[tuple[Strategy, str, str], float] = field(default_factory=dict)
+    """(strategy, compile, precision) → what launching a whole step takes the host for each of the model's blocks,
+    likewise."""
     interference: float = INTERFERENCE  # seconds that computing loses for each second of communication hidden behind it
     basis: str = ""  # where these figures come from, in a sentence
 
@@ -65,9 +66,14 @@ class Machine:
         """Whether it is one of several; a CPU that was measured alone has no connection."""
         return self.link.bus_bytes_per_s > 0
 
-    def scheme_launch_seconds(self, strategy: Strategy, compiled: str, blocks: int) -> float:
-        """Of a whole step of so many blocks; zero where it was not measured."""
-        return blocks * self.scheme_launch_s.get((strategy, compiled), 0.0)
+    def scheme_launch_seconds(self, strategy: Strategy, compiled: str, precision: str, blocks: int) -> float:
+        """At least, of a whole step of so many blocks: of the strategy, or where it was not measured of what it does
+        more than; else zero."""
+        lesser: Mapping[Strategy, Strategy] = {"zero-2": "sharded optimizer", "fsdp + tp": "fsdp"}
+        for each in (strategy, lesser.get(strategy), "single"):
+            if each is not None and (found := self.scheme_launch_s.get((each, compiled, precision))) is not None:
+                return blocks * found
+        return 0.0
 
     def launch_seconds(self, compiled: str, attention: str) -> tuple[float, float]:
         """(forward, backward) of a block; of the same compilation where the attention was not measured, else zeros."""

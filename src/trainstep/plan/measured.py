@@ -8,8 +8,7 @@
                      that were timed at once
     rung, step       what the host takes to launch a block, from steps whose forward was bound by launching; and the
                      fraction of a copy's bandwidth that the optimizer reaches, from the step that reached most
-    parallel         what the host takes to launch a whole step of a strategy, for each of the model's blocks: of
-                     the scheme that takes least, where `bench parallel --sustained` has measured it
+    parallel         what the host takes to launch a whole step of a strategy, for each of the model's blocks
 
 What none of the records tells stays as the datasheet and `plan.machine` have it. Imports no torch.
 """
@@ -149,16 +148,18 @@ def _launches(records: Sequence[Row]) -> dict[str, Any]:
     return {"launch_s": medians} if medians else {}
 
 
-def scheme_launches(records: Iterable[Row]) -> dict[tuple[Strategy, str], float]:
-    """(strategy, compile) → seconds of the host for each block, to launch a step of ours."""
-    found: defaultdict[tuple[Strategy, str], list[float]] = defaultdict(list)
+def scheme_launches(records: Iterable[Row]) -> dict[tuple[Strategy, str, str], float]:
+    """(strategy, compile, precision) → seconds of the host for each block, to launch a step of ours that checkpoints
+    nothing: of the scheme that takes least."""
+    found: defaultdict[tuple[Strategy, str, str], list[float]] = defaultdict(list)
     for row in of_kind(records, ParallelRow):
-        scheme = SCHEMES.get(str(row.scheme))
-        model = SIZES.get(str(row.workload))
-        if row.status != "ok" or scheme is None or scheme.peer is not None or model is None or "issue" not in row.times:
+        scheme, model = SCHEMES.get(str(row.scheme)), SIZES.get(str(row.workload))
+        if row.status != "ok" or scheme is None or model is None or "issue" not in row.times:
             continue
-        seconds = row.times["issue"].median / 1e3 / model.num_layers
-        found[scheme.planned_as or "single", str(row.compile)].append(seconds)
+        alone = scheme.communicates and row.world_size == 1
+        if scheme.peer is None and not alone and row.case.get("checkpointing") in (None, "none"):
+            key = scheme.planned_as or "single", str(row.compile), str(row.precision)
+            found[key].append(row.times["issue"].median / 1e3 / model.num_layers)
     return {key: min(each) for key, each in found.items()}
 
 
@@ -212,7 +213,7 @@ def checked(records: Iterable[Row], machine: Machine, network_bytes_per_s: float
 def _seconds(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> float:
     machine = cluster.machine
     if layout.strategy == "single":
-        launch_s = machine.scheme_launch_seconds("single", step.compile, model.num_layers)
+        launch_s = machine.scheme_launch_seconds("single", step.compile, step.precision, model.num_layers)
         return max(step_seconds(model, step, machine).total, launch_s)
     return strategy_plan(model, dataclasses.replace(step, loss="dense"), cluster, layout).step_s
 

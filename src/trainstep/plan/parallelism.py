@@ -130,7 +130,8 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
         sent += calls * passes("all-gather", t) * payload // t
     tokens = layout.gpus * step.batch * step.context
     flops = step_flops(model, layout.gpus * step.batch, step.context, "step")
-    launch_s = cluster.machine.scheme_launch_seconds(layout.strategy, step.compile, model.num_layers)
+    how = step.compile, step.precision, model.num_layers
+    launch_s = cluster.machine.scheme_launch_seconds(layout.strategy, *how)
     return StepPlan(layout, memory, sent, compute, busy, exposed, tokens, flops, launch_s)
 
 

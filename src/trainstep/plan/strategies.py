@@ -224,13 +224,17 @@ def smallest_gpus(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
 
 def fewest_gpus(memory_of: Callable[[Layout], MemorySplit], cluster: Cluster, layout: Layout) -> int | None:
     """The same of any memory."""
+    together = layout.tensor * layout.replicas
 
     def enough(ranks: int) -> bool:
-        return fits(memory_of(dataclasses.replace(layout, data=ranks * layout.replicas)), cluster)
+        by_copies = ranks * together <= cluster.gpus_per_node
+        placed = dataclasses.replace(layout, data=ranks * layout.replicas, by_copies=by_copies)
+        return fits(memory_of(placed), cluster)
 
-    together = layout.tensor * layout.replicas
     most = 1 if layout.strategy in ("single", "ddp") else MOST_GPUS // together
-    ranks = _first(enough, most)
+    if enough(1):  # before two ranks, which may need more than one, as they stage what they send
+        return together
+    ranks = 1 + _first(lambda more: enough(1 + more), most - 1)
     return ranks * together if ranks <= most else None
 
 

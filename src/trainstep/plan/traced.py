@@ -59,6 +59,7 @@ class TracedStep:
     optimizer_state: int
     batch: int
     largest_group: int  # bytes of the parameters of the largest block, or of another module that has some of its own
+    largest_gradient: int
     groups: int
     kept_groups: int  # bytes of the parameters of the last groups, which our FSDP keeps from forward to backward
     moments: Mapping[str, Sequence[Moment]]  # phase → those of which no other has as much of both
@@ -141,7 +142,7 @@ class TracedCase:
             buffers += -(-step.largest_group // n)
         staging = 0
         if layout.averages_by_copies:
-            buffers = staging = staged_gradients(gradients, default_bucket(gradients, step.largest_group), n)
+            buffers = staging = staged_gradients(gradients, default_bucket(gradients, step.largest_gradient), n)
         return RankBytes(share, gradients, state, buffers if layout.data > 1 else 0, sent, staging)
 
     def exchange(self, layout: Layout) -> Exchange:

@@ -67,6 +67,38 @@ def test_four_ranks_train_as_one_process(four):
     assert_same(half, train_alone(options, how, 4, ranks=4, dtype=dtype))
 
 
+def _train_scores(process, transport, rows):
+    """A head of one row, which one rank has, in a group of its own."""
+    module = _scores()
+    sharded = FullyShardedDataParallel(module, groups=list(module), transport=transport)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    for step in range(2):
+        sharded(rows[step].chunk(process.world_size)[process.rank]).square().mean().backward()
+        sharded.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sharded.gather_full_parameters()
+
+
+def _scores():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1, bias=False))
+
+
+@pytest.mark.parametrize("transport", ["collectives", "peer-copies"])
+def test_a_rank_may_have_no_row_of_a_group(two, transport):
+    rows = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1))
+    module = _scores()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(2):
+        module(rows[step]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in two.run(_train_scores, transport, rows):
+        for name, value in module.named_parameters():
+            assert torch.allclose(found[name], value, rtol=0, atol=1e-6), name
+
+
 def _train_in_pairs(process):
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[process.rank % 2]

@@ -1,8 +1,9 @@
 """Parameters that are gathered and freed together, and their gradients on the way to the shards' `.grad`.
 
 The full parameters of a group are views of one storage, each contiguous and padded to equal shards. A gather casts this
-rank's rows straight into their place there, and the transport fills in the other ranks' rows. Freeing gives the
-storage's memory back; the tensors stay, so what autograd saved for backward is filled again by the next gather.
+rank's rows straight into their place there, and into the place that the others get them from, if the transport has one;
+the transport fills in the other ranks' rows. Freeing gives the storage's memory back; the tensors stay, so what
+autograd saved for backward is filled again by the next gather.
 """
 
 from __future__ import annotations
@@ -126,8 +127,9 @@ class GatherGroup:
             self._pending = stream.run(self._all_gather, before=self._copy_own)
 
     def _copy_own(self) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(self._places, self._shards)
+        if self._places:  # a rank may have no row of any
+            with torch.no_grad():
+                torch._foreach_copy_(self._places, self._shards)
 
     def wait(self) -> None:
         """Let the current stream wait for the gather, and the module see the full parameters."""

@@ -27,7 +27,7 @@ OUTBOX_BYTES, INBOX_BYTES = 2**28, 2**29
 """Most that a rank stages at a time: of its slices, and of gradients that it gets. A copy of that takes so much longer
 than the barriers around it that rounds cost nothing to speak of."""
 
-_RECENT_S = 1.0
+_RECENT_S = 0.1
 """How far back a record may say that what is under way began: to ask a GPU whether the last has ended takes the host as
 long as to start a kernel."""
 
