@@ -36,16 +36,13 @@ def test_predictions_hold_for_sizes_that_were_not_calibrated_on():
 
 
 def test_four_gpus_of_a_slow_host_are_predicted_but_for_what_its_host_is_late_with():
-    """Peaks within 1 %, but for FSDP in today's code, which is leaner: the plan counts a buffer for the gradients of a
-    group, which copies no longer need. HSDP, likewise leaner, has more besides."""
+    """Peaks are within 1 %."""
     machine = calibrated([row for path in CALIBRATION for row in read_records(path)])
     files = ("h200-parallel-peers-4gpus", "h200-parallel-compiled-4gpus")
     today, before = ([*checked(read_records(RESULTS / f"{name}.jsonl"), machine)] for name in files)
-    (lean,) = [row for row in today if row.case["scheme"] == "fsdp"]
-    assert 0 < lean.memory_error < 0.0111
-    others = [row.memory_error for row in (*today, *before) if row.memory_error is not None and row is not lean]
-    assert len(others) == 7
-    assert max(map(abs, others)) < 0.01
+    memory = [row.memory_error for row in (*today, *before) if row.memory_error is not None]
+    assert len(memory) == 8
+    assert max(map(abs, memory)) < 0.01
     times = [row.time_error for row in before if row.case["scheme"] in ("single", "sharded-optimizer-1000")]
     assert len(times) == 3
     assert max(map(abs, times)) < 0.10
@@ -68,7 +65,7 @@ def test_a_step_takes_no_less_than_its_host_needs_to_launch_it():
     for scheme in ("single", "bucketed-1000"):  # which wait for the GPU
         assert late[scheme].time_error == told[scheme].time_error
         assert abs(told[scheme].time_error) < 0.06
-    assert all(abs(row.memory_error) < 0.0111 for row in told.values())
+    assert all(abs(row.memory_error) < 0.01 for row in told.values())
 
 
 def test_launches_are_those_of_the_fastest_scheme_of_ours():

@@ -10,7 +10,15 @@ from trainstep.hardware import require_device
 from trainstep.model.transformer import build_transformer
 from trainstep.plan.machine import GIB, Cluster, machine_of
 from trainstep.plan.memory import peak_bytes
-from trainstep.plan.strategies import Layout, fits, largest_batch, largest_group, smallest_gpus, strategy_memory
+from trainstep.plan.strategies import (
+    Layout,
+    fits,
+    largest_batch,
+    largest_group,
+    shared_bytes,
+    smallest_gpus,
+    strategy_memory,
+)
 
 MODEL = ModelConfig(vocab_size=512, d_model=256, d_ff=1024, num_layers=6, num_heads=8)
 STEP = StepConfig(batch=2, context=128, precision="bf16", attention="sdpa", optimizer="adamw-fused")
@@ -76,8 +84,9 @@ def test_the_largest_group_is_the_largest_that_fsdp_would_gather():
 def test_fsdp_computes_in_half_precision_without_casts():
     """Activations are those of a model in bfloat16; the buffers are six of the largest group."""
     fsdp = strategy_memory(MODEL, STEP, Layout("fsdp", 4))
-    pure = strategy_memory(MODEL, dataclasses.replace(STEP, precision="bf16-pure"), Layout("single"))
-    assert fsdp.activations == pure.activations
+    pure = peak_bytes(MODEL, dataclasses.replace(STEP, precision="bf16-pure"), on_cuda=True)
+    assert fsdp.moment == "block 5", "the last one, which backward begins with"
+    assert fsdp.activations == pure.moments["block 5"] - pure.static.at_rest - pure.gradients["block 5"]
     assert fsdp.buffers == 6 * 2 * largest_group(MODEL)
     wide = strategy_memory(MODEL, dataclasses.replace(STEP, precision="fp32"), Layout("fsdp", 4))
     assert wide.buffers == 6 * 4 * largest_group(MODEL)
@@ -159,3 +168,12 @@ def test_the_fewest_gpus_stage_only_where_they_are_of_one_node():
     assert nine < eight
     tight = Cluster(dataclasses.replace(CLUSTER.machine, memory_bytes=nine), 8, 2, 4e10)
     assert smallest_gpus(SIZES["medium"], STEP, tight, layout) == 9
+
+
+def test_before_backward_fsdp_has_what_it_keeps_and_what_is_staged():
+    model = dataclasses.replace(MODEL, vocab_size=60_000)  # whose loss is the peak
+    memory = strategy_memory(model, STEP, Layout("fsdp", 4))
+    assert memory.moment == "log-softmax"
+    head, block = 60_000 * 256, 4 * 256**2 + 3 * 256 * 1024 + 2 * 256
+    assert memory.buffers == 2 * (block + head + head), "in bfloat16; the head is the largest group"
+    assert memory.buffers < shared_bytes(model, STEP, Layout("fsdp", 4)).buffers == 2 * 6 * head

@@ -11,8 +11,9 @@
     fsdp + tp          1/(nt)    1/(nt)      1/(nt)            1/t           the same of 1/t of a group
 
 n ranks of data parallelism, in r replicas where the strategy is hybrid, t of tensor parallelism. FSDP casts weights
-before it gathers them, so in half precision everything runs in that type, and no casts of weights are kept. Left out:
-parameters of one dimension, which FSDP keeps whole. Imports no torch.
+before it gathers them, so in half precision everything runs in that type, and no casts of weights are kept; when
+forward is through it has the groups that it keeps for backward, and one that is staged, alone. Left out: parameters of
+one dimension, which FSDP keeps whole. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
 from trainstep.plan.communication import RankBytes, default_bucket, rank_bytes
 from trainstep.plan.machine import GIB, Cluster, Machine
-from trainstep.plan.memory import peak_bytes
+from trainstep.plan.memory import BEFORE_BACKWARD, peak_bytes
 from trainstep.precision import PRECISIONS
 from trainstep.schemes import DataParallel, Strategy
 
@@ -165,6 +166,9 @@ def strategy_memory(model: ModelConfig, step: StepConfig, layout: Layout) -> Mem
     split: list[MemorySplit] = []
     for moment, alive in peak.moments.items():
         made, buffers = peak.gradients[moment], kept.buffers
+        if is_fsdp and moment in BEFORE_BACKWARD:
+            groups = kept_groups(model) + largest_group(model)  # one that is staged, if it goes by copies
+            buffers = min(buffers, -(-groups // t) * PRECISIONS[step.precision].computed_bytes)
         other = alive - peak.static.at_rest - made
         if moment == "optimizer":
             temporary = other - 4 * step.context * model.head_dim  # the foreach form's, in the width it keeps
