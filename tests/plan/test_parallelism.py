@@ -9,10 +9,10 @@ from tests.plan.test_communication import run_through, simulate
 from trainstep.config import SIZES, ModelConfig, StepConfig
 from trainstep.errors import UsageError
 from trainstep.hardware import require_device
-from trainstep.plan.communication import Link
+from trainstep.plan.communication import LEAST_BUCKET_BYTES, Link
 from trainstep.plan.flops import step_flops
 from trainstep.plan.machine import LINK_HOP_S, NETWORK_HOP_S, NETWORK_OVERHEAD_S, Cluster, machine_of
-from trainstep.plan.parallelism import BUCKET_BYTES, gpu_counts, scaled, strategy_plan
+from trainstep.plan.parallelism import gpu_counts, scaled, strategy_plan
 from trainstep.plan.strategies import Layout, layout_of, tensor_parallel_choices
 
 MODEL = SIZES["2.7B"]
@@ -115,7 +115,7 @@ def test_tensor_parallelism_sends_activations():
 def test_ddp_exposes_what_running_through_its_buckets_leaves():
     plan = strategy_plan(MODEL, STEP, cluster(2, link=Link(30e-6, 2e11), interference=0.0), Layout("ddp", 2))
     transfer = 4 * MODEL.num_parameters / 2e11
-    most = math.ceil(4 * MODEL.num_parameters / BUCKET_BYTES)
+    most = math.ceil(4 * MODEL.num_parameters / LEAST_BUCKET_BYTES)
     tried = {k: run_through(transfer, 30e-6, plan.compute.backward.total, k) for k in range(1, most + 1)}
     assert plan.exposed_s == pytest.approx(min(tried.values()), rel=0.01)
     assert plan.step_s == plan.compute.total + plan.exposed_s
@@ -125,9 +125,9 @@ def test_of_little_more_than_a_bucket_little_is_left():
     """What is a fifth more than a bucket goes in two calls, of which the first begins when it is full."""
     model = ModelConfig(vocab_size=64, d_model=256, d_ff=1024, num_layers=7, num_heads=4)
     payload = 4 * model.num_parameters
-    assert 1.1 < payload / BUCKET_BYTES < 1.3
+    assert 1.1 < payload / LEAST_BUCKET_BYTES < 1.3
     plan = strategy_plan(model, STEP, cluster(2, link=Link(1e-6, 1e9), interference=0.0), Layout("ddp", 2))
-    backward, full = plan.compute.backward.total, BUCKET_BYTES / payload
+    backward, full = plan.compute.backward.total, LEAST_BUCKET_BYTES / payload
     shares = [full, 1 - full]
     assert plan.exposed_s == pytest.approx(run_through(payload / 1e9, 1e-6, backward, shares))
     assert plan.exposed_s > 1.01 * run_through(payload / 1e9, 1e-6, backward, 2), "alike, more would hide"

@@ -140,7 +140,8 @@ OUTBOX_BYTES, INBOX_BYTES = 2**28, 2**29
 """Most that `parallel.transport` stages of a group that is gathered, and of gradients."""
 
 LEAST_BUCKET_BYTES, MOST_BUCKETS = 25 * 10**6, 16
-"""Of gradients that are averaged by copies: a bucket has a sixteenth of all by default, and so many bytes at least."""
+"""Of gradients that our DistributedDataParallel averages in one call by default: so many bytes at least, and by copies
+a sixteenth of all if that is more."""
 
 
 def default_bucket(nbytes: int, largest: int) -> int:

@@ -27,16 +27,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.plan.communication import best_calls, collective_seconds, passes, sticking_out_s
+from trainstep.plan.communication import LEAST_BUCKET_BYTES, best_calls, collective_seconds, passes, sticking_out_s
 from trainstep.plan.flops import step_flops
 from trainstep.plan.machine import Cluster
 from trainstep.plan.roofline import StepSeconds, step_seconds
 from trainstep.plan.strategies import MOST_GPUS, Layout, MemorySplit, kept_groups, shared_bytes, strategy_memory
 from trainstep.precision import PRECISIONS
-
-BUCKET_BYTES = 25e6
-"""Of gradients reduced in one call at least: the default of our DistributedDataParallel. More, where calls cost more
-than waiting for a larger bucket."""
 
 GATHER_BYTES = 256e6
 """Of updated parameters gathered in one call by the sharded optimizer, at least."""
@@ -187,7 +183,7 @@ def _sharded_seconds(layout: Layout, cluster: Cluster, compute: StepSeconds, exc
 
 
 def _in_best_calls(
-    work_s: float, transfer_s: float, overhead_s: float, payload: float, least: float = BUCKET_BYTES
+    work_s: float, transfer_s: float, overhead_s: float, payload: float, least: float = LEAST_BUCKET_BYTES
 ) -> tuple[float, float]:
     """(busy, sticking out) of the best number of calls; see `plan.communication`.
 

@@ -170,7 +170,7 @@ def _alone(request: PlanRequest, strategy: Strategy) -> Layout:
     """A strategy over all GPUs, without tensor parallelism."""
     replicas = _replicas(request, request.cluster) if strategy == "hsdp" else None
     gpus = 1 if strategy == "single" else request.cluster.gpus
-    return Layout(strategy, gpus, replicas=replicas or 1, by_copies=request.cluster.nodes == 1)
+    return Layout(strategy, gpus, replicas=replicas or 1).placed_on(request.cluster)
 
 
 def _replicas(request: PlanRequest, cluster: Cluster) -> int | None:
@@ -287,7 +287,7 @@ def _scaling_rows(request: PlanRequest, layouts: Sequence[Layout]) -> Iterator[P
         for layout in layouts:
             if gpus % layout.tensor or (layout.strategy == "single") != (gpus == 1):
                 continue
-            placed = dataclasses.replace(layout, data=gpus // layout.tensor, by_copies=cluster.nodes == 1)
+            placed = dataclasses.replace(layout, data=gpus // layout.tensor).placed_on(cluster)
             if layout.strategy == "hsdp":
                 if (replicas := _replicas(request, cluster)) is None:
                     continue

@@ -69,6 +69,10 @@ class Layout:
         together = self.parts * self.tensor
         return self.replicas > 1 and together <= gpus_per_node < 2 * together
 
+    def placed_on(self, cluster: Cluster) -> Layout:
+        """The same layout, by copies where one node has all of it."""
+        return dataclasses.replace(self, by_copies=self.gpus <= cluster.gpus_per_node)
+
     @property
     def averages_by_copies(self) -> bool:
         return self.by_copies and self.data > 1 and self.scheme in ("ddp", "sharded optimizer")
@@ -231,8 +235,7 @@ def fewest_gpus(memory_of: Callable[[Layout], MemorySplit], cluster: Cluster, la
     together = layout.tensor * layout.replicas
 
     def enough(ranks: int) -> bool:
-        by_copies = ranks * together <= cluster.gpus_per_node
-        placed = dataclasses.replace(layout, data=ranks * layout.replicas, by_copies=by_copies)
+        placed = dataclasses.replace(layout, data=ranks * layout.replicas).placed_on(cluster)
         return fits(memory_of(placed), cluster)
 
     most = 1 if layout.strategy in ("single", "ddp") else MOST_GPUS // together

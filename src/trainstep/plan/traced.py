@@ -59,7 +59,7 @@ class TracedStep:
     optimizer_state: int
     batch: int
     largest_group: int  # bytes of the parameters of the largest block, or of another module that has some of its own
-    largest_gradient: int
+    largest_gradient: int  # bytes
     groups: int
     kept_groups: int  # bytes of the parameters of the last groups, which our FSDP keeps from forward to backward
     moments: Mapping[str, Sequence[Moment]]  # phase → those of which no other has as much of both
