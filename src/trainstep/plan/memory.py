@@ -44,9 +44,10 @@ from trainstep.errors import UnsupportedError
 from trainstep.precision import PRECISIONS, PrecisionName
 
 FUSED_ATTENTION = ("auto", "flash-reference", "flash-triton", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
+"""Implementations that keep q, k, v, the result and the log-sum-exp."""
+
 BEFORE_BACKWARD = ("loss", "log-softmax")
 """The moments at which forward is through and no gradient of a parameter is there."""
-"""Implementations that keep q, k, v, the result and the log-sum-exp."""
 
 
 @dataclass(frozen=True)
