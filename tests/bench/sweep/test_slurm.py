@@ -264,4 +264,5 @@ def test_a_case_that_the_kernel_kills_for_its_memory(tmp_path, monkeypatch):
         for name, value in slurm.environment.items():
             monkeypatch.setenv(name, value)
         (row,) = Sweeping(slurm, tmp_path, monkeypatch, "x = bytearray(900 * 2**20); done()").rows()
-    assert (row.status, row.reason) == ("out of memory", "killed by the kernel, as the job had no more memory")
+    assert row.status == "out of memory", row
+    assert row.reason.startswith("killed, as the job had no more memory"), row

@@ -280,7 +280,7 @@ def _settle(case: Case, job: submitit.Job[None], state: slurm.State, minutes: in
     is_starved = state.name == "OUT_OF_MEMORY" or bool(starved)
     if rows is not None:
         if is_starved:
-            case.keep([_starved(row) if row.reason.startswith(_SIGKILL) else row for row in rows])
+            case.keep([_starved(row, starved) if row.reason.startswith(_SIGKILL) else row for row in rows])
         return
     status: Status = "out of memory" if is_starved else "failed"
     ending = f"job {job.job_id} ended as {state.name}"
@@ -293,5 +293,7 @@ def _settle(case: Case, job: submitit.Job[None], state: slurm.State, minutes: in
     case.keep([make_row(SweepRow, case.columns(), {"folder": case.folder.name}, status=status, reason=ending[:240])])
 
 
-def _starved(row: SweepRow) -> SweepRow:
-    return replace(row, status="out of memory", reason="killed by the kernel, as the job had no more memory")
+def _starved(row: SweepRow, words: Sequence[str]) -> SweepRow:
+    """A row of a case that was killed, by Slurm or by the kernel: `words`, if there are any, are Slurm's about it."""
+    said = f": {words[0].strip()}" if words else ""
+    return replace(row, status="out of memory", reason=f"killed, as the job had no more memory{said}"[:240])
