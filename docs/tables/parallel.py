@@ -73,7 +73,8 @@ def planned_anew(row: Row) -> Row:
 
 RUNS = (
     *("h200-parallel-large", "h200-parallel-compiled", "h200-parallel-peers"),
-    *("h200-parallel-sustained-4gpus", "h200-parallel-pinned-4gpus", "h200-parallel-rounds-4gpus"),
+    *("h200-parallel-sustained-4gpus", "h200-parallel-pinned-4gpus"),
+    *("h200-parallel-rounds-4gpus", "h200-parallel-compiled-rounds-4gpus"),
 )
 """Files whose rows stand beside torch's with its best settings, as far as they are there."""
 OURS = (
@@ -187,6 +188,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel-4gpus": partial(parallel, "h200-parallel-4gpus"),
     "parallel-rounds-4gpus": partial(parallel, "h200-parallel-rounds-4gpus"),
     "parallel-memory-rounds-4gpus": partial(parallel_memory, "h200-parallel-rounds-4gpus"),
+    "parallel-compiled-rounds-4gpus": partial(parallel, "h200-parallel-compiled-rounds-4gpus"),
     "parallel-pinned-4gpus": partial(parallel, "h200-parallel-pinned-4gpus"),
     "plan-4gpus": plan_4gpus,
     "parallel-trace": partial(plain, "h200-parallel-trace", ParallelTraceRow),
