@@ -89,6 +89,16 @@ def test_schemes_are_bars_beside_the_step_without_communication_and_rows_with_ra
     assert "needed 300 GiB" in render(rows)
 
 
+def test_a_bar_that_no_single_was_timed_for_is_not_called_communication():
+    split, whole = "exposed communication and other cost", "no single was timed beside it"
+    single, flat = scheme("single", 100.5), scheme("flat", 130.25)
+    compiled = scheme("flat", 120.0, compile="blocks")
+    for rows, told in (([single, flat], {split}), ([flat], {whole}), ([single, flat, compiled], {split, whole})):
+        page = render(rows)
+        assert {words for words in (split, whole) if words in page} == told, rows
+    assert "the step without communication" not in render([flat])
+
+
 def test_a_scheme_with_several_numbers_of_replicas_is_told_apart_by_them():
     rows = [scheme("single", 100.5, 40.0), scheme("fsdp", 90.0, 20.0)]
     rows += [scheme("hsdp", step, 30.0, replicas=each) for each, step in ((1, 80.0), (2, 85.0))]

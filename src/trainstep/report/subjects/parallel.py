@@ -264,16 +264,25 @@ def parallel(records: Sequence[Row]) -> Section | None:
 
 
 def _timed(rows: Sequence[ParallelRow]) -> list[Block]:
-    legend = [("neutral", "the step without communication"), ("accent", "exposed communication and other cost")]
     names = [label_among(row, rows) for row in rows]
-    steps = [_step_bar(name, row, alone_ms(row, rows)) for name, row in zip(names, rows, strict=True)]
+    alone = [alone_ms(row, rows) for row in rows]
+    steps = [_step_bar(*each) for each in zip(names, rows, alone, strict=True)]
     drawn = partial(bars, steps, "ms per step")
-    charts = [Chart("parallel-step", "Step on the slowest rank", "", drawn, legend)]
+    charts = [Chart("parallel-step", "Step on the slowest rank", "", drawn, _step_legend(alone))]
     if any(row.peak_gib is not None for row in rows):
         legend = [("neutral", "weights, gradients and optimizer state"), ("accent", "all else, at the peak")]
         drawn = partial(bars, [_memory_bar(*each) for each in zip(names, rows, strict=True)], "GiB")
         charts.append(Chart("parallel-memory", "Memory of a rank", "", drawn, legend))
     return [Charts(charts), make_table(SCHEMES, rows, "page")]
+
+
+def _step_legend(alone: Sequence[float | None]) -> list[tuple[str, str]]:
+    """What the colours of the bars mean, by which of them have a step without communication to be held against."""
+    whole = "the whole step: no single was timed beside it, so what communication costs is not known"
+    if all(ms is None for ms in alone):
+        return [("accent", whole)]
+    beyond = "exposed communication and other cost" + (f"; or {whole}" if None in alone else "")
+    return [("neutral", "the step without communication"), ("accent", beyond)]
 
 
 def label_among(row: ParallelRow, rows: Sequence[ParallelRow]) -> str:
