@@ -93,7 +93,14 @@ def test_a_bar_that_no_single_was_timed_for_is_not_called_communication():
     split, whole = "exposed communication and other cost", "no single was timed beside it"
     single, flat = scheme("single", 100.5), scheme("flat", 130.25)
     compiled = scheme("flat", 120.0, compile="blocks")
-    for rows, told in (([single, flat], {split}), ([flat], {whole}), ([single, flat, compiled], {split, whole})):
+    failed = scheme("flat", compile="blocks", status="failed", reason="no bar")
+    cases = (
+        ([single, flat], {split}),
+        ([flat], {whole}),
+        ([single, flat, compiled], {split, whole}),
+        ([single, flat, failed], {split}),
+    )
+    for rows, told in cases:
         page = render(rows)
         assert {words for words in (split, whole) if words in page} == told, rows
     assert "the step without communication" not in render([flat])

@@ -268,7 +268,8 @@ def _timed(rows: Sequence[ParallelRow]) -> list[Block]:
     alone = [alone_ms(row, rows) for row in rows]
     steps = [_step_bar(*each) for each in zip(names, rows, alone, strict=True)]
     drawn = partial(bars, steps, "ms per step")
-    charts = [Chart("parallel-step", "Step on the slowest rank", "", drawn, _step_legend(alone))]
+    legend = _step_legend([ms for row, ms in zip(rows, alone, strict=True) if "step" in row.times])
+    charts = [Chart("parallel-step", "Step on the slowest rank", "", drawn, legend)]
     if any(row.peak_gib is not None for row in rows):
         legend = [("neutral", "weights, gradients and optimizer state"), ("accent", "all else, at the peak")]
         drawn = partial(bars, [_memory_bar(*each) for each in zip(names, rows, strict=True)], "GiB")
@@ -277,7 +278,7 @@ def _timed(rows: Sequence[ParallelRow]) -> list[Block]:
 
 
 def _step_legend(alone: Sequence[float | None]) -> list[tuple[str, str]]:
-    """What the colours of the bars mean, by which of them have a step without communication to be held against."""
+    """What the colours of the bars mean, by which have a step without communication to be held against."""
     whole = "the whole step: no single was timed beside it, so what communication costs is not known"
     if all(ms is None for ms in alone):
         return [("accent", whole)]
