@@ -216,11 +216,25 @@ def test_replicas_keep_and_send_what_a_walk_through_one_finds_and_their_parts_of
     copies = rank_bytes("hsdp", 240, n, compute_bytes=2, reduce_bytes=2, largest_group=40, peer_copies=True, **settings)
     ranks = n // replicas
     assert copies.staging == (2 * 40 // ranks + 2 * 40 if ranks > 1 else 0)
-    settings |= {"compute_bytes": 2, "reduce_bytes": 2, "largest_group": 40, "copies_between": True}
-    both = rank_bytes("hsdp", 240, n, peer_copies=True, **settings)
-    part = 4 * 40 // ranks  # of a group, in its own dtype: what comes from the other replicas, and the means of a share
-    assert both.staging - copies.staging == (part + part // replicas if replicas > 1 else 0)
-    assert both.buffers - copies.buffers == both.staging - copies.staging
+
+
+@pytest.mark.parametrize(("n", "replicas"), [(4, 2), (4, 4), (8, 2)])
+@pytest.mark.parametrize("frozen", [0, 80])
+def test_among_all_ranks_gradients_go_once_and_then_the_means_of_shared_rows(n, replicas, frozen):
+    settings = {"frozen": frozen, "replicas": replicas, "compute_bytes": 2, "reduce_bytes": 2, "largest_group": 40}
+    apart, among = (rank_bytes("hsdp", 240, n, peer_copies=True, among_all=each, **settings) for each in (False, True))
+    ranks, trained = n // replicas, 240 - frozen
+    exchanged = sum(simulate("reduce-scatter", n, n).sent) * 2 * trained / n / n
+    shared = sum(simulate("all-gather", replicas, replicas).sent) * 4 * trained / ranks / replicas / replicas
+    gathered = 2 * sum(simulate("all-gather", ranks, ranks).sent) * 2 * 240 / ranks / ranks
+    assert among.sent == exchanged + shared + gathered
+    assert among.sent < apart.sent
+    means = 4 * 40 // n  # of a group, in its own dtype, this rank's
+    assert among.staging == (2 * 40 // ranks if ranks > 1 else 0) + 2 * 40 + means
+    assert among.buffers - apart.buffers == means
+    assert dataclasses.replace(among, sent=0, buffers=0, staging=0) == dataclasses.replace(
+        apart, sent=0, buffers=0, staging=0
+    )
 
 
 @pytest.mark.parametrize("scheme", ["fsdp", "hsdp"])

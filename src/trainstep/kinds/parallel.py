@@ -67,7 +67,8 @@ class ParallelRow(SchemeSettings, GpuState, Timed, kind="parallel"):
     exposed_ms: float | None = None  # beyond the step without communication
     tokens_per_s: float | None = None  # of all ranks
     transport: str | None = None  # of ours: what carries shards and gradients, within a replica; not in older rows
-    transport_between: str | None = None  # of ours: what carries gradients between replicas; None, in older rows: NCCL
+    transport_between: str | None = None  # of ours: what carries gradients between replicas; None, in older rows: NCCL;
+    # peer-copies: of older rows, which averaged each replica's means
     collectives: int | None = None
     sent_gib: float | None = None  # by a rank, over a ring
     sent_floor_gib: float | None = None

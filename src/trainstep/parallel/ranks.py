@@ -21,6 +21,8 @@ from trainstep.errors import UsageError
 from trainstep.parallel.process import resolve_group
 
 DIMENSIONS = ("replicate", "shard")
+AMONG_ALL = "peer-copies among all"
+"""What carries gradients between replicas where they go among the ranks of all replicas at once."""
 _ADVICE = (
     'torch.distributed.device_mesh.init_device_mesh(device, (replicas, ranks of each), mesh_dim_names=("replicate", '
     '"shard")), with one host\'s ranks in a row'

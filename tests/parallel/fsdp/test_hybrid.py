@@ -22,7 +22,7 @@ from trainstep.model.transformer import build_transformer, cross_entropy
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp import gradients as fsdp_gradients
 from trainstep.parallel.fsdp.group import GatherGroup
-from trainstep.parallel.ranks import DIMENSIONS
+from trainstep.parallel.ranks import AMONG_ALL, DIMENSIONS
 from trainstep.parallel.transport import by_collectives, by_copies
 
 pytestmark = pytest.mark.distributed
@@ -105,8 +105,8 @@ def test_every_shape_trains_as_one_process(four, shape):
 
 def _accumulate(process, settings):
     found = []
-    for without_sync in settings:
-        sharded = FullyShardedDataParallel(build(unused=True), mesh=mesh_of(2, 2))
+    for without_sync, transport in settings:
+        sharded = FullyShardedDataParallel(build(unused=True), mesh=mesh_of(2, 2), transport=transport)
         optimizer = OPTIMIZERS["sgd"](sharded.parameters())
         for step in range(2):
             for round_ in range(3):
@@ -124,7 +124,8 @@ def test_gradients_accumulate_with_and_without_synchronisation(four):
         return in_turn([in_turn(rounds) for rounds in gradients]) / 4
 
     expected = train_alone({"unused": True}, "sgd", 2, ranks=4, rounds=3, combine=mean)
-    for found in four.run(_accumulate, [True, False])[3]:
+    settings = [(without_sync, each) for without_sync in (True, False) for each in ("auto", "peer-copies")]
+    for found in four.run(_accumulate, settings)[3]:
         assert error(found, expected) < 1e-6
 
 
@@ -208,10 +209,11 @@ def test_delays_change_nothing(four, dtype, transport):
     assert error(first, train_alone({"tied": True}, "adamw", 3, ranks=4, dtype=dtype)) < 1e-4
 
 
-def _recorded(process, shape, dtype):
+def _recorded(process, shape, dtype, transport="auto"):
     """The collectives of the second step, and the order in which means begin and are waited for."""
     torch.manual_seed(0)
-    sharded = FullyShardedDataParallel(build_transformer(CONFIG), compute_dtype=dtype, mesh=mesh_of(*shape))
+    settings = {"compute_dtype": dtype, "mesh": mesh_of(*shape), "transport": transport}
+    sharded = FullyShardedDataParallel(build_transformer(CONFIG), **settings)
     tokens, order = batch(0, vocabulary=24).chunk(4)[process.rank], []
     originals = {"within": fsdp_gradients.reduce_scatter_mean, "between": by_collectives.all_reduce_mean}
 
@@ -237,7 +239,8 @@ def _recorded(process, shape, dtype):
             sharded.zero_grad()
     finally:
         fsdp_gradients.reduce_scatter_mean, by_collectives.all_reduce_mean = originals.values()
-    return [(call.name, call.bytes) for call in calls if call.bytes > 64], order  # the agreement's calls are smaller
+    # the agreement's calls are smaller
+    return [(call.name, call.bytes, call.ranks) for call in calls if call.bytes > 64], order
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -247,7 +250,7 @@ def test_every_collective_and_its_bytes(four, shape, dtype):
     calls, _ = four.run(_recorded, shape, dtype)[1]
     width, (replicas, ranks) = 4 if dtype is None else 2, shape
     sizes = collections.defaultdict(list)
-    for name, size in calls:
+    for name, size, _ in calls:
         sizes[name].append(size)
     gradients = [EDGE, *[BLOCK] * LAYERS, EDGE]  # in the order of backward
     flat = 4 * (GAINS + PARAMETERS)
@@ -258,6 +261,24 @@ def test_every_collective_and_its_bytes(four, shape, dtype):
         assert sum(sizes.pop("all-gather")) == width * (2 * sum(gradients) - kept)
         assert sizes.pop("reduce-scatter" if dtype is None else "all-to-all") == [width * each for each in gradients]
     assert not sizes, "and nothing else"
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_copies_exchange_gradients_among_all_ranks_and_share_the_means_of_rows(four, shape, dtype):
+    calls, _ = four.run(_recorded, shape, dtype, "peer-copies")[1]
+    width, (replicas, ranks) = 4 if dtype is None else 2, shape
+    gradients = [EDGE, *[BLOCK] * LAYERS, EDGE]
+    exchanges = [call for call in calls if call[0] == "all-to-all"]
+    assert exchanges == [("all-to-all", width * each, 4) for each in gradients]
+    shared = [call for call, before in zip(calls[1:], calls, strict=False) if before in exchanges]
+    assert [name for name, *_ in shared] == ["all-gather"] * len(gradients)
+    for (_, size, among), each in zip(shared, gradients, strict=True):
+        assert among == replicas
+        assert 4 * each / ranks <= size <= 4 * each / ranks + 64 * 16, "rows begin at multiples of 16 elements"
+    assert [call for call in calls if call[0] not in ("all-to-all", "all-gather")] == [
+        ("all-reduce", 4 * (GAINS + PARAMETERS), 4)
+    ]
 
 
 def test_gradients_travel_between_replicas_beside_the_backward_of_two_more_groups(four):
@@ -291,30 +312,33 @@ def test_copies_are_made_within_a_host_and_collectives_between_them(four):
 COPIED = ("tied", "bfloat16", "unused", "frozen")
 
 
-def _between_replicas(process, shape, room):
-    found, calls = [], []
+def _among_all(process, shape, room):
+    found = {}
     with mock.patch.multiple(by_copies, OUTBOX_BYTES=room, INBOX_BYTES=room):
-        for transport in ("peer-copies", "collectives"):
-            with recorded_collectives() as recorded:
-                found += [_train(process, shape, case, steps=2, transport=transport)[0] for case in COPIED]
-            calls.append([(call.name, call.bytes) for call in recorded if call.name == "all-reduce"])
+        for name, transport, laid_out in (
+            ("copies", "peer-copies", shape),
+            ("one replica", "peer-copies", (1, 4)),
+            ("collectives", "collectives", shape),
+        ):
+            found[name] = [_train(process, laid_out, case, steps=2, transport=transport)[0] for case in COPIED]
         sharded = FullyShardedDataParallel(build(), mesh=mesh_of(*shape), transport="peer-copies")
-    return found, calls, sharded.transport_between
+    return found, sharded.transport_between
 
 
 @pytest.mark.parametrize(("shape", "room"), [((2, 2), 1024), ((4, 1), 1024), ((2, 2), 2**28)], ids=str)
-def test_where_a_host_has_the_replicas_copies_average_between_them(four, shape, room):
-    """Two replicas to the bit; four are added up in another order. In buffers large enough, and in rounds."""
-    (first, *_), *others = by_rank = four.run(_between_replicas, shape, room)
-    for found, (copied, reduced), between in by_rank:
-        assert between == "peer-copies"
-        assert copied == reduced, "are recorded as what they do"
-        for one, other in zip(found[: len(COPIED)], found[len(COPIED) :], strict=True):
-            if shape == (2, 2):
-                assert_same(one, other)
-            assert error(one, other) < 1e-6
-    for found, *_ in others:
-        for one, other in zip(found, first, strict=True):
+def test_where_a_host_has_the_replicas_copies_add_up_as_in_one_replica(four, shape, room):
+    """What one replica of four ranks exchanges as well, to the bit. In buffers large enough, and in rounds."""
+    (first, _), *others = by_rank = four.run(_among_all, shape, room)
+    for found, between in by_rank:
+        assert between == AMONG_ALL
+        for number, case in enumerate(COPIED):
+            one = found["copies"][number]
+            assert error(one, found["collectives"][number]) < 1e-6, case
+            assert error(one, found["one replica"][number]) < 1e-6, case
+            if case == "bfloat16":
+                assert_same(one, found["one replica"][number], case)
+    for found, _ in others:
+        for one, other in zip(found["copies"], first["copies"], strict=True):
             assert_same(one, other)
 
 

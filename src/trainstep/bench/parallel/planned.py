@@ -9,6 +9,7 @@ from trainstep.kinds import ParallelRow
 from trainstep.measure.memory import GIB
 from trainstep.parallel import ShardedOptimizer
 from trainstep.parallel.collectives import MB
+from trainstep.parallel.ranks import AMONG_ALL
 from trainstep.plan.communication import RankBytes, rank_bytes
 from trainstep.plan.strategies import kept_groups, largest_group
 from trainstep.precision import PRECISIONS, PrecisionName
@@ -26,7 +27,7 @@ def planned_bytes(
     optimizer: OptimizerImpl,
     model: ModelConfig | None = None,
     peer_copies: bool = False,
-    copies_between: bool = False,
+    among_all: bool = False,
 ) -> RankBytes:
     """Memory and traffic of a rank.
 
@@ -35,7 +36,8 @@ def planned_bytes(
         precision: of the step; under autocast FSDP gathers and sends in 16 bits.
         optimizer: its state is two moments per parameter, or nothing.
         model: the built-in model's shape, for the sizes of groups under FSDP; None for a user's.
-        peer_copies, copies_between: whether ours went by them, and between replicas.
+        peer_copies: whether ours went by them.
+        among_all: and gradients among the ranks of all replicas at once.
     """
     assert scheme.bucket_mb is not None, "what is compared has one"
     entry = PRECISIONS[precision]
@@ -63,7 +65,7 @@ def planned_bytes(
         scattered=not scheme.copies_gradients,
         copies=scheme.copies_gradients,
         peer_copies=peer_copies,
-        copies_between=copies_between,
+        among_all=among_all,
         largest_bucket=filled(scheme.bucket_mb),
         largest_gather=filled(gathered_mb) if scheme.overlap_gather else 0,
     )
@@ -73,8 +75,12 @@ def copies_of(row: ParallelRow) -> dict[str, bool]:
     """What of a row's scheme went by copies, as `planned_bytes` takes it; FSDP's older rows do not say it."""
     scheme = SCHEMES[row.scheme]
     older = row.transport is None and (scheme.wrapper, scheme.transport) == ("fsdp", "auto")
-    between = row.transport_between == "peer-copies"
-    return {"peer_copies": older or row.transport == "peer-copies", "copies_between": between}
+    return by_copies("peer-copies" if older else row.transport, row.transport_between)
+
+
+def by_copies(transport: str | None, between: str | None) -> dict[str, bool]:
+    """What goes by copies, as `planned_bytes` takes it, by what carries things within replicas and between them."""
+    return {"peer_copies": transport == "peer-copies", "among_all": between == AMONG_ALL}
 
 
 def moments(plan: RankBytes) -> dict[str, Scalar]:

@@ -29,7 +29,7 @@ from trainstep.bench.outcome import Failure, attempt_on_all_ranks, failed_row
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.batches import same_on_all_ranks
 from trainstep.bench.parallel.check import Agreement, compare_with_one_process
-from trainstep.bench.parallel.planned import moments, planned_bytes
+from trainstep.bench.parallel.planned import by_copies, moments, planned_bytes
 from trainstep.bench.parallel.ratios import ratios_alike
 from trainstep.bench.parallel.trace import trace_rows, traced_step
 from trainstep.bench.step import phase_samples
@@ -280,8 +280,7 @@ def parallel_row(
         precision=case.config.precision,
         optimizer=case.config.optimizer,
         model=case.source.model,
-        peer_copies=first[0].transport == "peer-copies",
-        copies_between=first[0].transport_between == "peer-copies",
+        **by_copies(first[0].transport, first[0].transport_between),
     )
     measured: dict[str, Any] = {
         **beside,

@@ -20,11 +20,13 @@ With replicas (hybrid sharding; a mesh of two dimensions, see `trainstep.paralle
 ranks of one replica, a row of the mesh, and the mean over them is then averaged between replicas, as shards: when a
 block's rows have arrived they are averaged, on a third stream, while the next block's gradients are sent within the
 row. So two blocks' gradients are on their way at a time, one within replicas and one between them, behind the backward
-of a third. What is not sharded is averaged over all ranks in the one flat call; weights are gathered within replicas
-alone.
+of a third. Where all replicas are on one host and copies can be made, they carry a block's gradients among all ranks in
+one step instead. What is not sharded is averaged over all ranks in the one flat call; weights are gathered within
+replicas alone.
 
 In reading order: `shards` decides what is gathered together and cuts it; `group` gathers and frees; `gradients` are
-sent and added up; `parallel.transport` carries both; `schedule` decides when; `boundary` meets the
-modules' calls, and `leavings` what they leave; `placeholder` stands in modules for what is not gathered; `agreement`
-holds the ranks together; `wrapper` puts them around a module, with its `checks`; `checkpoint` writes and reads.
+sent and added up; `carriers` chooses what of `parallel.transport` carries both; `schedule` decides when; `boundary`
+meets the modules' calls, and `leavings` what they leave; `placeholder` stands in modules for what is not gathered;
+`agreement` holds the ranks together; `wrapper` puts them around a module, with its `checks`; `checkpoint` writes and
+reads.
 """

@@ -10,9 +10,13 @@ is added up under `no_sync` is in a buffer and in the shards' dtype.
 Ranks must send alike, though they need not have gradients of the same parameters. So what is sent, and how, follows
 from what all ranks know: which groups had a gradient, and whether there was `no_sync`.
 
-Where there are replicas, what a rank then has are the means over its own replica's ranks. They are averaged between
-replicas in place, in the shards' dtype, on a stream of its own: by copies where one host has the replicas, else by an
-all-reduce. So one group's gradients travel between replicas while the next group's travel within them.
+Where there are replicas on several hosts, what a rank then has are the means over its own replica's ranks. They are
+all-reduced between replicas in place, in the shards' dtype, on a stream of its own. So one group's gradients travel
+between replicas while the next group's travel within them.
+
+Where one host has all replicas, and copies carry gradients, they are exchanged among all ranks at once, and the ranks
+that have the same rows each add up a part of them, which the others then take. That sends less, adds up less, and is
+to the bit the sum which one replica of all ranks makes.
 """
 
 from __future__ import annotations
@@ -25,13 +29,13 @@ from torch.distributed import ProcessGroup
 
 from trainstep.parallel.collectives import all_reduce_mean, reduce_scatter_mean
 from trainstep.parallel.forms import host_waits
+from trainstep.parallel.fsdp.carriers import Carriers, Most, by_collectives
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import Pending, SideStream
 from trainstep.parallel.slices import slice_of
-from trainstep.parallel.transport.by_collectives import Average, Collectives
-from trainstep.parallel.transport.choice import Transport
-from trainstep.parallel.transport.layout import Layout, Stretch
+from trainstep.parallel.transport.by_collectives import Average, Exchange
+from trainstep.parallel.transport.layout import Layout, SharedRows, Stretch
 
 
 class GradientBuffer:
@@ -40,6 +44,7 @@ class GradientBuffer:
     def __init__(self, parameters: Sequence[ShardedParameter], ranks: Ranks, compute_dtype: torch.dtype) -> None:
         self.parameters, self._process_group = parameters, ranks.shard
         self._compute_dtype, self._dtype = compute_dtype, parameters[0].shard.dtype
+        self._is_narrow = self._compute_dtype != self._dtype
         self._device = device = parameters[0].shard.device
         self._host_waits = ranks.replicate is not None and host_waits(ranks.replicate, device)
         self._layout = layout = Layout(parameters, ranks.shard.size())
@@ -49,7 +54,7 @@ class GradientBuffer:
         }
         self._own = [(each, (each.shard.shape, each.shard.stride(), self._places[each][0])) for each in parameters]
         self._mean_layout = Layout([Stretch(layout.size, ranks.replicas)], ranks.replicas)
-        self.connect(Collectives(ranks.shard), Collectives(ranks.replicate) if ranks.replicate else None)
+        self.connect(by_collectives(ranks))
         self.discard()
 
     def discard(self) -> None:
@@ -60,21 +65,30 @@ class GradientBuffer:
         self._loose: dict[ShardedParameter, Tensor] = {}
 
     @property
-    def exchange_bytes(self) -> int:
-        """Bytes of all that is exchanged; 0 if the gradients are of the shards' dtype, and reduced."""
-        differs = self._compute_dtype != self._dtype
-        return self._layout.ranks * self._layout.size * self._compute_dtype.itemsize if differs else 0
+    def most(self) -> Most:
+        """What is carried at a time; within a replica, nothing is exchanged that is reduced instead."""
+        gradients = self._layout.ranks * self._layout.size * self._compute_dtype.itemsize
+        exchanged = gradients if self._is_narrow else 0
+        return Most(exchanged=exchanged, gradients=gradients, shared=self._mean_layout.size * self._dtype.itemsize)
 
     @property
-    def mean_bytes(self) -> int:
-        """Bytes of a replica's mean that this rank gives another one at a time, to be averaged between replicas."""
-        return self._mean_layout.size * self._dtype.itemsize
+    def is_averaged(self) -> bool:
+        """Whether a replica's means go on to the other replicas."""
+        return self._average is not None
 
-    def connect(self, transport: Transport, between: Transport | None) -> None:
-        """Choose what carries gradients that are exchanged, and means between replicas; before the first."""
-        self._exchange_of = transport.exchange_of(self._layout)
+    def connect(self, carriers: Carriers) -> None:
+        """Choose what carries gradients; before the first."""
+        layout, within, between, among = self._layout, carriers.within, carriers.between, carriers.among
+        self._exchange_of = within.exchange_of(layout)
+        self._exchange_packed: Exchange | None = None
         self._average = None if between is None else between.average_of(self._mean_layout)
-        self._stay_loose = self.exchange_bytes > 0 and not transport.packs and self._layout.ranks > 1
+        self._stay_loose = self._is_narrow and not within.packs and layout.ranks > 1
+        if among is not None:
+            packed = Layout([Stretch(layout.ranks * layout.size, layout.ranks)], layout.ranks)
+            self._exchange_of, self._exchange_packed = (
+                among.copies.exchange_shared_of(SharedRows(rows, among.seats)) for rows in (layout, packed)
+            )
+            self._stay_loose = True
 
     def add(self, parameter: ShardedParameter, gradient: Tensor, *, added_up: bool) -> None:
         """Take a gradient of the full parameter's shape, or add it to what is there of that parameter.
@@ -117,7 +131,11 @@ class GradientBuffer:
                 if parameter not in written:
                     start = self._places[parameter][0]
                     packed[:, start : start + parameter.padded_shape.numel() // ranks].zero_()
-        if ranks == 1:
+        if self._exchange_packed is not None:
+            exchange_of = self._exchange_of if packed is None else self._exchange_packed
+            exchange, add_up = exchange_of(sent, result)
+            pending = stream.run(exchange, after=add_up)
+        elif ranks == 1:
             result, pending = sent[0][0].to(self._dtype), Pending()
         elif packed is not None and packed.dtype == self._dtype:
             group, own = self._process_group, slice_of(packed, self._process_group.rank(), ranks)

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.errors import UsageError
+from trainstep.parallel.fsdp.carriers import Carriers, Most, most_of
 from trainstep.parallel.fsdp.gradients import GradientBuffer
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import Pending, SideStream
-from trainstep.parallel.transport.by_collectives import Start, TransportName
+from trainstep.parallel.transport.by_collectives import Start
 from trainstep.parallel.transport.by_copies import padded
-from trainstep.parallel.transport.choice import Transport, choose_transport
 
 
 class GatherGroup:
@@ -105,12 +105,14 @@ class GatherGroup:
         return self._all_gather is not None
 
     @property
-    def slice_bytes(self) -> int:
-        """Of this rank's slices in a gather, each as a transport lays it out."""
-        return sum(padded(region.nbytes // self._process_group.size()) for region in self._gathered_bytes)
+    def most(self) -> Most:
+        """What is carried at a time; slices are as a transport lays them out."""
+        slices = sum(padded(region.nbytes // self._process_group.size()) for region in self._gathered_bytes)
+        return most_of([Most(slices), *(buffer.most for buffer in self.buffers)])
 
-    def connect(self, transport: Transport, between: Transport | None) -> None:
-        """Choose what carries parameters and gradients, and means between replicas; once, before the first gather."""
+    def connect(self, carriers: Carriers) -> None:
+        """Choose what carries parameters and gradients; once, before the first gather."""
+        transport = carriers.within
         if self._gathered_bytes and self._process_group.size() > 1:
             outbox = transport.outbox_of(self._gathered_bytes)
             self._all_gather = transport.gather_of(self._gathered_bytes, laid_out=outbox is not None)
@@ -119,7 +121,7 @@ class GatherGroup:
                     self._places.append(slot[: place.nbytes].view(place.dtype).view(place.shape))
                     self._shards.append(shard)
         for buffer in self.buffers:
-            buffer.connect(transport, between)
+            buffer.connect(carriers)
 
     def gather(self, stream: SideStream) -> None:
         if not self.is_gathered:
@@ -181,33 +183,3 @@ class GatherGroup:
     @property
     def has_frozen(self) -> bool:
         return len(self._trainable) < len(self.parameters)
-
-
-def choose_carriers(
-    groups: Sequence[GatherGroup], asked: TransportName, ranks: Ranks, device: torch.device
-) -> tuple[Transport, Transport | None]:
-    """Choose what carries the groups' parameters and gradients within a replica, and what averages between replicas,
-    None where there is one. All ranks call it.
-
-    Raises:
-        UsageError: peer-copies were asked for, and the ranks of a replica cannot copy to each other.
-    """
-    buffers = [buffer for group in groups for buffer in group.buffers]
-    within = choose_transport(
-        asked,
-        ranks.shard,
-        device,
-        slice_bytes=max((group.slice_bytes for group in groups), default=0),
-        exchange_bytes=max((buffer.exchange_bytes for buffer in buffers), default=0),
-        everyone=ranks.everyone,
-    )
-    between = None
-    if ranks.replicate is not None:
-        most = max((buffer.mean_bytes for buffer in buffers), default=0)
-        room = most * ranks.replicas
-        between = choose_transport(
-            asked, ranks.replicate, device, slice_bytes=most, exchange_bytes=room, needed=False
-        )  # replicas are on hosts of their own more often than not
-    for group in groups:
-        group.connect(within, between)
-    return within, between

@@ -86,7 +86,8 @@ class Schedule:
         self._with_gradients = False
         self._pass = Pass(None)
         self._under_way: deque[list[Sending]] = deque()  # of each group that was sent
-        self._at_once = 1 if ranks.replicate is None else 2  # one on its way within replicas, one between them
+        averaged = any(buffer.is_averaged for group in groups for buffer in group.buffers)
+        self._at_once = 2 if averaged else 1  # one on its way within replicas, one between them
         self._undecided: list[tuple[ShardedParameter, Tensor]] = []
         self._used: set[ShardedParameter] = set()
         self._members = [(group, parameter) for group in groups for parameter in group.parameters]

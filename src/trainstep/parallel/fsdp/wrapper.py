@@ -15,8 +15,9 @@ from torch.utils import _pytree
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, clip_gradients_
 from trainstep.parallel.fsdp.boundary import Boundary
+from trainstep.parallel.fsdp.carriers import choose_carriers, most_of
 from trainstep.parallel.fsdp.checks import MAX_PREFETCH, StepCheck, check_arguments, is_kept
-from trainstep.parallel.fsdp.group import GatherGroup, choose_carriers
+from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.schedule import Schedule
 from trainstep.parallel.fsdp.shards import Initialize, ShardedParameter, plan_groups, shard_parameters
@@ -38,7 +39,8 @@ class FullyShardedDataParallel(nn.Module):
     `finish_gradient_synchronization()` leaves in each shard's `.grad` the mean over the ranks, and the optimizer steps.
 
     With a mesh of two dimensions, ("replicate", "shard"), there are several replicas of the model, each sharded over
-    the ranks of its row (hybrid sharding). Gradients are then averaged within the row and, as shards, between the rows.
+    the ranks of its row (hybrid sharding). Gradients are then averaged within the row and, as shards, between the rows;
+    by peer-copies, among all ranks at once.
 
     Args:
         module: any module, on the CPU, on a GPU or on the meta device. Its parameters are replaced by shards.
@@ -56,14 +58,16 @@ class FullyShardedDataParallel(nn.Module):
             with, not those inside it. By default the module's `reset_parameters()`.
         transport: what carries parameters, and gradients in another dtype than the shards': `collectives` (NCCL,
             Gloo), or `peer-copies` between ranks of one host, which on GPUs leave all multiprocessors to computation.
-            auto: peer-copies between GPUs of one host that can read each other's memory, else collectives. What goes
-            between replicas is carried likewise, but by collectives where peer-copies cannot be made.
+            auto: peer-copies between GPUs of one host that can read each other's memory, else collectives. With
+            replicas, peer-copies among all of their ranks carry every gradient; where those cannot be made, collectives
+            carry what goes between replicas.
 
     Attributes:
         module, device: as they were given or chosen.
         process_group: all ranks.
         transport: what carries parameters and gradients within a replica: collectives or peer-copies.
-        transport_between: what carries gradients between replicas; None where there is one.
+        transport_between: what carries gradients between replicas: collectives, or "peer-copies among all" their ranks,
+            which have no second step between replicas; None where there is one.
         uncounted_bytes: what the transport's buffers take on this rank beyond `torch.cuda.memory_allocated`.
 
     Raises:
@@ -116,9 +120,11 @@ class FullyShardedDataParallel(nn.Module):
             )
             for group in plan
         ]
-        carrier, between = choose_carriers(gather_groups, transport, ranks, self.device)
-        self.transport, self.transport_between = carrier.name, None if between is None else between.name
-        self.uncounted_bytes = sum(each.uncounted_bytes for each in (carrier, between) if each is not None)
+        carriers = choose_carriers(transport, ranks, self.device, most_of(group.most for group in gather_groups))
+        for each in gather_groups:
+            each.connect(carriers)
+        self.transport, self.transport_between = carriers.within.name, carriers.name_between
+        self.uncounted_bytes = carriers.uncounted_bytes
         self._schedule = Schedule(gather_groups, ranks, prefetch, self.device)
         self._gradient_class = RankGradient.for_wrapper(self.process_group, _question(self._schedule, "is_complete"))
         may_read = _question(self._schedule, "may_read")

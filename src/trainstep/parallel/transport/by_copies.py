@@ -20,7 +20,7 @@ from trainstep.parallel.side_stream import current_stream
 from trainstep.parallel.slices import slice_of
 from trainstep.parallel.transport.by_collectives import Average, Exchange, Start, TransportName
 from trainstep.parallel.transport.copies import Copies, PieceCopies
-from trainstep.parallel.transport.layout import Layout
+from trainstep.parallel.transport.layout import Layout, Rows, SharedRows
 from trainstep.parallel.transport.peer_memory import PeerMemory
 
 OUTBOX_BYTES, INBOX_BYTES = 2**28, 2**29
@@ -40,8 +40,9 @@ class PeerCopies:
     """Copies between the memories of one host's ranks.
 
     To gather, every rank lays its slices out in a buffer that the others read; each takes what it lacks straight into
-    its place. To exchange, every rank writes into the others' inboxes. To average, they exchange, and every rank lays
-    the means that it got out in its outbox, for the others to take; so what gathers does not average.
+    its place. To exchange, every rank writes into the others' inboxes. To average, or to exchange rows that several
+    ranks have, they exchange, and every rank lays the means that it got out in its outbox, for the others to take; so
+    what gathers does neither.
 
     Args:
         slice_bytes: the most bytes of one rank's slices in a gather, each rounded up to 256, or of its means.
@@ -121,43 +122,74 @@ class PeerCopies:
 
         return exchange
 
+    def exchange_shared_of(self, layout: SharedRows) -> Exchange:
+        """As `exchange_of`, of rows that several ranks have: each adds up its part, and gets the others' from them. So
+        a row is the same to the bit on all that have it."""
+        holders = layout.holders(self._rank)
+        replicas = 1 + len(holders)
+
+        @cache
+        def rounds(dtype: torch.dtype, mean: torch.dtype) -> list[_Round]:
+            return self._rounds_of_means(layout, dtype, mean, layout.whole, holders)
+
+        def exchange(gradients: Sequence[Tensor], result: Tensor) -> tuple[Start, None]:
+            def start() -> None:
+                self._exchanges.begin("all_to_all", gradients)
+                announce("all_gather", [result], replicas)
+                self._make_means(rounds(gradients[0].dtype, result.dtype), gradients, [result])
+                self._exchanges.end()
+
+            return start, None
+
+        return exchange
+
     def average_of(self, layout: Layout, *, scattered: bool = False) -> Average:
         """Of whole gradients, all of a layout's, contiguous: once started they become the means over all ranks where
         they are, the same to the bit on every rank; if `scattered`, only this rank's slice of each does."""
+        holders = [] if scattered else self._others
 
         @cache
-        def rounds(dtype: torch.dtype) -> list[tuple[_ToInboxes, Tensor, PieceCopies, PieceCopies | None]]:
-            """Of each: this rank's outbox for its means, what goes from there to their places, and what comes from the
-            others'."""
-            made = []
-            for part in self._parts(layout, dtype, self._slice_bytes):
-                size = part.stop - part.start
-                outboxes = [each[: size * dtype.itemsize].view(dtype) for each in self._memory.buffers]
-                mine = self._copies_of(layout, part, outboxes, [self._rank])
-                theirs = None if scattered else self._copies_of(layout, part, outboxes, self._others)
-                made.append((self._to_inboxes(layout, part, dtype), outboxes[self._rank], mine, theirs))
-            return made
+        def rounds(dtype: torch.dtype) -> list[_Round]:
+            return self._rounds_of_means(layout, dtype, dtype, layout, holders)
 
         def average(gradients: Sequence[Tensor]) -> Start:
             def start() -> None:
                 self._exchanges.begin("reduce_scatter" if scattered else "all_reduce", gradients)
-                for inboxes, outbox, mine, theirs in rounds(gradients[0].dtype):
-                    inboxes.mean(gradients, outbox)  # all have emptied the outbox: they are at the next round
-                    if theirs is not None:
-                        self._exchanges.barrier()
-                        self._all_emptied = True
-                        theirs.fill_pieces(gradients)
-                    mine.fill_pieces(gradients, by_driver=False)
+                self._make_means(rounds(gradients[0].dtype), gradients, gradients)
                 self._exchanges.end()
 
             return start
 
         return average
 
-    def _parts(self, layout: Layout, dtype: torch.dtype, room: int | None = None) -> list[slice]:
-        """Of a row, those that the inboxes have room for at a time, and `room` bytes."""
-        share = self._exchange_bytes // layout.ranks
-        fit = (share if room is None else min(share, room)) // dtype.itemsize
+    def _rounds_of_means(
+        self, rows: Rows, dtype: torch.dtype, mean: torch.dtype, places: Rows, holders: Sequence[int]
+    ) -> list[_Round]:
+        """What makes means, in dtype `mean`, of gradients of `dtype`, and puts into `places` those of this rank's row
+        and of `holders`'."""
+        made = []
+        for part in self._parts(rows, dtype, mean):
+            size = (part.stop - part.start) * mean.itemsize
+            outboxes = [each[:size].view(mean) for each in self._memory.buffers]
+            mine = self._copies_of(places, part, outboxes, [self._rank])
+            theirs = self._copies_of(places, part, outboxes, holders) if holders else None
+            made.append(_Round(self._to_inboxes(rows, part, dtype), outboxes[self._rank], mine, theirs))
+        return made
+
+    def _make_means(self, rounds: Sequence[_Round], gradients: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        for each in rounds:
+            each.inboxes.mean(gradients, each.outbox)  # all have emptied the outbox: they are at the next round
+            if each.theirs is not None:
+                self._exchanges.barrier()
+                self._all_emptied = True
+                each.theirs.fill_pieces(targets)
+            each.mine.fill_pieces(targets, by_driver=False)
+
+    def _parts(self, layout: Rows, dtype: torch.dtype, mean: torch.dtype | None = None) -> list[slice]:
+        """Of a row, those that the inboxes have room for at a time and, of means in dtype `mean`, the outbox."""
+        fit = self._exchange_bytes // layout.ranks // dtype.itemsize
+        if mean is not None:
+            fit = min(fit, self._slice_bytes // mean.itemsize)
         at_once = fit if fit >= layout.size else fit // 128 * 128 or max(fit, 1)  # whole cache lines
         return [slice(first, min(first + at_once, layout.size)) for first in range(0, layout.size, at_once)]
 
@@ -167,14 +199,14 @@ class PeerCopies:
             self._exchanges.barrier()
         self._all_emptied = False
 
-    def _to_inboxes(self, layout: Layout, part: slice, dtype: torch.dtype) -> _ToInboxes:
+    def _to_inboxes(self, layout: Rows, part: slice, dtype: torch.dtype) -> _ToInboxes:
         shape = (layout.ranks, part.stop - part.start)
         skipped, nbytes = self._slice_bytes, shape[0] * shape[1] * dtype.itemsize
         inboxes = [each[skipped : skipped + nbytes].view(dtype).view(shape) for each in self._memory.buffers]
         copies = self._copies_of(layout, part, [inbox[self._rank] for inbox in inboxes], [*self._others, self._rank])
         return _ToInboxes(copies, inboxes[self._rank], self._until_emptied, self._exchanges.barrier)
 
-    def _copies_of(self, layout: Layout, part: slice, rows: Sequence[Tensor], ranks: Sequence[int]) -> PieceCopies:
+    def _copies_of(self, layout: Rows, part: slice, rows: Sequence[Tensor], ranks: Sequence[int]) -> PieceCopies:
         """Between gradients and `part` of these ranks' rows of them, which are where `rows` has each rank's."""
         pieces, places = [], []
         for rank in ranks:
@@ -225,6 +257,16 @@ class _ToInboxes:
         self.copies.fill_places(gradients)
         self.barrier()
         torch.mean(self.inbox, dim=0, dtype=result.dtype, out=result)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Means of a part of every rank's row, by way of the outboxes."""
+
+    inboxes: _ToInboxes
+    outbox: Tensor  # this rank's, for the means of its row
+    mine: PieceCopies  # from there to their places
+    theirs: PieceCopies | None  # from the others' outboxes
 
 
 def padded(nbytes: int) -> int:

@@ -51,6 +51,20 @@ class Piece:
     elements: int
 
 
+class Rows(Protocol):
+    """What is cut into a row for each rank."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def size(self) -> int:
+        """Elements of a row."""
+
+    def pieces(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Piece]:
+        """What a rank gets, from the row's element `first` on and before `last`; places count from `first`."""
+
+
 class Layout:
     """The rows of the gradients of `parameters`, in their order, for so many ranks."""
 
@@ -82,3 +96,46 @@ class Layout:
             yield full, elements, 0, 0
         if rest:
             yield 1, rest, full, full * elements
+
+
+class SharedRows:
+    """Rows that several ranks have alike, as those of the replicas of a model do, each divided among who has it.
+
+    Rank `number` has row `seats[number][1]` of `rows`, and is its holder number `seats[number][0]`. Here its row is its
+    part of that one. Seen as `whole`, the rows of the holders of one row make up one tensor, that row.
+    """
+
+    def __init__(self, rows: Layout, seats: Sequence[tuple[int, int]]) -> None:
+        self._rows, self._seats, self.ranks = rows, seats, len(seats)
+        self.size = -(-rows.size // (1 + max(holder for holder, _ in seats)))
+        self.whole = _Whole(self.size, rows.size, [holder for holder, _ in seats])
+
+    def pieces(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Piece]:
+        """As of `Layout`."""
+        holder, row = self._seats[rank]
+        skipped = holder * self.size
+        last = self.size if last is None else last
+        return self._rows.pieces(row, skipped + first, min(skipped + last, self._rows.size))
+
+    def holders(self, rank: int) -> list[int]:
+        """The ranks that have the same row, this one not among them; in another order on each, as `ranks.others`."""
+        mine = self._seats[rank]
+        with_it = {holder: number for number, (holder, row) in enumerate(self._seats) if row == mine[1]}
+        return [with_it[(mine[0] + distance) % len(with_it)] for distance in range(1, len(with_it))]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    size: int
+    elements: int  # of the tensor
+    numbers: Sequence[int]  # of each rank, which of the tensor's parts it has
+
+    @property
+    def ranks(self) -> int:
+        return len(self.numbers)
+
+    def pieces(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Piece]:
+        begin = self.numbers[rank] * self.size
+        low, high = begin + first, min(begin + (self.size if last is None else last), self.elements)
+        if low < high:
+            yield Piece(0, low, 0, high - low)
