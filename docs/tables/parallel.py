@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tables import RESULTS, of_rows, plain, results, setting, where
 from trainstep.bench.parallel.planned import copies_of, moments, planned_bytes
-from trainstep.bench.parallel.ratios import ratios_alike
+from trainstep.bench.parallel.ratios import ratios_alike, time_ratio
 from trainstep.config import SIZES
 from trainstep.kinds import (
     CollectiveFitRow,
@@ -24,7 +24,7 @@ from trainstep.report import columns
 from trainstep.report.columns import Column
 from trainstep.report.numbers import number
 from trainstep.report.subjects.parallel import beyond_alone
-from trainstep.report.tables import Table, tabulate
+from trainstep.report.tables import Table, tabulate, text_table
 from trainstep.schemes import SCHEMES
 
 PARTS = ("forward", "backward", "communication", "optimizer")
@@ -74,7 +74,7 @@ def planned_anew(row: Row) -> Row:
 RUNS = (
     *("h200-parallel-large", "h200-parallel-compiled", "h200-parallel-peers"),
     *("h200-parallel-sustained-4gpus", "h200-parallel-pinned-4gpus"),
-    *("h200-parallel-rounds-4gpus", "h200-parallel-compiled-rounds-4gpus"),
+    *("h200-parallel-rounds-4gpus", "h200-parallel-compiled-rounds-4gpus", "h200-parallel-hybrid-averaged-4gpus"),
 )
 """Files whose rows stand beside torch's with its best settings, as far as they are there."""
 OURS = (
@@ -98,6 +98,29 @@ def parallel_ratios() -> Table:
     )
     every = [row for rows in runs for row in rows]
     return tabulate("parallel-ratios", f"Each pair in one run; {where(every)}", wanted, found)
+
+
+HYBRID_RUNS = ("h200-parallel-hybrid-averaged-4gpus", "h200-parallel-hybrid-4gpus")
+"""Before and since gradients go among all ranks of a host at once."""
+
+
+def hybrid_ratios() -> Table:
+    """Hybrid sharding's time over that of schemes which are not hybrid, each pair in one run."""
+    cells, shown = [], []
+    for name in HYBRID_RUNS:
+        rows = [row for row in results(name, ParallelRow) if row.rounds == 7]
+        hybrid = next(row for row in rows if row.scheme == "hsdp")
+        shown += rows
+        for row in rows:
+            if row is hybrid:
+                continue
+            ratio = time_ratio(hybrid, row)
+            assert ratio.interval is not None, "seven rounds"
+            low, high = (f"{end:.3g}" for end in (ratio.interval.low, ratio.interval.high))
+            took = "means averaged between rows" if name == HYBRID_RUNS[0] else "among all ranks"
+            cells.append([took, row.scheme, f"{ratio.value:.3f}× [{low}–{high}]", number(row.rounds)])
+    titles = ("gradients of hsdp, 2 × 2", "beside", "its time over that [95 %]", "rounds")
+    return text_table("hybrid-ratios", f"Compiled; {where(shown)}", titles, cells)
 
 
 def step8b() -> Table:
@@ -189,6 +212,9 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel-rounds-4gpus": partial(parallel, "h200-parallel-rounds-4gpus"),
     "parallel-memory-rounds-4gpus": partial(parallel_memory, "h200-parallel-rounds-4gpus"),
     "parallel-compiled-rounds-4gpus": partial(parallel, "h200-parallel-compiled-rounds-4gpus"),
+    "parallel-hybrid-4gpus": partial(parallel, HYBRID_RUNS[1]),
+    "parallel-hybrid-averaged-4gpus": partial(parallel, HYBRID_RUNS[0]),
+    "hybrid-ratios": hybrid_ratios,
     "parallel-pinned-4gpus": partial(parallel, "h200-parallel-pinned-4gpus"),
     "plan-4gpus": plan_4gpus,
     "parallel-trace": partial(plain, "h200-parallel-trace", ParallelTraceRow),

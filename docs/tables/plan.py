@@ -149,6 +149,8 @@ CHECKED: Mapping[str, type[Row]] = {
     "h200-parallel-pinned-4gpus": ParallelRow,
     "h200-parallel-rounds-4gpus": ParallelRow,
     "h200-parallel-compiled-rounds-4gpus": ParallelRow,
+    "h200-parallel-hybrid-averaged-4gpus": ParallelRow,
+    "h200-parallel-hybrid-4gpus": ParallelRow,
 }  # Files whose rows of a kind are predicted; those that are not there yet are left out
 
 

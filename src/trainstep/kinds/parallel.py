@@ -106,6 +106,11 @@ class ParallelRow(SchemeSettings, GpuState, Timed, kind="parallel"):
     batches: str | None = None  # whose they are, where the workload gives every rank others
     share_difference: float | None = None  # of a batch's gradients from the mean of its shares', relative
 
+    @property
+    def goes_among_all(self) -> bool:
+        """Whether gradients went among the ranks of all replicas at once, by what `parallel.ranks.AMONG_ALL` names."""
+        return self.transport_between == "peer-copies among all"
+
 
 class ParallelRatioRow(StepSettings, kind="parallel ratio"):
     """One of our schemes over one of torch's, in one run: its step and its peak memory.

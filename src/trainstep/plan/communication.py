@@ -261,16 +261,15 @@ def rank_bytes(
         inbox = min(group, INBOX_BYTES) if by_copies else 0
         buffers, staging = group * (3 + 1 + 1) + (inbox or group) + outbox, outbox + inbox
         weights_gathered = (2 * num_parameters - not_again) * gathered
-        moved = sent("reduce-scatter", weights_gathered)
+        if among_all:
+            moved = bytes_sent("all-gather", weights_gathered, n) // n
+            moved += bytes_sent("reduce-scatter", on_the_way, world_size) // world_size
+        else:
+            moved = sent("reduce-scatter", weights_gathered)
         if replicas > 1:
-            part, shared = -(-largest_group * bytes_per_parameter // n), gradient_share // replicas
-            buffers += part
-            if among_all:
-                means = min(-(-part // replicas), OUTBOX_BYTES)
-                buffers, staging = buffers + means, staging + means
-                moved = bytes_sent("all-gather", weights_gathered, n) // n
-                moved += (world_size - 1) * on_the_way // world_size + (replicas - 1) * shared
-            else:
-                moved += bytes_sent("all-reduce", gradient_share, replicas) // replicas
+            part = -(-largest_group * bytes_per_parameter // n)
+            means = min(-(-part // replicas), OUTBOX_BYTES) if among_all else 0
+            buffers, staging = buffers + part + means, staging + means
+            moved += bytes_sent("all-gather" if among_all else "all-reduce", gradient_share, replicas) // replicas
         return RankBytes(share, gradient_share, state_share, buffers, moved, staging)
     raise UsageError(f"scheme is {scheme!r}; expected one of {', '.join(get_args(DataParallel))}")

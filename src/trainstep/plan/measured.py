@@ -221,7 +221,9 @@ def _seconds(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Lay
 def _layout(row: Row, strategy: Strategy, ranks: int) -> Layout:
     if not isinstance(row, ParallelRow):
         return Layout(strategy, ranks)
-    return Layout(strategy, ranks, replicas=row.replicas or 1, by_copies=row.transport == "peer-copies")
+    if row.replicas is not None:
+        return Layout(strategy, ranks, replicas=row.replicas, by_copies=row.goes_among_all)
+    return Layout(strategy, ranks, by_copies=row.transport == "peer-copies")
 
 
 def _step_of(row: Row) -> StepConfig:

@@ -10,7 +10,8 @@ gradients of weights, each of the group's tokens · D · e bytes. Nothing hides 
 Data parallel communication hides behind computation as far as `sticking_out_s` says: gradients behind backward in
 buckets, gathered parameters behind the optimizer, FSDP's groups behind forward and behind backward. Between replicas
 (hsdp) each group's part of the gradients follows: over the network beside what goes on within nodes, and within a node
-after it, over the same connections. FSDP's gradients in half precision are exchanged, an all-to-all: every GPU sends to
+after it, over the same connections; by copies, a group's gradients go among all ranks of the node, and means of parts
+between those that have the same. FSDP's gradients in half precision are exchanged, an all-to-all: every GPU sends to
 each one of the other nodes, by its own connection. What is hidden slows the computation that hides it, by
 `Machine.interference` of its own time.
 
@@ -168,7 +169,13 @@ def _sharded_seconds(layout: Layout, cluster: Cluster, compute: StepSeconds, exc
         here = max(1, min(n, cluster.gpus_per_node // stride))
         if exchange.reduced < exchange.kept and n > here:  # exchanged, to be added up where it arrives
             reduced = max(reduced, (n - here) / n * exchange.reduced / cluster.network_bytes_per_s)
-    if replicas > 1:
+    if layout.exchanges_among_all:
+        scatter = cluster.group_link("reduce-scatter", layout.data, stride)
+        share = cluster.group_link("all-gather", replicas, stride * n)
+        scatter_s, reduce_s = scatter.overhead_s, share.overhead_s
+        reduced = (layout.data - 1) / layout.data * exchange.reduced / scatter.bus_bytes_per_s
+        between = (replicas - 1) / replicas * exchange.kept / n / share.bus_bytes_per_s
+    elif replicas > 1:
         reduce = cluster.group_link("all-reduce", replicas, stride * n)
         reduce_s = reduce.overhead_s
         between = 2 * (replicas - 1) / replicas * exchange.kept / n / reduce.bus_bytes_per_s

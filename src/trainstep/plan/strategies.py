@@ -41,7 +41,7 @@ class Layout:
     data: int = 1
     tensor: int = 1
     replicas: int = 1
-    by_copies: bool = False  # whether ddp and the sharded optimizer average by copies, as between GPUs of one host
+    by_copies: bool = False  # whether gradients of all its ranks go by copies, as between GPUs of one host
 
     @property
     def gpus(self) -> int:
@@ -76,6 +76,11 @@ class Layout:
     @property
     def averages_by_copies(self) -> bool:
         return self.by_copies and self.data > 1 and self.scheme in ("ddp", "sharded optimizer")
+
+    @property
+    def exchanges_among_all(self) -> bool:
+        """Whether hsdp has no second step between replicas; see `plan.communication.rank_bytes`."""
+        return self.by_copies and self.replicas > 1
 
     @property
     def updated(self) -> float:
@@ -200,6 +205,7 @@ def shared_bytes(model: ModelConfig, step: StepConfig, layout: Layout) -> RankBy
         largest_group=-(-largest_group(model) // layout.tensor),
         not_again=kept_groups(model) // layout.tensor,
         peer_copies=layout.averages_by_copies,
+        among_all=layout.exchanges_among_all,
         largest_bucket=bucket // precision.stored_bytes,
     )
     return found if layout.data > 1 else dataclasses.replace(found, buffers=0)
