@@ -73,6 +73,19 @@ def test_chosen_groups():
         plan_groups(root, [root.blocks])
 
 
+def test_modules_of_a_list_are_one_group():
+    root = build(blocks=3)
+    for pair in ([*root.blocks[:2]], tuple(root.blocks[:2]), root.blocks[:2]):
+        chosen = plan_groups(root, [pair, root.blocks[2]])
+        blocks = [group for group in chosen if group.parameters[0].names[0].startswith("blocks.")]
+        assert [group.units for group in blocks] == [[root.blocks[0], root.blocks[1]], [root.blocks[2]]]
+        assert [len(group.parameters) for group in blocks] == [10, 5]
+    with pytest.raises(UsageError, match=r"groups has blocks\.0, a Block, twice; give it once"):
+        plan_groups(root, [[root.blocks[0], root.blocks[1]], root.blocks[0]])
+    with pytest.raises(UsageError, match="a Linear that is not part of the module"):
+        plan_groups(root, [[root.blocks[0], nn.Linear(2, 2)]])
+
+
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 8])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_rows_are_cut_as_torch_chunks(rows, ranks):

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 
 from tests.parallel.nets import batch
 from trainstep.checkpointing import Checkpointing
@@ -83,12 +84,14 @@ def _bound(note, kind, original):
     return method
 
 
-def _record(process, settings, policy="none", steps=3, frozen=()):
+def _record(process, settings, policy="none", steps=3, frozen=(), in_pairs=False):
     """The last of a few steps: its events, its messages, and most bytes gathered at a time."""
     torch.manual_seed(0)
     module = build_transformer(CONFIG)
     for name in frozen:
         module.get_submodule(name).requires_grad_(False)
+    if in_pairs:
+        settings = {**settings, "groups": [module.blocks[first : first + 2] for first in range(0, LAYERS, 2)]}
     sharded = FullyShardedDataParallel(module, **settings)
     Checkpointing(sharded.module, policy)
     for step in range(steps):
@@ -208,3 +211,72 @@ def test_no_sync_sends_no_gradients_and_frees_all_the_same(two):
     assert sorted(set(without[1])) == list(range(count))
     assert [name for name, _ in synchronised[0]] == ["reduce_scatter_mean"] * (LAYERS + 2), "added up in float32"
     assert sum(size for _, size in synchronised[0]) == 4 * (LAYERS * BLOCK + 2 * EDGE)
+
+
+@pytest.mark.parametrize("policy", ["none", "every-1"])
+def test_blocks_gathered_together_are_gathered_once_for_all_of_their_calls(two, policy):
+    (events, sent, most, groups), other = two.run(_record, {}, policy, 3, (), True)
+    assert events == other[0]
+    count = 3 + LAYERS // 2
+    assert len(groups) == count
+    forward, backward = halves(events)
+    for half in (forward, backward):
+        assert all(kinds.count(number) <= 1 for kinds in _by_kind(half) for number in kinds)
+    kept = {count - 1, count - 2, count - 3}
+    assert [number for kind, number in forward if kind == "gather"] == list(range(count))
+    assert {number for kind, number in forward if kind == "free"} == set(range(count)) - kept
+    assert [number for kind, number in backward if kind == "gather"] == [2, 1, 0]
+    assert [size for name, size in sent if name == "reduce_scatter_mean"] == [
+        4 * EDGE,
+        *[4 * 2 * BLOCK] * (LAYERS // 2),
+        4 * EDGE,
+    ]
+    assert most <= 3 * max(size for size, _ in groups)
+
+
+def _by_kind(events):
+    return [[number for what, number in events if what == kind] for kind in ("gather", "free")]
+
+
+class Named(nn.Module):
+    """Calls the blocks of these numbers, one after another."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, numbers):
+        for number in numbers:
+            x = self.blocks[number](x).relu()
+        return x
+
+
+PASSES = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 2, 3), (0, 1, 2), (0, 1, 0, 1, 3), (0, 0, 2, 3), (0, 1, 2, 3)]
+
+
+def _named(process, in_pairs):
+    """Parameters after these passes, and how many groups were gathered when each call had begun."""
+    torch.manual_seed(0)
+    module, gathered = Named(), []
+    groups = [module.blocks[:2], module.blocks[2:]] if in_pairs else None
+    sharded = FullyShardedDataParallel(module, groups=groups, prefetch=0)
+    for block in module.blocks:
+        block.register_forward_pre_hook(
+            lambda *_: gathered.append(sum(g.is_gathered for g in sharded._schedule.groups))
+        )
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(process.rank))
+    for numbers in PASSES:
+        sharded(x, numbers).square().sum().backward()
+        sharded.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sharded.gather_full_parameters(), gathered
+
+
+def test_a_pass_with_other_calls_than_the_last_is_right_and_keeps_no_more(two):
+    """Of blocks gathered together the second is left out, called twice, or called later."""
+    apart, together = (two.run(_named, in_pairs) for in_pairs in (False, True))
+    for (expected, _), (found, gathered) in zip(apart, together, strict=True):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert gathered == [1] * sum(map(len, PASSES))

@@ -35,22 +35,42 @@ from trainstep.parallel.units import in_backward
 
 
 @dataclass(eq=False)
+class Uses:
+    """The groups that calls needed, in order, each by one call, or by several in a row."""
+
+    groups: list[GatherGroup] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)  # how many in a row
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+
+@dataclass(eq=False)
 class Pass:
     """The groups that calls needed since the wrapper's forward began."""
 
-    predicted: list[GatherGroup] | None  # what they needed in the pass before; None once it turns out otherwise
-    uses: list[GatherGroup] = field(default_factory=list)  # each needed by one call, or by several in a row
+    predicted: Uses | None  # what they needed in the pass before; None once it turns out otherwise
+    uses: Uses = field(default_factory=Uses)
     with_backward: set[int] = field(default_factory=set)  # positions of the uses that backward comes through
 
     def record(self, group: GatherGroup) -> int:
         """Note that a call needs a group; the position of this use."""
-        if self.uses and self.uses[-1] is group:
-            return len(self.uses) - 1
         position = len(self.uses)
-        if self.predicted is not None and (position >= len(self.predicted) or self.predicted[position] is not group):
+        if self.uses and self.uses.groups[-1] is group:
+            self.uses.calls[-1] += 1
+            return position - 1
+        predicted = self.predicted
+        if predicted is not None and (position >= len(predicted) or predicted.groups[position] is not group):
             self.predicted = None
-        self.uses.append(group)
+        self.uses.groups.append(group)
+        self.uses.calls.append(1)
         return position
+
+    def foresees_more_calls(self, position: int) -> bool:
+        """Whether the next call is expected to need the same group as the last one, which was of this use."""
+        if self.predicted is None or position < len(self.uses) - 1:
+            return False
+        return self.uses.calls[position] < self.predicted.calls[position]
 
 
 @dataclass(eq=False)
@@ -82,9 +102,10 @@ class Schedule:
         self._awaits_backward = False  # whether there was a forward with gradients since then
         self._prefetch, self._device = prefetch, device
         self._gathers, self._reductions, self._between = (SideStream(device) for _ in range(3))
-        self._recorded: dict[bool, list[GatherGroup]] = {}  # by whether gradients were enabled
+        self._recorded: dict[bool, Uses] = {}  # by whether gradients were enabled
         self._with_gradients = False
         self._pass = Pass(None)
+        self._expected: GatherGroup | None = None  # stays gathered after a call, for the next one
         self._under_way: deque[list[Sending]] = deque()  # of each group that was sent
         averaged = any(buffer.is_averaged for group in groups for buffer in group.buffers)
         self._at_once = 2 if averaged else 1  # one on its way within replicas, one between them
@@ -126,6 +147,8 @@ class Schedule:
         """A call of a unit begins: gather what it needs, and what the calls after it will."""
         again = in_backward()
         call = Call(groups, None if again else self._pass, [] if again else list(map(self._pass.record, groups)))
+        if not again:
+            self._free_expected(groups)
         self.gather(groups, self._upcoming(call))
         for group in groups:
             group.users += 1
@@ -164,6 +187,9 @@ class Schedule:
             if needs_backward and not call.is_watched:
                 group.unwatched.add(call)
             if group.users > 0:
+                continue
+            if call.recorded_in.foresees_more_calls(position):
+                self._expected = group
                 continue
             if among_last and needs_backward:
                 group.hide()
@@ -226,17 +252,23 @@ class Schedule:
         self._awaits_backward = self.added_up = False
         self._free_all()
 
+    def _free_expected(self, called: Sequence[GatherGroup]) -> None:
+        """Free the group that the next call was expected to need, unless it does."""
+        group, self._expected = self._expected, None
+        if group is not None and group not in called and group.users == 0:
+            group.free()
+
     def _upcoming(self, call: Call) -> Iterator[GatherGroup]:
         if call.recorded_in is not None and call.recorded_in.predicted is not None:
             first = max(call.positions) + 1
-            yield from call.recorded_in.predicted[first : first + self._prefetch]
+            yield from call.recorded_in.predicted.groups[first : first + self._prefetch]
 
     def _preceding(self, call: Call) -> Iterator[GatherGroup]:
         if call.recorded_in is not None:
             last = min(call.positions)
             for position in reversed(range(max(0, last - self._prefetch), last)):
                 if position in call.recorded_in.with_backward:
-                    yield call.recorded_in.uses[position]
+                    yield call.recorded_in.uses.groups[position]
 
     def _on_gradient(self, number: int) -> None:
         group, parameter = self._members[number]
@@ -289,6 +321,7 @@ class Schedule:
                     self._first_attached = attached[0]
 
     def _free_all(self) -> None:
+        self._expected = None
         self._held.clear()
         self._held_for_backward.clear()
         for group in self.groups:

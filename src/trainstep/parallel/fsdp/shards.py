@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -155,13 +155,18 @@ class PlannedGroup:
     parameters: list[PlannedParameter]
 
 
-def plan_groups(root: nn.Module, chosen: Iterable[nn.Module] | None = None) -> list[PlannedGroup]:
+Chosen = Iterable[nn.Module | Sequence[nn.Module]]
+"""Modules that are each gathered as a whole; those of a list are gathered together."""
+
+
+def plan_groups(root: nn.Module, chosen: Chosen | None = None) -> list[PlannedGroup]:
     """The groups of a module's parameters, in order of definition. Units are the modules `chosen`, else the blocks.
 
     Raises:
-        UsageError: a chosen module is not inside `root`, or has no `forward` that would be called.
+        UsageError: a chosen module is not inside `root`, is chosen twice, or has no `forward` that would be called.
     """
-    unit_of = _units(root, _checked(root, chosen))
+    together = _checked(root, chosen)
+    unit_of = _units(root, set(together))
     planned: dict[int, PlannedParameter] = {}
     for prefix, module in root.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -172,8 +177,10 @@ def plan_groups(root: nn.Module, chosen: Iterable[nn.Module] | None = None) -> l
                 found.units.append(unit_of[module])
     groups: dict[tuple[int, ...], PlannedGroup] = {}
     for parameter in planned.values():
-        key = tuple(sorted(id(unit) for unit in parameter.units))
-        groups.setdefault(key, PlannedGroup(parameter.units, [])).parameters.append(parameter)
+        key = tuple(sorted({id(together.get(unit, unit)) for unit in parameter.units}))
+        group = groups.setdefault(key, PlannedGroup([], []))
+        group.parameters.append(parameter)
+        group.units += [unit for unit in parameter.units if unit not in group.units]
     return list(groups.values())
 
 
@@ -210,19 +217,27 @@ def shard_parameters(
     return sharded
 
 
-def _checked(root: nn.Module, chosen: Iterable[nn.Module] | None) -> set[nn.Module]:
+def _checked(root: nn.Module, chosen: Chosen | None) -> dict[nn.Module, nn.Module]:
+    """Each chosen module, and the first of those that it is gathered with."""
     if chosen is None:
-        return set(find_blocks(root))
+        return {block: block for block in find_blocks(root)}
     inside = {module: name for name, module in root.named_modules()}
-    chosen = list(chosen)
-    for module in chosen:
-        one = f"a {type(module).__name__}"
-        if module not in inside:
-            raise UsageError(f"groups has {one} that is not part of the module; give modules found by module.modules()")
-        if not is_called(module):
-            what = f"{inside[module] or 'the module itself'}, {one}"
-            raise UsageError(f"groups has {what}, which is never called; give the modules inside it")
-    return set(chosen)
+    together: dict[nn.Module, nn.Module] = {}
+    for entry in chosen:
+        is_slice = isinstance(entry, nn.ModuleList) and entry not in inside
+        modules = [entry] if isinstance(entry, nn.Module) and not is_slice else list(cast(Iterable[nn.Module], entry))
+        for module in modules:
+            one = f"a {type(module).__name__}"
+            if module not in inside:
+                known = "modules found by module.modules(), or lists of them"
+                raise UsageError(f"groups has {one} that is not part of the module; give {known}")
+            name = inside[module] or "the module itself"
+            if not is_called(module):
+                raise UsageError(f"groups has {name}, {one}, which is never called; give the modules inside it")
+            if module in together:
+                raise UsageError(f"groups has {name}, {one}, twice; give it once, alone or in one list")
+            together[module] = modules[0]
+    return together
 
 
 def _units(root: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, nn.Module]:

@@ -20,7 +20,7 @@ from trainstep.parallel.fsdp.checks import MAX_PREFETCH, StepCheck, check_argume
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.schedule import Schedule
-from trainstep.parallel.fsdp.shards import Initialize, ShardedParameter, plan_groups, shard_parameters
+from trainstep.parallel.fsdp.shards import Chosen, Initialize, ShardedParameter, plan_groups, shard_parameters
 from trainstep.parallel.partial import RankGradient, before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import Ranks, ranks_of
@@ -50,8 +50,9 @@ class FullyShardedDataParallel(nn.Module):
             and routers that compute in float32. Such a module must itself cast what it is given, and what it returns.
         process_group: the ranks; None: all.
         mesh: the ranks, in place of `process_group`: of one dimension, or of two, ("replicate", "shard").
-        groups: modules that are each gathered as a whole; by default the blocks, elements of ModuleLists. What is
-            outside of them is gathered in the largest modules that contain none.
+        groups: modules that are each gathered as a whole; by default the blocks, elements of ModuleLists. Those of a
+            list are gathered together, which asks less of the host and takes more memory: of several blocks that are
+            called in a row. What is outside of them is gathered in the largest modules that contain none.
         prefetch: how many groups ahead are gathered, 0 to 2; one more than that are in memory at a time.
         device: where to train; by default where the parameters are, or, from meta, the group's device.
         initialize: for modules on the meta device: fills the parameters and buffers of the one module it is called
@@ -84,7 +85,7 @@ class FullyShardedDataParallel(nn.Module):
         full_precision: Iterable[nn.Module] = (),
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
-        groups: Iterable[nn.Module] | None = None,
+        groups: Chosen | None = None,
         prefetch: int = MAX_PREFETCH,
         device: torch.device | str | None = None,
         initialize: Initialize | None = None,
