@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from trainstep.blocks import find_blocks, find_stacks, without_numbers
+from trainstep.blocks import blocks_in_runs, find_blocks, find_stacks, without_numbers
 from trainstep.config import SIZES
 from trainstep.model.transformer import TransformerBlock, build_transformer
 
@@ -24,6 +24,16 @@ def test_our_model():
 def test_outermost_lists_only():
     model = nn.Sequential(nn.Embedding(3, 2), nn.ModuleDict({"h": nn.ModuleList([Layer(), Layer()])}), nn.Linear(2, 3))
     assert [type(block) for block in find_blocks(model)] == [Layer, Layer]
+
+
+def test_runs_of_blocks_do_not_reach_from_one_list_into_another():
+    parts = nn.ModuleDict({name: nn.ModuleList(nn.Linear(2, 2) for _ in range(3)) for name in ("encoder", "decoder")})
+    assert blocks_in_runs(parts, 2) == [
+        [*parts["encoder"][:2]],
+        [parts["encoder"][2]],
+        [*parts["decoder"][:2]],
+        [parts["decoder"][2]],
+    ]
 
 
 def test_a_sequential_of_one_repeated_class_counts():

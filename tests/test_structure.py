@@ -62,6 +62,7 @@ MAY_IMPORT = {
     "measure/allocations": {"blocks", "config", "errors", "measure", "measure/profile"},
     "peers": {"blocks", "errors", "parallel", "training_step"},
     "replicas": {
+        "blocks",
         "casting",
         "config",
         "errors",

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from tables import RESULTS, of_rows, plain, results, setting, where
-from trainstep.bench.parallel.planned import copies_of, moments, planned_bytes
+from trainstep.bench.parallel.planned import copies_of, moments, planned_bytes, scheme_of
 from trainstep.bench.parallel.ratios import ratios_alike, time_ratio
 from trainstep.config import SIZES
 from trainstep.kinds import (
@@ -34,7 +34,15 @@ def parallel(name: str = "h200-parallel") -> Table:
     """Schemes of data parallel training: time and traffic."""
     rows = results(name, ParallelRow)
     wanted = (
-        *columns.cases({"compile": "compile", "timing": "timing", "scheme": "scheme", "replicas": "replicas"}),
+        *columns.cases(
+            {
+                "compile": "compile",
+                "timing": "timing",
+                "scheme": "scheme",
+                "replicas": "replicas",
+                "blocks a group": "blocks_per_group",
+            }
+        ),
         columns.value("rounds", "rounds"),
         columns.median("step on the slowest rank (ms) [95 %]", "step"),
         *beyond_alone(rows),
@@ -51,7 +59,9 @@ def parallel_memory(name: str = "h200-parallel") -> Table:
     """The same: memory at three moments, measured and planned."""
     rows = [planned_anew(row) for row in results(name, ParallelRow)]
     wanted = (
-        *columns.cases({"compile": "compile", "scheme": "scheme", "replicas": "replicas"}),
+        *columns.cases(
+            {"compile": "compile", "scheme": "scheme", "replicas": "replicas", "blocks a group": "blocks_per_group"}
+        ),
         *columns.values({"start (GiB)": "start_gib", "by plan": "predicted_start_gib"}),
         *columns.values({"before the optimizer (GiB)": "before_step_gib", "by plan": "predicted_before_step_gib"}),
         *columns.values({"after it (GiB)": "after_step_gib", "by plan": "predicted_after_step_gib"}),
@@ -65,7 +75,7 @@ def planned_anew(row: Row) -> Row:
     """A scheme's row with what the plan says today; rows of other kinds as they are."""
     if not isinstance(row, ParallelRow):
         return row
-    model, scheme = SIZES[str(row.workload)], dataclasses.replace(SCHEMES[row.scheme], replicas=row.replicas)
+    model, scheme = SIZES[str(row.workload)], scheme_of(row)
     settings = {"precision": row.precision, "optimizer": row.optimizer}
     plan = planned_bytes(scheme, model.num_parameters, row.world_size, model=model, **settings, **copies_of(row))
     return dataclasses.replace(row, **moments(plan))
@@ -90,7 +100,7 @@ def parallel_ratios() -> Table:
     found = [row for rows in runs for row in ratios_alike(rows) if row.scheme in OURS]
     wanted = (
         *columns.cases({"GPUs": "world_size", "model": "workload", "compile": "compile", "timing": "timing"}),
-        *columns.cases({"ours": "scheme", "replicas": "replicas"}),
+        *columns.cases({"ours": "scheme", "replicas": "replicas", "blocks a group": "blocks_per_group"}),
         columns.value("torch's, its fastest setting", "peer_setting"),
         columns.ratio("time, ours over torch's", "ratio"),
         columns.value("rounds", "rounds"),
@@ -159,7 +169,9 @@ def plan_4gpus() -> Table:
         ]
 
     wanted = (
-        *columns.cases({"compile": "compile", "scheme": "scheme", "replicas": "replicas"}),
+        *columns.cases(
+            {"compile": "compile", "scheme": "scheme", "replicas": "replicas", "blocks a group": "blocks_per_group"}
+        ),
         *beside("step (ms)", "step_ms"),
         columns.value("the host waits for the GPU (ms)", "wait_ms"),
         *beside("peak (GiB)", "peak_gib"),

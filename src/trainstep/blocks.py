@@ -18,6 +18,12 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     return [block for stack in find_stacks(module) for block in stack]
 
 
+def blocks_in_runs(module: nn.Module, count: int) -> list[list[nn.Module]]:
+    """The blocks of `find_blocks`, so many in a row together; the last of a list may be fewer."""
+    stacks = find_stacks(module)
+    return [stack[first : first + count] for stack in stacks for first in range(0, len(stack), count)]
+
+
 def find_stacks(module: nn.Module) -> list[list[nn.Module]]:
     """The blocks of `find_blocks` by the list they lie in: an encoder's and a decoder's are two stacks."""
     stacks: list[list[nn.Module]] = []

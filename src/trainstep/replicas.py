@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
+from trainstep.blocks import blocks_in_runs
 from trainstep.casting import autocast_dtype
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
@@ -70,7 +71,10 @@ def build(
         case "fsdp":  # weights are gathered in the dtype they compute in
             plain, names = _sorted_by_name(make_optimizer, module)
             mesh = _mesh(scheme, process)
-            fsdp = FullyShardedDataParallel(module, compute_dtype=dtype, mesh=mesh, transport=scheme.transport)
+            runs = blocks_in_runs(module, scheme.blocks_per_group)
+            fsdp = FullyShardedDataParallel(
+                module, compute_dtype=dtype, mesh=mesh, groups=runs, transport=scheme.transport
+            )
             optimizer = _of_shards(plain, names, fsdp, make_optimizer)
             finish = fsdp.finish_gradient_synchronization
             return Replica(fsdp, optimizer, finish, fsdp.no_sync, fsdp.clip_grad_norm_)
@@ -83,7 +87,8 @@ def build(
             return Replica(wrapped, optimizer)
         case "torch-fsdp2":
             mesh, fixed_order = _mesh(scheme, process), not allow_unused
-            shard_fully(module, mesh, dtype, narrow_reduce=scheme.narrow_reduce, fixed_order=fixed_order)
+            settings = {"narrow_reduce": scheme.narrow_reduce, "fixed_order": fixed_order}
+            shard_fully(module, mesh, dtype, blocks_in_runs(module, scheme.blocks_per_group), **settings)
             return Replica(module, make_optimizer(module.parameters()))
 
 

@@ -46,6 +46,7 @@ class Scheme:
     is_hybrid: bool = False
     """Whether there are replicas, each sharded over some of the ranks: those of a host (fsdp, torch-fsdp2)."""
     replicas: int | None = None  # how many, where that is known
+    blocks_per_group: int = 1  # that are gathered together (fsdp, torch-fsdp2)
     peer: str | None = None  # of torch's own: the scheme that this is another setting of, or itself
     in_bench: bool = True  # whether `bench parallel` compares it
     in_train: bool = False  # whether `train` offers it
@@ -53,8 +54,9 @@ class Scheme:
 
     @property
     def label(self) -> str:
-        """The name, with the number of replicas if there are any."""
-        return self.name if self.replicas is None else f"{self.name}-{self.replicas}"
+        """The name, with the number of replicas if there are any, and of blocks that are gathered together."""
+        label = self.name if self.replicas is None else f"{self.name}-{self.replicas}"
+        return label if self.blocks_per_group == 1 else f"{label} by {self.blocks_per_group} blocks"
 
     @property
     def communicates(self) -> bool:
@@ -69,6 +71,11 @@ class Scheme:
     def copies_gradients(self) -> bool:
         """Whether gradients are copied into buckets that stay allocated, as in torch's DistributedDataParallel."""
         return self.wrapper in ("torch-ddp", "torch-zero")
+
+    def by_blocks(self, counts: Sequence[int]) -> Sequence[Scheme]:
+        """The scheme with each number of blocks that are gathered together, if it gathers any."""
+        counts = counts if self.shards_weights else (1,)
+        return [dataclasses.replace(self, blocks_per_group=each) for each in dict.fromkeys(counts)]
 
     def on(self, ranks: int, hosts: int, replicas: int | None = None) -> Scheme:
         """The scheme with its number of replicas, if it has any: the one given, else `usual_replicas`."""

@@ -1,5 +1,7 @@
 """Peers have the settings that their files say, where those hold."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +73,20 @@ def _zero(process):
     return calls, len({each.data.untyped_storage().data_ptr() for each in parameters}), len(parameters)
 
 
+def _fsdp2_by_blocks(process):
+    scheme = dataclasses.replace(SCHEMES["torch-fsdp2"], blocks_per_group=3)
+    net = Net()
+    build(scheme, process, StepConfig(device="cpu"), net, lambda own: torch.optim.SGD(own, 0.01))
+    states = [block._get_fsdp_state() for block in net.blocks]
+    ahead = [[states.index(each) for each in state._states_to_forward_prefetch] for state in (states[0], states[3])]
+    return [states.index(each) for each in states], ahead
+
+
+@pytest.mark.distributed
+def test_fsdp2_takes_several_blocks_as_one_and_prefetches_the_next_such(two):
+    assert two.run(_fsdp2_by_blocks)[0] == ([0, 0, 0, 3], [[3], []])
+
+
 @pytest.mark.distributed
 def test_zero_broadcasts_what_each_rank_updates_in_one_call(two):
     calls, storages, parameters = two.run(_zero)[0]
@@ -125,7 +141,7 @@ def test_what_fsdp2_cannot_shard_is_unsupported_not_a_failure():
     module = nn.Linear(2, 2)
     module.register_parameter("logit_scale", nn.Parameter(torch.tensor(1.0)))
     with pytest.raises(UnsupportedError, match="takes no parameter without dimensions, such as logit_scale"):
-        shard_fully(module, None, None, narrow_reduce=False, fixed_order=True)
+        shard_fully(module, None, None, [], narrow_reduce=False, fixed_order=True)
 
 
 @pytest.mark.distributed

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from trainstep.blocks import find_blocks
+from trainstep.blocks import blocks_in_runs
 from trainstep.config import SIZES, ModelConfig, StepConfig
 from trainstep.hardware import require_device
 from trainstep.model.transformer import build_transformer
@@ -13,6 +13,7 @@ from trainstep.plan.memory import peak_bytes
 from trainstep.plan.strategies import (
     Layout,
     fits,
+    kept_groups,
     largest_batch,
     largest_group,
     shared_bytes,
@@ -73,12 +74,16 @@ def test_one_gpu_needs_what_the_formula_for_one_says(precision, checkpointing, o
     assert strategy_memory(MODEL, step, Layout("ddp", 16)) == memory
 
 
-def test_the_largest_group_is_the_largest_that_fsdp_would_gather():
+@pytest.mark.parametrize("blocks", [1, 2, 3, 100])
+def test_the_largest_group_is_the_largest_that_fsdp_would_gather(blocks):
+    """And the last one of blocks is kept for backward, with the head."""
     for vocabulary in (512, 50_000):
-        module = build_transformer(dataclasses.replace(MODEL, vocab_size=vocabulary), device="meta")
-        groups = [*find_blocks(module), module.embedding, module.head]
-        counted = max(sum(p.numel() for p in group.parameters()) for group in groups)
-        assert largest_group(dataclasses.replace(MODEL, vocab_size=vocabulary)) == counted
+        model = dataclasses.replace(MODEL, vocab_size=vocabulary)
+        module = build_transformer(model, device="meta")
+        groups = [*blocks_in_runs(module, blocks), [module.embedding], [module.head]]
+        counted = [sum(p.numel() for part in group for p in part.parameters()) for group in groups]
+        assert largest_group(model, blocks) == max(counted)
+        assert kept_groups(model, blocks) == counted[-1] + counted[-3]
 
 
 def test_fsdp_computes_in_half_precision_without_casts():

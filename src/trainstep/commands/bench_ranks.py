@@ -68,6 +68,9 @@ class BenchParallel(OneModel):
     replicas: commas(int) = ()  # type: ignore[valid-type]
     """Of hybrid schemes (hsdp, torch-hsdp), each sharded over consecutive ranks; by default one on each host, or two on
     a single one. Several numbers are measured beside each other."""
+    blocks_per_group: commas(int) = (1,)  # type: ignore[valid-type]
+    """Of schemes that shard weights, torch's too: how many blocks are gathered together. More ask less of the host, and
+    take more memory. Several numbers are measured beside each other."""
     also_compile: commas(CompileMode) = ()  # type: ignore[valid-type]
     """Further values of --compile: every scheme is measured with each of them too, in the same run, and held against
     the same one process."""
@@ -118,7 +121,9 @@ class BenchParallel(OneModel):
         """Those named, a hybrid one with each number of replicas."""
         if few := [each for each in self.replicas if each < 1]:
             raise UsageError(f"--replicas is {few[0]}; expected 1 or more")
-        named = [SCHEMES[name] for name in self.scheme]
+        if few := [each for each in self.blocks_per_group if each < 1]:
+            raise UsageError(f"--blocks-per-group is {few[0]}; expected 1 or more")
+        named = [scheme for name in self.scheme for scheme in SCHEMES[name].by_blocks(self.blocks_per_group)]
         ranks, hosts = process.world_size, process.hosts
         return [scheme.on(ranks, hosts, each) for scheme in named for each in scheme.choices(self.replicas)]
 

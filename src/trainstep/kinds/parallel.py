@@ -49,12 +49,14 @@ class SchemeSettings(StepSettings):
     scheme: str = setting()
     world_size: int = setting()
     replicas: int | None = setting(None)  # of a hybrid scheme
+    blocks_per_group: int | None = setting(None)  # gathered together, where weights are sharded; None: one
     timing: str | None = setting(None)  # sustained: no synchronisation between steps; None: one around each
 
     @property
     def label(self) -> str:
-        """The scheme, with its number of replicas if it has any."""
-        return self.scheme if self.replicas is None else f"{self.scheme}-{self.replicas}"
+        """As `Scheme.label`."""
+        label = self.scheme if self.replicas is None else f"{self.scheme}-{self.replicas}"
+        return label if self.blocks_per_group is None else f"{label} by {self.blocks_per_group} blocks"
 
 
 class ParallelRow(SchemeSettings, GpuState, Timed, kind="parallel"):
@@ -122,6 +124,7 @@ class ParallelRatioRow(StepSettings, kind="parallel ratio"):
     peer: str = setting()
     world_size: int = setting()
     replicas: int | None = setting(None)
+    blocks_per_group: int | None = setting(None)
     timing: str | None = setting(None)  # sustained: no synchronisation between steps; None: one around each
     peer_setting: str | None = None  # the peer's fastest scheme
     rounds: int | None = None

@@ -1,7 +1,7 @@
 """torch.distributed.fsdp.fully_shard (FSDP2).
 
 A group for each block, and one for the rest, as in torch's tutorial "Getting Started with Fully Sharded Data Parallel
-(FSDP2)".
+(FSDP2)"; or for several blocks in a row, which fully_shard takes as a list.
 
 reshard_after_forward: its default. Blocks give their gathered weights back after forward; the root's (embedding, last
 norm, head) stay, since backward begins with them (page of fully_shard).
@@ -34,21 +34,27 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from trainstep.blocks import find_blocks
 from trainstep.errors import UnsupportedError
 
 AHEAD = 2
-"""Blocks gathered before they are called."""
+"""Groups gathered before they are called."""
 
 
 def shard_fully(
-    module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, *, narrow_reduce: bool, fixed_order: bool
+    module: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None,
+    groups: Sequence[list[nn.Module]],
+    *,
+    narrow_reduce: bool,
+    fixed_order: bool,
 ) -> None:
     """Shard the module in place.
 
     Args:
         mesh: the ranks; of two dimensions, ("replicate", "shard"), for hybrid sharding.
         dtype: that of autocast; None computes in the parameters' own.
+        groups: the blocks, those of a list together.
         narrow_reduce: gradients are summed in `dtype`, instead of in float32.
         fixed_order: every step calls all blocks, in order of definition.
 
@@ -60,14 +66,15 @@ def shard_fully(
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32 if dtype and not narrow_reduce else None
     )
-    blocks = find_blocks(module)
-    for part in (*blocks, module):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+    for group in groups:
+        fully_shard(group, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
     if fixed_order:
-        _prefetch(cast(Sequence[FSDPModule], blocks))
+        _prefetch(cast(Sequence[FSDPModule], [first for first, *_ in groups]))
 
 
 def _prefetch(blocks: Sequence[FSDPModule]) -> None:
+    """`blocks`: the first of each group."""
     for place, block in enumerate(blocks):
         if after := blocks[place + 1 : place + 1 + AHEAD]:
             block.set_modules_to_forward_prefetch(list(after))

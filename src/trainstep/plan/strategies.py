@@ -139,9 +139,9 @@ class MemorySplit:
         return self.weights + self.gradients + self.optimizer_state + self.activations + self.buffers
 
 
-def largest_group(model: ModelConfig) -> int:
-    """Parameters of the largest group that FSDP gathers at once: a block, the embedding or the head."""
-    return max(_block(model), model.vocab_size * model.d_model)
+def largest_group(model: ModelConfig, blocks: int = 1) -> int:
+    """Parameters of the largest group that FSDP gathers at once: so many blocks, the embedding or the head."""
+    return max(min(blocks, model.num_layers) * _block(model), model.vocab_size * model.d_model)
 
 
 def largest_matrix(model: ModelConfig) -> int:
@@ -149,9 +149,11 @@ def largest_matrix(model: ModelConfig) -> int:
     return model.d_model * max(model.vocab_size, model.d_ff)
 
 
-def kept_groups(model: ModelConfig) -> int:
-    """Parameters of the groups that our FSDP keeps from forward to backward: the last block and the head."""
-    return _block(model) + model.vocab_size * model.d_model
+def kept_groups(model: ModelConfig, blocks: int = 1) -> int:
+    """Parameters of the groups that our FSDP keeps from forward to backward: the last block, or the last of a group of
+    so many, and the head."""
+    last = model.num_layers % blocks or min(blocks, model.num_layers)
+    return last * _block(model) + model.vocab_size * model.d_model
 
 
 def _block(model: ModelConfig) -> int:

@@ -296,7 +296,7 @@ def _fastest(records: Sequence[Row], found: Sequence[Finding]) -> Headline | Non
     if timed_schemes := [row for row in schemes if row.step_ms]:
         words = "per step with {} on {world_size} ranks, the fastest median of {} schemes"
         several = len({row.compile for row in timed_schemes}) > 1  # else what all have is told of the case
-        names = ("scheme", "replicas", *(["compile"] if several else []))
+        names = ("scheme", "replicas", "blocks_per_group", *(["compile"] if several else []))
         label = partial(label_among, rows=timed_schemes)
         return _first_of(timed_schemes, label, names, "step", lambda row: row.world_size, words, found)
     return None

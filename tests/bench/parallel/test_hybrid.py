@@ -80,6 +80,10 @@ def test_two_ranks_of_one_host_are_told_that_they_make_no_replicas(two):
 def _mistaken(process):
     with pytest.raises(UsageError, match="--replicas is 0; expected 1 or more"):
         BenchParallel(replicas=(2, 0)).schemes(process)
+    with pytest.raises(UsageError, match="--blocks-per-group is -1; expected 1 or more"):
+        BenchParallel(blocks_per_group=(-1,)).schemes(process)
+    both = BenchParallel(scheme=("flat", "hsdp"), replicas=(2,), blocks_per_group=(1, 2)).schemes(process)
+    assert [scheme.label for scheme in both] == ["flat", "hsdp-2", "hsdp-2 by 2 blocks"]
     named = BenchParallel(scheme=("fsdp", "hsdp"), replicas=(2, 1, 2)).schemes(process)
     return [(scheme.name, scheme.replicas, scheme.label) for scheme in named]
 

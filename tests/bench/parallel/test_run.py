@@ -100,6 +100,30 @@ def test_schemes_agree_with_one_process_and_are_timed(two, precision):
             assert parts == pytest.approx(values["predicted_before_step_gib"], rel=0.05), scheme
 
 
+def _by_blocks(process):
+    source = builtin_source("little", dataclasses.replace(MODEL, num_layers=3))
+    schemes = [each for name in ("fsdp", "torch-fsdp2") for each in SCHEMES[name].by_blocks((1, 2))]
+    with quick():
+        rows = list(run_cases([ParallelCase(source, CONFIG, each, warmup=1, steps=6) for each in schemes], process))
+    return [row for row in rows if not isinstance(row, SoFar)]
+
+
+@pytest.mark.distributed
+def test_blocks_that_are_gathered_together_take_fewer_calls_and_are_a_row_of_their_own(two):
+    rows = two.run(_by_blocks)[0]
+    found = {row.label: row for row in rows if row.kind == "parallel"}
+    assert list(found) == ["fsdp", "fsdp by 2 blocks", "torch-fsdp2", "torch-fsdp2 by 2 blocks"]
+    assert [row.status for row in found.values()] == ["ok"] * 4
+    one, pairs, *peers = found.values()
+    assert pairs.blocks_per_group == 2
+    assert pairs.sent_gib == pytest.approx(pairs.sent_floor_gib, rel=0.01)
+    assert pairs.sent_gib == pytest.approx(one.sent_gib, rel=1e-3), "as much stays for backward"
+    assert one.collectives - pairs.collectives == 3 * 2, "two gathers and a reduction, and a message before each"
+    assert peers[1].collectives < peers[0].collectives
+    ratios = {row.blocks_per_group: row for row in rows if row.kind == "parallel ratio"}
+    assert set(ratios) == {None, 2}
+
+
 @pytest.mark.distributed
 def test_what_is_frozen_is_not_planned_as_sent(two):
     source = WorkloadSource("frozen", with_a_frozen_embedding)

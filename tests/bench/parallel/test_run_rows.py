@@ -9,7 +9,7 @@ import torch
 from tests.bench.parallel import agreement, deviation
 from trainstep.bench.outcome import Failure
 from trainstep.bench.parallel import ParallelCase
-from trainstep.bench.parallel.planned import copies_of, moments, planned_bytes
+from trainstep.bench.parallel.planned import copies_of, moments, planned_bytes, scheme_of
 from trainstep.bench.parallel.ratios import ratio_rows, ratios_alike
 from trainstep.bench.parallel.run import RankMeasurement, Timed, parallel_row, with_exposed
 from trainstep.config import SIZES, ModelConfig, StepConfig
@@ -174,7 +174,7 @@ def test_a_scheme_that_failed_says_why():
 def planned_and_measured(name):
     """Of each scheme's row and each moment, in GiB."""
     for row in of_kind(read_records(RESULTS / f"{name}.jsonl"), ParallelRow):
-        model, scheme = SIZES[row.case["workload"]], replace(SCHEMES[row.scheme], replicas=row.replicas)
+        model, scheme = SIZES[row.case["workload"]], scheme_of(row)
         settings = {"precision": row.case["precision"], "optimizer": row.case["optimizer"]}
         settings |= copies_of(row)
         plan = planned_bytes(scheme, model.num_parameters, row.world_size, model=model, **settings)

@@ -30,7 +30,8 @@ def _gradients(process, policy, peer):
     """This rank's gradients of two steps."""
     module = build()
     if peer:
-        shard_fully(module, init_device_mesh("cpu", (process.world_size,)), None, narrow_reduce=False, fixed_order=True)
+        mesh, blocks = init_device_mesh("cpu", (process.world_size,)), [[block] for block in module.blocks]
+        shard_fully(module, mesh, None, blocks, narrow_reduce=False, fixed_order=True)
         sharded = module
     else:
         sharded = FullyShardedDataParallel(module)

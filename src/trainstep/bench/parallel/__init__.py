@@ -62,6 +62,8 @@ class ParallelCase:
     def columns(self, world_size: int) -> dict[str, Scalar]:
         """The columns that identify the case's row."""
         scheme = {"scheme": self.scheme.name, "world_size": world_size, "replicas": self.scheme.replicas}
+        if self.scheme.blocks_per_group > 1:
+            scheme["blocks_per_group"] = self.scheme.blocks_per_group
         timing: dict[str, Scalar] = {"timing": "sustained"} if self.sustained else {}
         return case_columns(self.source, self.config) | scheme | timing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from trainstep.config import ModelConfig, OptimizerImpl
@@ -60,8 +61,8 @@ def planned_bytes(
         state_per_parameter=0 if optimizer == "sgd" else 2 * entry.stored_bytes,
         compute_bytes=narrow,
         reduce_bytes=narrow,
-        largest_group=0 if model is None else largest_group(model),
-        not_again=kept_groups(model) if model is not None and scheme.peer is None else 0,
+        largest_group=0 if model is None else largest_group(model, scheme.blocks_per_group),
+        not_again=kept_groups(model, scheme.blocks_per_group) if model is not None and scheme.peer is None else 0,
         scattered=not scheme.copies_gradients,
         copies=scheme.copies_gradients,
         peer_copies=peer_copies,
@@ -69,6 +70,12 @@ def planned_bytes(
         largest_bucket=filled(scheme.bucket_mb),
         largest_gather=filled(gathered_mb) if scheme.overlap_gather else 0,
     )
+
+
+def scheme_of(row: ParallelRow) -> Scheme:
+    """A row's scheme, as it was set."""
+    scheme = SCHEMES[row.scheme]
+    return dataclasses.replace(scheme, replicas=row.replicas, blocks_per_group=row.blocks_per_group or 1)
 
 
 def copies_of(row: ParallelRow) -> dict[str, bool]:

@@ -104,7 +104,8 @@ def run_cases(
     for case in [each for each in agreements if isinstance(results[each], Timed)]:
         compiled = f"-{case.config.compile}" if case.config.compile != cases[0].config.compile else ""
         on_part(f"{case.label}: a step is recorded")
-        file = traces / f"trace-{case.scheme.label}{compiled}.json.gz"
+        label = case.scheme.label.replace(" ", "-")
+        file = traces / f"trace-{label}{compiled}.json.gz"
         found = attempt_on_all_ranks(partial(traced_step, partial(case.build, process), process, file), process)
         if process.rank == 0:
             yield from trace_rows(rows[case], found, trace=file.name)

@@ -22,8 +22,9 @@ from trainstep.report.tables import Definition, define, make_table
 from trainstep.schemes import SCHEMES as SCHEMES_BY_NAME
 
 _RANKS, _REPLICAS = columns.case("ranks", "world_size"), columns.case("replicas", "replicas")
+_BLOCKS = columns.case("blocks a group", "blocks_per_group")
 _SCHEME = columns.word("scheme", "scheme")
-_ARM = (*columns.SETTINGS, _RANKS, columns.case("timing", "timing"), _SCHEME, _REPLICAS)
+_ARM = (*columns.SETTINGS, _RANKS, columns.case("timing", "timing"), _SCHEME, _REPLICAS, _BLOCKS)
 MEMORY_KINDS = {"weights": "weights", "gradients": "gradients", "state": "optimizer_state"}
 """Titles of what a rank holds → the middle of its columns."""
 
@@ -57,7 +58,8 @@ def alone_ms(row: ParallelRow, rows: Sequence[ParallelRow]) -> float | None:
 
 def _is_alike(single: ParallelRow, row: ParallelRow) -> bool:
     """Whether both are of the same training on as many ranks."""
-    return all(single.case.get(name) == value for name, value in row.case.items() if name not in ("scheme", "replicas"))
+    own = ("scheme", "replicas", "blocks_per_group")
+    return all(single.case.get(name) == value for name, value in row.case.items() if name not in own)
 
 
 def beyond_alone(rows: Sequence[ParallelRow]) -> tuple[Column, Column]:
@@ -88,6 +90,7 @@ _COLUMNS = (
     _RANKS,
     columns.case("scheme", "scheme"),
     _REPLICAS,
+    _BLOCKS,
     columns.COUNTED,
     columns.value("rounds", "rounds", brief=False, page=False),
     columns.median("step (ms) [95 %]", "step"),
@@ -323,7 +326,7 @@ def _memory_bar(name: str, row: ParallelRow) -> Bar:
 
 def _traced(rows: Sequence[ParallelTraceRow]) -> list[Block]:
     """Steps below one another, a figure for each workload and number of ranks; and their sums."""
-    groups = by_case([row for row in rows if row.status == "ok" and row.bars], "scheme", "replicas")
+    groups = by_case([row for row in rows if row.status == "ok" and row.bars], "scheme", "replicas", "blocks_per_group")
     charts = [
         Chart(
             f"parallel-trace{f'-{place}' if place else ''}",
