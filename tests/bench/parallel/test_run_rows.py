@@ -130,6 +130,9 @@ def test_what_a_peer_does_otherwise_is_said():
     (found,) = ratio_rows([theirs, timed("fsdp", (5.0, 6.0))])
     assert found.peer_setting == "torch-fsdp2, attention sdpa-cudnn, checkpointing first-12-of-34"
     assert (found.scheme, found.peer) == ("fsdp", "torch-fsdp2")
+    slow, fast = timed("torch-fsdp2", (9.0, 9.0)), replace(timed("torch-fsdp2", (7.0, 7.0)), blocks_per_group=2)
+    (found,) = ratio_rows([slow, fast, timed("fsdp", (5.0, 6.0))])
+    assert found.peer_setting == "torch-fsdp2, blocks a group 2"
 
 
 def test_bytes_sent_are_beside_those_that_must_be():
