@@ -67,9 +67,10 @@ class GradientBuffer:
     @property
     def most(self) -> Most:
         """What is carried at a time; within a replica, nothing is exchanged that is reduced instead."""
-        gradients = self._layout.ranks * self._layout.size * self._compute_dtype.itemsize
-        exchanged = gradients if self._is_narrow else 0
-        return Most(exchanged=exchanged, gradients=gradients, shared=self._mean_layout.size * self._dtype.itemsize)
+        width, share = self._compute_dtype.itemsize, self._mean_layout
+        exchanged = self._layout.ranks * self._layout.size * width if self._is_narrow else 0
+        gradients = self._layout.ranks * share.ranks * share.size * width
+        return Most(exchanged=exchanged, gradients=gradients, shared=share.size * self._dtype.itemsize)
 
     @property
     def is_averaged(self) -> bool:

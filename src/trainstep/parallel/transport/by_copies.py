@@ -20,7 +20,7 @@ from trainstep.parallel.side_stream import current_stream
 from trainstep.parallel.slices import slice_of
 from trainstep.parallel.transport.by_collectives import Average, Exchange, Start, TransportName
 from trainstep.parallel.transport.copies import Copies, PieceCopies
-from trainstep.parallel.transport.layout import Layout, Rows, SharedRows
+from trainstep.parallel.transport.layout import Layout, Pieces, SharedRows
 from trainstep.parallel.transport.peer_memory import PeerMemory
 
 OUTBOX_BYTES, INBOX_BYTES = 2**28, 2**29
@@ -163,7 +163,7 @@ class PeerCopies:
         return average
 
     def _rounds_of_means(
-        self, rows: Rows, dtype: torch.dtype, mean: torch.dtype, places: Rows, holders: Sequence[int]
+        self, rows: Layout | SharedRows, dtype: torch.dtype, mean: torch.dtype, places: Pieces, holders: Sequence[int]
     ) -> list[_Round]:
         """What makes means, in dtype `mean`, of gradients of `dtype`, and puts into `places` those of this rank's row
         and of `holders`'."""
@@ -185,7 +185,7 @@ class PeerCopies:
                 each.theirs.fill_pieces(targets)
             each.mine.fill_pieces(targets, by_driver=False)
 
-    def _parts(self, layout: Rows, dtype: torch.dtype, mean: torch.dtype | None = None) -> list[slice]:
+    def _parts(self, layout: Layout | SharedRows, dtype: torch.dtype, mean: torch.dtype | None = None) -> list[slice]:
         """Of a row, those that the inboxes have room for at a time and, of means in dtype `mean`, the outbox."""
         fit = self._exchange_bytes // layout.ranks // dtype.itemsize
         if mean is not None:
@@ -199,14 +199,14 @@ class PeerCopies:
             self._exchanges.barrier()
         self._all_emptied = False
 
-    def _to_inboxes(self, layout: Rows, part: slice, dtype: torch.dtype) -> _ToInboxes:
+    def _to_inboxes(self, layout: Layout | SharedRows, part: slice, dtype: torch.dtype) -> _ToInboxes:
         shape = (layout.ranks, part.stop - part.start)
         skipped, nbytes = self._slice_bytes, shape[0] * shape[1] * dtype.itemsize
         inboxes = [each[skipped : skipped + nbytes].view(dtype).view(shape) for each in self._memory.buffers]
         copies = self._copies_of(layout, part, [inbox[self._rank] for inbox in inboxes], [*self._others, self._rank])
         return _ToInboxes(copies, inboxes[self._rank], self._until_emptied, self._exchanges.barrier)
 
-    def _copies_of(self, layout: Rows, part: slice, rows: Sequence[Tensor], ranks: Sequence[int]) -> PieceCopies:
+    def _copies_of(self, layout: Pieces, part: slice, rows: Sequence[Tensor], ranks: Sequence[int]) -> PieceCopies:
         """Between gradients and `part` of these ranks' rows of them, which are where `rows` has each rank's."""
         pieces, places = [], []
         for rank in ranks:

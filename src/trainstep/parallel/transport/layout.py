@@ -51,15 +51,8 @@ class Piece:
     elements: int
 
 
-class Rows(Protocol):
-    """What is cut into a row for each rank."""
-
-    @property
-    def ranks(self) -> int: ...
-
-    @property
-    def size(self) -> int:
-        """Elements of a row."""
+class Pieces(Protocol):
+    """What says where the elements of each rank's row are."""
 
     def pieces(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Piece]:
         """What a rank gets, from the row's element `first` on and before `last`; places count from `first`."""
@@ -107,7 +100,8 @@ class SharedRows:
 
     def __init__(self, rows: Layout, seats: Sequence[tuple[int, int]]) -> None:
         self._rows, self._seats, self.ranks = rows, seats, len(seats)
-        self.size = -(-rows.size // (1 + max(holder for holder, _ in seats)))
+        replicas = 1 + max(holder for holder, _ in seats)
+        self.size = -(-rows.size // (16 * replicas)) * 16  # each part starts at a multiple, too
         self.whole = _Whole(self.size, rows.size, [holder for holder, _ in seats])
 
     def pieces(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Piece]:
@@ -130,11 +124,8 @@ class _Whole:
     elements: int  # of the tensor
     numbers: Sequence[int]  # of each rank, which of the tensor's parts it has
 
-    @property
-    def ranks(self) -> int:
-        return len(self.numbers)
-
     def pieces(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Piece]:
+        """As of `Layout`."""
         begin = self.numbers[rank] * self.size
         low, high = begin + first, min(begin + (self.size if last is None else last), self.elements)
         if low < high:
