@@ -426,6 +426,33 @@ def test_a_mesh_may_have_some_of_all_ranks(four):
             assert error({"position": found}, {"position": expected[rows]}) < 1e-6, rank
 
 
+def _three_rows(process, room):
+    mesh = DeviceMesh("cpu", [[3], [1], [2]], mesh_dim_names=("replicate", "shard"))
+    if process.rank == 0:
+        return None
+    with mock.patch.multiple(by_copies, OUTBOX_BYTES=room, INBOX_BYTES=room):
+        sharded = FullyShardedDataParallel(build(), mesh=mesh, transport="peer-copies")
+    with recorded_collectives() as calls:
+        loss_of(sharded, batch(0).chunk(4)[process.rank]).backward()
+        sharded.finish_gradient_synchronization()
+    exchanges = {call.ranks for call in calls if call.name in ("all-to-all", "all-gather") and call.bytes > 64}
+    return sharded.transport_between, exchanges, {name: found for name, (_, found) in gradients_of(sharded).items()}
+
+
+@pytest.mark.parametrize("room", [1024, 2**28])
+def test_copies_among_three_rows_that_divide_nothing_evenly(four, room):
+    """Of some of all ranks, in an order of the mesh's own."""
+    _, *found = four.run(_three_rows, room)
+    modules = [build() for _ in range(3)]
+    for module, share in zip(modules, batch(0).chunk(4)[1:], strict=True):
+        loss_of(module, share).backward()
+    expected = {name: sum(m.get_parameter(name).grad for m in modules) / 3 for name, _ in modules[0].named_parameters()}
+    for between, exchanged_by, gradients in found:
+        assert (between, exchanged_by) == (AMONG_ALL, {3})
+        assert error(gradients, expected) < 1e-6
+        assert_same(gradients, found[0][2])
+
+
 def _cut_from_another(process):
     """A mesh cut from one of three dimensions, as frameworks make them: here the first of two pipeline stages."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
