@@ -72,7 +72,7 @@ def ranks_of(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -
     A mesh that has only some of all ranks, in both dimensions, is given a group of them here; all of them must call.
 
     Raises:
-        UsageError: both were given, the mesh is another one, or this process is not in it.
+        UsageError: both were given, the mesh is another one, or not in order, or this process is not in it.
     """
     if mesh is None:
         group = resolve_group(process_group)
@@ -83,6 +83,12 @@ def ranks_of(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh, such as {_ADVICE}")
     _check_dimensions(mesh)
+    rows: list[list[int]] = mesh.mesh.view(-1, mesh.mesh.shape[-1]).tolist()
+    if unsorted := [row for row in rows if row != sorted(row)]:
+        raise UsageError(
+            f"mesh has the row {unsorted[0]}; expected ranks in ascending order within a row, as torch numbers those "
+            "of a group: in another order a rank would have the part of another one"
+        )
     numbers = mesh.mesh.flatten().tolist()
     if max(numbers) >= world.size():
         few = f"and there are {world.size()} (0 to {world.size() - 1})"

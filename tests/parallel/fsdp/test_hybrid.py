@@ -481,6 +481,9 @@ def _mistakes(process):
         "mesh has 6 ranks, up to rank 5, and there are 4 (0 to 3)": {
             "mesh": DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]], _init_backend=False)
         },
+        "mesh has the row [3, 1]; expected ranks in ascending order within a row": {
+            "mesh": DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=DIMENSIONS, _init_backend=False)
+        },
         "the module would train on meta": {"mesh": mesh, "device": "meta"},
     }
     return [

@@ -84,6 +84,10 @@ def test_modules_of_a_list_are_one_group():
         plan_groups(root, [[root.blocks[0], root.blocks[1]], root.blocks[0]])
     with pytest.raises(UsageError, match="a Linear that is not part of the module"):
         plan_groups(root, [[root.blocks[0], nn.Linear(2, 2)]])
+    for wrong, kind in ((3, "int"), (None, "NoneType"), ([[root.blocks[0]]], "list"), ("blocks", "str")):
+        with pytest.raises(UsageError, match=f"groups has a {kind} that is not part of the module"):
+            plan_groups(root, [wrong])
+    assert names(root, [root.blocks[0], root.blocks[0]]) == names(root, [root.blocks[0]]), "a block at two places"
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 8])

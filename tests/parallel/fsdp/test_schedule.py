@@ -10,6 +10,7 @@ from torch import nn
 from tests.parallel.nets import batch
 from trainstep.checkpointing import Checkpointing
 from trainstep.config import ModelConfig
+from trainstep.errors import UsageError
 from trainstep.model.transformer import build_transformer, cross_entropy
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp import gradients
@@ -280,3 +281,47 @@ def test_a_pass_with_other_calls_than_the_last_is_right_and_keeps_no_more(two):
     for (expected, _), (found, gathered) in zip(apart, together, strict=True):
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         assert gathered == [1] * sum(map(len, PASSES))
+
+
+class Reading(nn.Module):
+    """Between the calls of `first` and `second` it reads the first one's weight; the second's output is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, *, stop=False):
+        inner = self.first(x)
+        if stop:
+            return inner
+        outer = nn.functional.linear(inner * 2, self.first.weight)
+        self.second(inner)
+        return outer + self.last(x)
+
+
+def _reading(process, together):
+    torch.manual_seed(0)
+    module = Reading()
+    groups = [[module.first, module.second], module.last] if together else [module.first, module.second, module.last]
+    sharded = FullyShardedDataParallel(module, groups=groups, prefetch=0)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(process.rank))
+    for _ in range(3):
+        sharded(x).square().sum().backward()
+        sharded.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for stop in (False, False, True):
+            sharded(x, stop=stop)
+    gathered = [group.is_gathered for group in sharded._schedule.groups]
+    with pytest.raises(UsageError, match="read outside of forward"):
+        module.first.weight.sum()
+    return sharded.gather_full_parameters(), gathered
+
+
+def test_what_is_kept_for_the_next_call_is_read_in_between_and_freed_if_none_comes(two):
+    apart, together = (two.run(_reading, each) for each in (False, True))
+    for (expected, _), (found, gathered) in zip(apart, together, strict=True):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert not any(gathered), "a forward that stops after the first call"

@@ -72,7 +72,13 @@ def choose_carriers(asked: TransportName, ranks: Ranks, device: torch.device, mo
     Raises:
         UsageError: peer-copies were asked for, and the ranks of a replica cannot copy to each other.
     """
-    among = None if ranks.replicate is None else _among(asked, ranks, device, most)
+    among = None
+    if ranks.replicate is not None:  # on hosts of their own more often than not
+        copies = choose_transport(
+            asked, ranks.everyone, device, slice_bytes=most.shared, exchange_bytes=most.gradients, needed=False
+        )
+        if isinstance(copies, PeerCopies):
+            among = Among(copies, _seats(ranks, ranks.replicate))
     within = choose_transport(
         asked,
         ranks.shard,
@@ -86,15 +92,9 @@ def choose_carriers(asked: TransportName, ranks: Ranks, device: torch.device, mo
     return Carriers(within, Collectives(ranks.replicate))
 
 
-def _among(asked: TransportName, ranks: Ranks, device: torch.device, most: Most) -> Among | None:
-    """Copies among all ranks if they can be made: replicas are on hosts of their own more often than not."""
-    assert ranks.replicate is not None
-    copies = choose_transport(
-        asked, ranks.everyone, device, slice_bytes=most.shared, exchange_bytes=most.gradients, needed=False
-    )
-    if not isinstance(copies, PeerCopies):
-        return None
-    mine = ranks.replicate.rank(), ranks.shard.rank()
+def _seats(ranks: Ranks, replicate: dist.ProcessGroup) -> list[tuple[int, int]]:
+    """By rank, the number of its replica and its own there; told by each, as torch numbers them."""
+    mine = replicate.rank(), ranks.shard.rank()
     seats = [mine] * ranks.everyone.size()
     dist.all_gather_object(seats, mine, group=ranks.everyone)
-    return Among(copies, seats)
+    return seats

@@ -10,13 +10,14 @@ is added up under `no_sync` is in a buffer and in the shards' dtype.
 Ranks must send alike, though they need not have gradients of the same parameters. So what is sent, and how, follows
 from what all ranks know: which groups had a gradient, and whether there was `no_sync`.
 
-Where there are replicas on several hosts, what a rank then has are the means over its own replica's ranks. They are
-all-reduced between replicas in place, in the shards' dtype, on a stream of its own. So one group's gradients travel
-between replicas while the next group's travel within them.
+Where there are replicas, what a rank then has are the means over its own replica's ranks. They are all-reduced between
+replicas in place, in the shards' dtype, on a stream of its own. So one group's gradients travel between replicas while
+the next group's travel within them.
 
-Where one host has all replicas, and copies carry gradients, they are exchanged among all ranks at once, and the ranks
-that have the same rows each add up a part of them, which the others then take. That sends less, adds up less, and is
-to the bit the sum which one replica of all ranks makes.
+Where copies can be made among the ranks of all replicas, which one host has then, all of this is one step: whatever
+their dtype, gradients are exchanged among all ranks at once, and the ranks that have the same rows each add up a part
+of them, which the others then take. That sends less, adds up less, and is to the bit the sum which one replica of all
+ranks makes of gradients that it exchanges.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import Pending, SideStream
 from trainstep.parallel.slices import slice_of
 from trainstep.parallel.transport.by_collectives import Average, Exchange
-from trainstep.parallel.transport.layout import Layout, SharedRows, Stretch
+from trainstep.parallel.transport.layout import Layout, SharedRows, Stretch, shared_size
 
 
 class GradientBuffer:
@@ -53,7 +54,7 @@ class GradientBuffer:
             for number, (parameter, start) in enumerate(zip(parameters, layout.starts, strict=True))
         }
         self._own = [(each, (each.shard.shape, each.shard.stride(), self._places[each][0])) for each in parameters]
-        self._mean_layout = Layout([Stretch(layout.size, ranks.replicas)], ranks.replicas)
+        self._replicas, self._shared = ranks.replicas, shared_size(layout.size, ranks.replicas)
         self.connect(by_collectives(ranks))
         self.discard()
 
@@ -67,10 +68,10 @@ class GradientBuffer:
     @property
     def most(self) -> Most:
         """What is carried at a time; within a replica, nothing is exchanged that is reduced instead."""
-        width, share = self._compute_dtype.itemsize, self._mean_layout
+        width = self._compute_dtype.itemsize
         exchanged = self._layout.ranks * self._layout.size * width if self._is_narrow else 0
-        gradients = self._layout.ranks * share.ranks * share.size * width
-        return Most(exchanged=exchanged, gradients=gradients, shared=share.size * self._dtype.itemsize)
+        gradients = self._layout.ranks * self._replicas * self._shared * width
+        return Most(exchanged=exchanged, gradients=gradients, shared=self._shared * self._dtype.itemsize)
 
     @property
     def is_averaged(self) -> bool:
@@ -82,7 +83,7 @@ class GradientBuffer:
         layout, within, between, among = self._layout, carriers.within, carriers.between, carriers.among
         self._exchange_of = within.exchange_of(layout)
         self._exchange_packed: Exchange | None = None
-        self._average = None if between is None else between.average_of(self._mean_layout)
+        self._average = None if between is None else between.average
         self._stay_loose = self._is_narrow and not within.packs and layout.ranks > 1
         if among is not None:
             packed = Layout([Stretch(layout.ranks * layout.size, layout.ranks)], layout.ranks)

@@ -143,6 +143,12 @@ class Schedule:
         self._awaits_backward |= self._with_gradients
         self._pass = Pass(self._recorded.get(self._with_gradients))
 
+    def end_forward(self) -> None:
+        """The wrapper's forward has ended, or raised: a call that was expected does not come any more."""
+        self.passes_running -= 1
+        if self.passes_running == 0 and not in_backward():
+            self._free_expected(())
+
     def enter(self, groups: Sequence[GatherGroup]) -> Call:
         """A call of a unit begins: gather what it needs, and what the calls after it will."""
         again = in_backward()
@@ -189,6 +195,7 @@ class Schedule:
             if group.users > 0:
                 continue
             if call.recorded_in.foresees_more_calls(position):
+                group.hide()  # who reads it in between is to be noticed
                 self._expected = group
                 continue
             if among_last and needs_backward:

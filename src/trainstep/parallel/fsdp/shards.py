@@ -223,20 +223,23 @@ def _checked(root: nn.Module, chosen: Chosen | None) -> dict[nn.Module, nn.Modul
         return {block: block for block in find_blocks(root)}
     inside = {module: name for name, module in root.named_modules()}
     together: dict[nn.Module, nn.Module] = {}
+    alone: set[nn.Module] = set()  # which may come again: a block that a list has at two places
     for entry in chosen:
         is_slice = isinstance(entry, nn.ModuleList) and entry not in inside
-        modules = [entry] if isinstance(entry, nn.Module) and not is_slice else list(cast(Iterable[nn.Module], entry))
+        modules = list(cast(nn.ModuleList, entry)) if is_slice or isinstance(entry, (list, tuple)) else [entry]
         for module in modules:
             one = f"a {type(module).__name__}"
-            if module not in inside:
+            if not isinstance(module, nn.Module) or module not in inside:
                 known = "modules found by module.modules(), or lists of them"
                 raise UsageError(f"groups has {one} that is not part of the module; give {known}")
             name = inside[module] or "the module itself"
             if not is_called(module):
                 raise UsageError(f"groups has {name}, {one}, which is never called; give the modules inside it")
-            if module in together:
+            if module in together and not (modules == [module] and module in alone):
                 raise UsageError(f"groups has {name}, {one}, twice; give it once, alone or in one list")
-            together[module] = modules[0]
+            together[module] = cast(nn.Module, modules[0])
+        if len(modules) == 1:
+            alone.add(cast(nn.Module, modules[0]))
     return together
 
 

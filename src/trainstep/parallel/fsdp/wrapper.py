@@ -159,7 +159,7 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return self.module(*args, **kwargs)
         finally:
-            self._schedule.passes_running -= 1
+            self._schedule.end_forward()
 
     def finish_gradient_synchronization(self) -> None:
         """After backward, before the optimizer's step: every shard's `.grad` is the mean over the ranks.

@@ -70,6 +70,6 @@ class Collectives:
 
         return exchange
 
-    def average_of(self, layout: Layout) -> Average:
-        """Of all tensors of a layout, where they are."""
-        return lambda tensors: partial(all_reduce_mean, tensors, self._group)
+    def average(self, tensors: Sequence[Tensor]) -> Start:
+        """Of tensors, where they are: an `Average`."""
+        return partial(all_reduce_mean, tensors, self._group)

@@ -91,6 +91,11 @@ class Layout:
             yield 1, rest, full, full * elements
 
 
+def shared_size(elements: int, holders: int) -> int:
+    """Elements of a part of a row that so many divide; each part starts at a multiple, too."""
+    return -(-elements // (16 * holders)) * 16
+
+
 class SharedRows:
     """Rows that several ranks have alike, as those of the replicas of a model do, each divided among who has it.
 
@@ -100,8 +105,7 @@ class SharedRows:
 
     def __init__(self, rows: Layout, seats: Sequence[tuple[int, int]]) -> None:
         self._rows, self._seats, self.ranks = rows, seats, len(seats)
-        replicas = 1 + max(holder for holder, _ in seats)
-        self.size = -(-rows.size // (16 * replicas)) * 16  # each part starts at a multiple, too
+        self.size = shared_size(rows.size, 1 + max(holder for holder, _ in seats))
         self.whole = _Whole(self.size, rows.size, [holder for holder, _ in seats])
 
     def pieces(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Piece]:
