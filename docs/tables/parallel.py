@@ -169,9 +169,7 @@ def plan_4gpus() -> Table:
         ]
 
     wanted = (
-        *columns.cases(
-            {"compile": "compile", "scheme": "scheme", "replicas": "replicas", "blocks a group": "blocks_per_group"}
-        ),
+        *columns.cases({"compile": "compile", "scheme": "scheme", "replicas": "replicas"}),
         *beside("step (ms)", "step_ms"),
         columns.value("the host waits for the GPU (ms)", "wait_ms"),
         *beside("peak (GiB)", "peak_gib"),

@@ -50,6 +50,14 @@ class Ranks:
         return DeviceMesh.from_group(self.shard, device_type) if self.given is None else self.given
 
     @property
+    def coordinates(self) -> list[tuple[int, int]]:
+        """In the mesh of two dimensions, of each rank of `everyone`, by its number there: (replica, number in it)."""
+        assert self.given is not None
+        rows = self.given.mesh.tolist()
+        of_rank = {rank: (replica, number) for replica, row in enumerate(rows) for number, rank in enumerate(row)}
+        return [of_rank[rank] for rank in dist.get_process_group_ranks(self.everyone)]
+
+    @property
     def layout(self) -> tuple[str, list[Any]] | None:
         """To be compared between ranks."""
         return None if self.given is None else (self.given.device_type, self.given.mesh.tolist())

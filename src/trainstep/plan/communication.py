@@ -261,11 +261,9 @@ def rank_bytes(
         inbox = min(group, INBOX_BYTES) if by_copies else 0
         buffers, staging = group * (3 + 1 + 1) + (inbox or group) + outbox, outbox + inbox
         weights_gathered = (2 * num_parameters - not_again) * gathered
-        if among_all:
-            moved = bytes_sent("all-gather", weights_gathered, n) // n
-            moved += bytes_sent("reduce-scatter", on_the_way, world_size) // world_size
-        else:
-            moved = sent("reduce-scatter", weights_gathered)
+        among = world_size if among_all else n
+        moved = bytes_sent("all-gather", weights_gathered, n) // n
+        moved += bytes_sent("reduce-scatter", on_the_way, among) // among
         if replicas > 1:
             part = -(-largest_group * bytes_per_parameter // n)
             means = min(-(-part // replicas), OUTBOX_BYTES) if among_all else 0

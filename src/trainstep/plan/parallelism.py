@@ -28,7 +28,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.plan.communication import LEAST_BUCKET_BYTES, best_calls, collective_seconds, passes, sticking_out_s
+from trainstep.plan.communication import (
+    LEAST_BUCKET_BYTES,
+    best_calls,
+    bus_factor,
+    collective_seconds,
+    passes,
+    sticking_out_s,
+)
 from trainstep.plan.flops import step_flops
 from trainstep.plan.machine import Cluster
 from trainstep.plan.roofline import StepSeconds, step_seconds
@@ -161,24 +168,19 @@ def _sharded_seconds(layout: Layout, cluster: Cluster, compute: StepSeconds, exc
     gathered = again = reduced = gather_s = scatter_s = between = reduce_s = 0.0
     if n > 1:
         gather = cluster.group_link("all-gather", n, stride)
-        scatter = cluster.group_link("reduce-scatter", n, stride)
-        part, gather_s, scatter_s = (n - 1) / n, gather.overhead_s, scatter.overhead_s
+        part, gather_s = (n - 1) / n, gather.overhead_s
         gathered = part * exchange.gathered / gather.bus_bytes_per_s
         again = part * (exchange.gathered - exchange.not_again) / gather.bus_bytes_per_s
-        reduced = part * exchange.reduced / scatter.bus_bytes_per_s
+    if (among := layout.reducing_ranks) > 1:
+        scatter = cluster.group_link("reduce-scatter", among, stride)
+        scatter_s, reduced = scatter.overhead_s, (among - 1) / among * exchange.reduced / scatter.bus_bytes_per_s
         here = max(1, min(n, cluster.gpus_per_node // stride))
         if exchange.reduced < exchange.kept and n > here:  # exchanged, to be added up where it arrives
             reduced = max(reduced, (n - here) / n * exchange.reduced / cluster.network_bytes_per_s)
-    if layout.exchanges_among_all:
-        scatter = cluster.group_link("reduce-scatter", layout.data, stride)
-        share = cluster.group_link("all-gather", replicas, stride * n)
-        scatter_s, reduce_s = scatter.overhead_s, share.overhead_s
-        reduced = (layout.data - 1) / layout.data * exchange.reduced / scatter.bus_bytes_per_s
-        between = (replicas - 1) / replicas * exchange.kept / n / share.bus_bytes_per_s
-    elif replicas > 1:
-        reduce = cluster.group_link("all-reduce", replicas, stride * n)
-        reduce_s = reduce.overhead_s
-        between = 2 * (replicas - 1) / replicas * exchange.kept / n / reduce.bus_bytes_per_s
+    if replicas > 1:
+        means = layout.between_replicas
+        link = cluster.group_link(means, replicas, stride * n)
+        reduce_s, between = link.overhead_s, bus_factor(means, replicas) * exchange.kept / n / link.bus_bytes_per_s
     busy = gathered + again + reduced + between + groups * (2 * gather_s + scatter_s + reduce_s)
     exposed = sticking_out_s(forward_s, gathered, groups, gather_s)
     both = gather_s + scatter_s

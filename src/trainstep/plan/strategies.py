@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
-from trainstep.plan.communication import RankBytes, default_bucket, rank_bytes
+from trainstep.plan.communication import CollectiveName, RankBytes, default_bucket, rank_bytes
 from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.memory import BEFORE_BACKWARD, peak_bytes
 from trainstep.precision import PRECISIONS
@@ -81,6 +81,16 @@ class Layout:
     def exchanges_among_all(self) -> bool:
         """Whether hsdp has no second step between replicas; see `plan.communication.rank_bytes`."""
         return self.by_copies and self.replicas > 1
+
+    @property
+    def reducing_ranks(self) -> int:
+        """Among how many ranks gradients are reduce-scattered, or exchanged, at once."""
+        return self.data if self.exchanges_among_all else self.parts
+
+    @property
+    def between_replicas(self) -> CollectiveName:
+        """What replicas then do with what each rank has of the gradients."""
+        return "all-gather" if self.exchanges_among_all else "all-reduce"
 
     @property
     def updated(self) -> float:

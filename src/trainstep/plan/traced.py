@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainstep.errors import UnsupportedError
-from trainstep.plan.communication import CollectiveName, RankBytes, bytes_sent, default_bucket, staged_gradients
+from trainstep.plan.communication import RankBytes, bytes_sent, default_bucket, staged_gradients
 from trainstep.plan.machine import Cluster, Machine
 from trainstep.plan.parallelism import Exchange, StepPlan, exchange_seconds
 from trainstep.plan.roofline import FUSED_ATTENTION, PhaseSeconds, StepSeconds, product_seconds
@@ -133,16 +133,13 @@ class TracedCase:
         else:
             again = exchange.gathered - exchange.not_again if is_fsdp else 0
             sent = bytes_sent("all-gather", int(exchange.gathered + again), n)
-            if not layout.exchanges_among_all:
-                sent += bytes_sent("reduce-scatter", int(exchange.reduced), n)
+            among = layout.reducing_ranks
+            sent += bytes_sent("reduce-scatter", int(exchange.reduced), among) * n // among
             group = int(step.largest_group * narrow)
             buffers = {"sharded optimizer": 0, "zero-2": step.largest_group}.get(scheme, 6 * group)
         sent //= n
         if (ranks := layout.replicas) > 1:
-            if layout.exchanges_among_all:
-                sent += bytes_sent("reduce-scatter", int(exchange.reduced), layout.data) // layout.data
-            means: CollectiveName = "all-gather" if layout.exchanges_among_all else "all-reduce"
-            sent += bytes_sent(means, gradients, ranks) // ranks
+            sent += bytes_sent(layout.between_replicas, gradients, ranks) // ranks
             buffers += -(-step.largest_group // n)
         staging = 0
         if layout.averages_by_copies:

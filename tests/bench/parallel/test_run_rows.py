@@ -18,6 +18,7 @@ from trainstep.measure.collectives import Collective
 from trainstep.measure.memory import GIB
 from trainstep.measure.timing import Lap, Sample, Timing
 from trainstep.parallel.process import Process
+from trainstep.parallel.ranks import AMONG_ALL
 from trainstep.records import of_kind, read_records
 from trainstep.schemes import BENCH_SCHEMES, SCHEMES
 from trainstep.workload import builtin_source
@@ -166,6 +167,11 @@ def test_a_scheme_of_which_nothing_can_be_said_is_unsupported_and_one_that_is_of
     assert vague.reason.startswith("rounding alone takes its gradients off by so much")
     wrong = row("fsdp", agreement(gradients=deviation(gradient=0.9, gradient_allowed=0.5)))
     assert (wrong.status, wrong.reason) == ("wrong", "its gradients: the gradients off by 0.9 of 0.5")
+
+
+def test_rows_and_wrappers_call_it_alike_that_gradients_go_among_all():
+    assert ParallelRow(scheme="hsdp", world_size=4, replicas=2, transport_between=AMONG_ALL).goes_among_all
+    assert not ParallelRow(scheme="hsdp", world_size=4, replicas=2, transport_between="peer-copies").goes_among_all
 
 
 def test_a_scheme_that_failed_says_why():

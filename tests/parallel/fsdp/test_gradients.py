@@ -173,11 +173,11 @@ def test_a_gradient_takes_few_operations():
 def test_who_has_a_row_divides_it(ranks, replicas):
     """Each element of a gradient is one rank's; holders of a row, put together, have all of it, in its order."""
     layout = Layout(_parameters(ranks=ranks), ranks)
-    seats = [(holder, row) for row in range(ranks) for holder in reversed(range(replicas))]
-    shared = SharedRows(layout, seats)
+    coordinates = [(holder, row) for row in range(ranks) for holder in reversed(range(replicas))]
+    shared = SharedRows(layout, coordinates)
     taken = [torch.zeros(shape.numel()) for shape in layout.shapes]
     rows = torch.full((ranks, layout.size), -1)
-    for rank, (_, row) in enumerate(seats):
+    for rank, (_, row) in enumerate(coordinates):
         part = torch.full((shared.size,), -1)
         for first in range(0, shared.size, 100):
             for piece in shared.pieces(rank, first, min(first + 100, shared.size)):
@@ -186,7 +186,7 @@ def test_who_has_a_row_divides_it(ranks, replicas):
                 part[first + piece.place : first + piece.place + piece.elements] = numbers
         for piece in shared.whole.pieces(rank):
             rows[row, piece.offset : piece.offset + piece.elements] = part[piece.place : piece.place + piece.elements]
-        assert sorted([rank, *shared.holders(rank)]) == [n for n, (_, other) in enumerate(seats) if other == row]
+        assert sorted([rank, *shared.holders(rank)]) == [n for n, (_, other) in enumerate(coordinates) if other == row]
     assert all((each == 1).all() for each in taken)
     for row in range(ranks):
         expected = torch.full((layout.size,), -1)

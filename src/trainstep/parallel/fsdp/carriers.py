@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from trainstep.parallel.ranks import AMONG_ALL, Ranks
 from trainstep.parallel.transport.by_collectives import Collectives, TransportName
@@ -19,11 +18,11 @@ from trainstep.parallel.transport.choice import Transport, choose_transport
 class Among:
     """Copies among the ranks of all replicas, which one host has: every rank's gradients go to whoever adds them up.
 
-    `seats` are, by rank, the replica it is of and its number there.
+    `coordinates` are those of each rank, by its number among all: its replica, and its number there.
     """
 
     copies: PeerCopies
-    seats: list[tuple[int, int]]
+    coordinates: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Carriers:
         return self.within.uncounted_bytes + (0 if self.among is None else self.among.copies.uncounted_bytes)
 
 
-class Most(NamedTuple):
+class TransferBytes(NamedTuple):
     """Bytes that go at a time, at most: of a buffer of gradients, of a group, or of all."""
 
     slices: int = 0  # of parameters, this rank's
@@ -57,8 +56,9 @@ class Most(NamedTuple):
     shared: int = 0  # of means, this rank's part where replicas divide them
 
 
-def most_of(each: Iterable[Most]) -> Most:
-    return Most(*map(max, zip(Most(), *each, strict=True)))
+def largest_of(each: Iterable[TransferBytes]) -> TransferBytes:
+    """The largest of each kind; zeros of none."""
+    return TransferBytes(*map(max, zip(TransferBytes(), *each, strict=True)))
 
 
 def by_collectives(ranks: Ranks) -> Carriers:
@@ -66,7 +66,7 @@ def by_collectives(ranks: Ranks) -> Carriers:
     return Carriers(Collectives(ranks.shard), None if ranks.replicate is None else Collectives(ranks.replicate))
 
 
-def choose_carriers(asked: TransportName, ranks: Ranks, device: torch.device, most: Most) -> Carriers:
+def choose_carriers(asked: TransportName, ranks: Ranks, device: torch.device, most: TransferBytes) -> Carriers:
     """The carriers asked for; all ranks call it.
 
     Raises:
@@ -78,7 +78,7 @@ def choose_carriers(asked: TransportName, ranks: Ranks, device: torch.device, mo
             asked, ranks.everyone, device, slice_bytes=most.shared, exchange_bytes=most.gradients, needed=False
         )
         if isinstance(copies, PeerCopies):
-            among = Among(copies, _seats(ranks, ranks.replicate))
+            among = Among(copies, ranks.coordinates)
     within = choose_transport(
         asked,
         ranks.shard,
@@ -90,11 +90,3 @@ def choose_carriers(asked: TransportName, ranks: Ranks, device: torch.device, mo
     if among is not None or ranks.replicate is None:
         return Carriers(within, among=among)
     return Carriers(within, Collectives(ranks.replicate))
-
-
-def _seats(ranks: Ranks, replicate: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """By rank, the number of its replica and its own there; told by each, as torch numbers them."""
-    mine = replicate.rank(), ranks.shard.rank()
-    seats = [mine] * ranks.everyone.size()
-    dist.all_gather_object(seats, mine, group=ranks.everyone)
-    return seats

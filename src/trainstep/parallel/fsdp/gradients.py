@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 
 from trainstep.parallel.collectives import all_reduce_mean, reduce_scatter_mean
 from trainstep.parallel.forms import host_waits
-from trainstep.parallel.fsdp.carriers import Carriers, Most, by_collectives
+from trainstep.parallel.fsdp.carriers import Carriers, TransferBytes, by_collectives
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import Pending, SideStream
@@ -66,12 +66,12 @@ class GradientBuffer:
         self._loose: dict[ShardedParameter, Tensor] = {}
 
     @property
-    def most(self) -> Most:
+    def transfer_bytes(self) -> TransferBytes:
         """What is carried at a time; within a replica, nothing is exchanged that is reduced instead."""
         width = self._compute_dtype.itemsize
         exchanged = self._layout.ranks * self._layout.size * width if self._is_narrow else 0
         gradients = self._layout.ranks * self._replicas * self._shared * width
-        return Most(exchanged=exchanged, gradients=gradients, shared=self._shared * self._dtype.itemsize)
+        return TransferBytes(exchanged=exchanged, gradients=gradients, shared=self._shared * self._dtype.itemsize)
 
     @property
     def is_averaged(self) -> bool:
@@ -88,7 +88,7 @@ class GradientBuffer:
         if among is not None:
             packed = Layout([Stretch(layout.ranks * layout.size, layout.ranks)], layout.ranks)
             self._exchange_of, self._exchange_packed = (
-                among.copies.exchange_shared_of(SharedRows(rows, among.seats)) for rows in (layout, packed)
+                among.copies.exchange_shared_of(SharedRows(rows, among.coordinates)) for rows in (layout, packed)
             )
             self._stay_loose = True
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.errors import UsageError
-from trainstep.parallel.fsdp.carriers import Carriers, Most, most_of
+from trainstep.parallel.fsdp.carriers import Carriers, TransferBytes, largest_of
 from trainstep.parallel.fsdp.gradients import GradientBuffer
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.ranks import Ranks
@@ -105,10 +105,10 @@ class GatherGroup:
         return self._all_gather is not None
 
     @property
-    def most(self) -> Most:
+    def transfer_bytes(self) -> TransferBytes:
         """What is carried at a time; slices are as a transport lays them out."""
         slices = sum(padded(region.nbytes // self._process_group.size()) for region in self._gathered_bytes)
-        return most_of([Most(slices), *(buffer.most for buffer in self.buffers)])
+        return largest_of([TransferBytes(slices), *(buffer.transfer_bytes for buffer in self.buffers)])
 
     def connect(self, carriers: Carriers) -> None:
         """Choose what carries parameters and gradients; once, before the first gather."""

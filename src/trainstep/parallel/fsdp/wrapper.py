@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, clip_gradients_
 from trainstep.parallel.fsdp.boundary import Boundary
-from trainstep.parallel.fsdp.carriers import choose_carriers, most_of
+from trainstep.parallel.fsdp.carriers import choose_carriers, largest_of
 from trainstep.parallel.fsdp.checks import MAX_PREFETCH, StepCheck, check_arguments, is_kept
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.placeholder import Placeholder
@@ -121,7 +121,9 @@ class FullyShardedDataParallel(nn.Module):
             )
             for group in plan
         ]
-        carriers = choose_carriers(transport, ranks, self.device, most_of(group.most for group in gather_groups))
+        carriers = choose_carriers(
+            transport, ranks, self.device, largest_of(group.transfer_bytes for group in gather_groups)
+        )
         for each in gather_groups:
             each.connect(carriers)
         self.transport, self.transport_between = carriers.within.name, carriers.name_between

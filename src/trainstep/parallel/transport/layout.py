@@ -99,26 +99,26 @@ def shared_size(elements: int, holders: int) -> int:
 class SharedRows:
     """Rows that several ranks have alike, as those of the replicas of a model do, each divided among who has it.
 
-    Rank `number` has row `seats[number][1]` of `rows`, and is its holder number `seats[number][0]`. Here its row is its
-    part of that one. Seen as `whole`, the rows of the holders of one row make up one tensor, that row.
+    By rank, `coordinates` are (holder, row): which row of `rows` it has, and which of that row's holders it is. Its row
+    here is its part of that one. Seen as `whole`, the parts of the holders of one row make up one tensor, that row.
     """
 
-    def __init__(self, rows: Layout, seats: Sequence[tuple[int, int]]) -> None:
-        self._rows, self._seats, self.ranks = rows, seats, len(seats)
-        self.size = shared_size(rows.size, 1 + max(holder for holder, _ in seats))
-        self.whole = _Whole(self.size, rows.size, [holder for holder, _ in seats])
+    def __init__(self, rows: Layout, coordinates: Sequence[tuple[int, int]]) -> None:
+        self._rows, self._coordinates, self.ranks = rows, coordinates, len(coordinates)
+        self.size = shared_size(rows.size, 1 + max(holder for holder, _ in coordinates))
+        self.whole = _Whole(self.size, rows.size, [holder for holder, _ in coordinates])
 
     def pieces(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Piece]:
         """As of `Layout`."""
-        holder, row = self._seats[rank]
+        holder, row = self._coordinates[rank]
         skipped = holder * self.size
         last = self.size if last is None else last
         return self._rows.pieces(row, skipped + first, min(skipped + last, self._rows.size))
 
     def holders(self, rank: int) -> list[int]:
         """The ranks that have the same row, this one not among them; in another order on each, as `ranks.others`."""
-        mine = self._seats[rank]
-        with_it = {holder: number for number, (holder, row) in enumerate(self._seats) if row == mine[1]}
+        mine = self._coordinates[rank]
+        with_it = {holder: number for number, (holder, row) in enumerate(self._coordinates) if row == mine[1]}
         return [with_it[(mine[0] + distance) % len(with_it)] for distance in range(1, len(with_it))]
 
 
