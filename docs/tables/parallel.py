@@ -84,7 +84,8 @@ def planned_anew(row: Row) -> Row:
 RUNS = (
     *("h200-parallel-large", "h200-parallel-compiled", "h200-parallel-peers"),
     *("h200-parallel-sustained-4gpus", "h200-parallel-pinned-4gpus"),
-    *("h200-parallel-rounds-4gpus", "h200-parallel-compiled-rounds-4gpus", "h200-parallel-hybrid-averaged-4gpus"),
+    *("h200-parallel-rounds-4gpus", "h200-parallel-compiled-rounds-4gpus"),
+    *("h200-parallel-hybrid-averaged-4gpus", "h200-parallel-hybrid-eager-4gpus"),
 )
 """Files whose rows stand beside torch's with its best settings, as far as they are there."""
 OURS = (
@@ -110,27 +111,38 @@ def parallel_ratios() -> Table:
     return tabulate("parallel-ratios", f"Each pair in one run; {where(every)}", wanted, found)
 
 
-HYBRID_RUNS = ("h200-parallel-hybrid-averaged-4gpus", "h200-parallel-hybrid-4gpus")
-"""Before and since gradients go among all ranks of a host at once."""
+HYBRID_RUNS: Mapping[str, str] = {
+    "h200-parallel-hybrid-averaged-4gpus": "means averaged between rows",
+    "h200-parallel-hybrid-4gpus": "among all ranks",
+    "h200-parallel-hybrid-blocks-4gpus": "among all ranks",
+    "h200-parallel-hybrid-eager-4gpus": "among all ranks",
+}
+"""How gradients went in each: before and since they go among all ranks of a host at once."""
 
 
 def hybrid_ratios() -> Table:
     """Hybrid sharding's time over that of schemes which are not hybrid, each pair in one run."""
     cells, shown = [], []
-    for name in HYBRID_RUNS:
-        rows = [row for row in results(name, ParallelRow) if row.rounds == 7]
-        hybrid = next(row for row in rows if row.scheme == "hsdp")
+    for name, took in HYBRID_RUNS.items():
+        ours = [row for row in results(name, ParallelRow) if SCHEMES[row.scheme].peer is None]
+        most = max(row.rounds or 1 for row in ours)  # the first file has a shorter run beside it
+        rows = [row for row in ours if row.rounds == most]
+        hybrid = [row for row in rows if row.scheme == "hsdp"]
         shown += rows
-        for row in rows:
-            if row is hybrid:
-                continue
-            ratio = time_ratio(hybrid, row)
-            assert ratio.interval is not None, "seven rounds"
+        for own, other in ((own, other) for own in hybrid for other in rows if other not in hybrid):
+            ratio = time_ratio(own, other)
+            assert ratio.interval is not None, "three rounds and more"
             low, high = (f"{end:.3g}" for end in (ratio.interval.low, ratio.interval.high))
-            took = "means averaged between rows" if name == HYBRID_RUNS[0] else "among all ranks"
-            cells.append([took, row.scheme, f"{ratio.value:.3f}× [{low}–{high}]", number(row.rounds)])
-    titles = ("gradients of hsdp, 2 × 2", "beside", "its time over that [95 %]", "rounds")
-    return text_table("hybrid-ratios", f"Compiled; {where(shown)}", titles, cells)
+            blocks = [str(row.blocks_per_group or 1) for row in (own, other)]
+            if SCHEMES[other.scheme].wrapper != "fsdp":
+                blocks[1] = "–"
+            case = [str(own.compile), took, blocks[0], other.scheme, blocks[1]]
+            cells.append([*case, f"{ratio.value:.3f}× [{low}–{high}]", number(own.rounds)])
+    titles = (
+        *("compile", "gradients of hsdp, 2 × 2", "blocks a group", "beside", "its blocks a group"),
+        *("hsdp's time over that [95 %]", "rounds"),
+    )
+    return text_table("hybrid-ratios", f"Each pair in one run; {where(shown)}", titles, cells)
 
 
 def step8b() -> Table:
@@ -222,8 +234,8 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel-rounds-4gpus": partial(parallel, "h200-parallel-rounds-4gpus"),
     "parallel-memory-rounds-4gpus": partial(parallel_memory, "h200-parallel-rounds-4gpus"),
     "parallel-compiled-rounds-4gpus": partial(parallel, "h200-parallel-compiled-rounds-4gpus"),
-    "parallel-hybrid-4gpus": partial(parallel, HYBRID_RUNS[1]),
-    "parallel-hybrid-averaged-4gpus": partial(parallel, HYBRID_RUNS[0]),
+    **{name.removeprefix("h200-"): partial(parallel, name) for name in HYBRID_RUNS},
+    "parallel-memory-hybrid-blocks-4gpus": partial(parallel_memory, "h200-parallel-hybrid-blocks-4gpus"),
     "hybrid-ratios": hybrid_ratios,
     "parallel-pinned-4gpus": partial(parallel, "h200-parallel-pinned-4gpus"),
     "plan-4gpus": plan_4gpus,

@@ -55,7 +55,7 @@ def test_a_step_takes_no_less_than_its_host_needs_to_launch_it():
     before = calibrated([row for path in CALIBRATION for row in read_records(path)])
     machine = calibrated([*(row for path in CALIBRATION for row in read_records(path)), *rows])
     strategies = ("single", "ddp", "sharded optimizer", "fsdp", "hsdp")
-    assert set(machine.scheme_launch_s) == {(each, "off", "bf16") for each in strategies}
+    assert set(machine.scheme_launch_s) == {(each, "off", "bf16", 1) for each in strategies}
     assert "launches of data parallel steps" in machine.basis
     assert "launches of data parallel steps" not in before.basis
     late, told = ({row.case["scheme"]: row for row in checked(rows, each)} for each in (before, machine))
@@ -84,14 +84,16 @@ def test_launches_are_those_of_the_fastest_scheme_of_ours():
         row("bucketed-1000", 1.0, checkpointing="every-1"),
         row("bucketed-1000", 18.0, precision="fp32"),
         row("single", 36.0, compile="off", world_size=1),
+        row("fsdp", 45.0, blocks_per_group=2),
     ]
     found = scheme_launches([*rows, *others])
     milliseconds = {key: 1e3 * each * SIZES["large"].num_layers for key, each in found.items()}
     assert milliseconds == pytest.approx({
-        ("ddp", "blocks", "bf16"): 72.0,
-        ("single", "blocks", "bf16"): 54.0,
-        ("ddp", "blocks", "fp32"): 18.0,
-        ("single", "off", "bf16"): 36.0,
+        ("ddp", "blocks", "bf16", 1): 72.0,
+        ("single", "blocks", "bf16", 1): 54.0,
+        ("ddp", "blocks", "fp32", 1): 18.0,
+        ("single", "off", "bf16", 1): 36.0,
+        ("fsdp", "blocks", "bf16", 2): 45.0,
     })  # fmt: skip
     slow = dataclasses.replace(machine_of(require_device("H200")), scheme_launch_s=found)
     (late,) = checked([row("single", None, batch=1, context=128, attention="sdpa")], slow)

@@ -233,19 +233,21 @@ def test_impossible_clusters(settings):
 def test_the_host_sets_the_pace_where_it_is_slower():
     alone = strategy_plan(MODEL, STEP, cluster(4), Layout("fsdp", 4))
     slow, fast = (
-        strategy_plan(MODEL, STEP, cluster(4, scheme_launch_s={("fsdp", "off", "bf16"): seconds}), Layout("fsdp", 4))
+        strategy_plan(MODEL, STEP, cluster(4, scheme_launch_s={("fsdp", "off", "bf16", 1): seconds}), Layout("fsdp", 4))
         for seconds in (2 * alone.step_s / MODEL.num_layers, alone.step_s / MODEL.num_layers / 2)
     )
     assert (slow.step_s, slow.limit) == (pytest.approx(2 * alone.step_s), "launches")
     assert (fast.step_s, fast.limit) == (alone.step_s, alone.limit) != (alone.step_s, "launches")
-    others = cluster(4, scheme_launch_s={("fsdp", "blocks", "bf16"): 1.0, ("fsdp", "off", "fp32"): 1.0})
+    keys = (("fsdp", "blocks", "bf16", 1), ("fsdp", "off", "fp32", 1), ("fsdp", "off", "bf16", 2))
+    others = cluster(4, scheme_launch_s=dict.fromkeys(keys, 1.0))
     assert strategy_plan(MODEL, STEP, others, Layout("fsdp", 4)).step_s == alone.step_s
 
 
 def test_a_strategy_that_was_not_measured_launches_what_it_does_more_than():
     measured = {"single": 1.0, "sharded optimizer": 2.0, "fsdp": 3.0}
-    machine = dataclasses.replace(H200, scheme_launch_s={(key, "off", "bf16"): s for key, s in measured.items()})
+    machine = dataclasses.replace(H200, scheme_launch_s={(key, "off", "bf16", 1): s for key, s in measured.items()})
     expected = {"zero-2": 2.0, "fsdp + tp": 3.0, "hsdp": 1.0, "ddp": 1.0, **measured}
     found = {each: machine.scheme_launch_seconds(each, "off", "bf16", 10) / 10 for each in expected}
     assert found == expected
     assert machine.scheme_launch_seconds("fsdp", "model", "bf16", 10) == 0
+    assert machine.scheme_launch_seconds("fsdp", "off", "bf16", 10, 2) == 10, "of two blocks a group only the model's"

@@ -212,7 +212,7 @@ def planned_here(size, device="NVIDIA H200", **layout):
 
 
 def test_gradients_are_staged_within_a_node_and_launches_shown_where_they_are_known():
-    launches = {("ddp", "off", "bf16"): 1.0}
+    launches = {("ddp", "off", "bf16", 1): 1.0}
     machine = dataclasses.replace(machine_of(require_device("H200")), scheme_launch_s=launches)
     size, step = SIZES["small"], StepConfig(batch=1, context=128, precision="bf16", attention="sdpa")
 

@@ -72,6 +72,15 @@ def test_ranks_that_make_no_replicas():
         config(replicas=-1)
 
 
+def test_blocks_are_gathered_together_where_weights_are_sharded():
+    found = {
+        name: config(scheme=name, blocks_per_group=2).scheme(4).blocks_per_group for name in ("fsdp", "hsdp", "ddp")
+    }
+    assert found == {"fsdp": 2, "hsdp": 2, "ddp": 1}
+    with pytest.raises(UsageError, match="blocks_per_group is 0; expected 1 or more"):
+        config(blocks_per_group=0)
+
+
 def test_auto_stands_for_ddp_on_several_ranks():
     assert [config().scheme(ranks).name for ranks in (1, 2, 8)] == ["single", "ddp", "ddp"]
     assert config(scheme="fsdp").scheme(1).name == "fsdp"

@@ -170,6 +170,7 @@ class TrainRow(StepSettings, Timed, kind="train"):
     scheme: str | None = setting(None)
     world_size: int | None = setting(None)
     replicas: int | None = setting(None)  # of a hybrid scheme
+    blocks_per_group: int | None = setting(None)  # gathered together, where weights are sharded; None: one
     global_batch: int | None = setting(None)
     batches_per_update: int | None = setting(None)  # of a user's workload
     steps: int | None = setting(None)

@@ -58,9 +58,9 @@ class Machine:
     optimizer_fraction: Mapping[str, float] = field(default_factory=lambda: dict(OPTIMIZER_FRACTION))
     launch_s: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     """(compile, attention) → what launching one block's forward and backward takes the host, where it was measured."""
-    scheme_launch_s: Mapping[tuple[Strategy, str, str], float] = field(default_factory=dict)
-    """(strategy, compile, precision) → what launching a whole step takes the host for each of the model's blocks,
-    likewise."""
+    scheme_launch_s: Mapping[tuple[Strategy, str, str, int], float] = field(default_factory=dict)
+    """(strategy, compile, precision, blocks that are gathered together) → what launching a whole step takes the host
+    for each of the model's blocks, likewise."""
     interference: float = INTERFERENCE  # seconds that computing loses for each second of communication hidden behind it
     basis: str = ""  # where these figures come from, in a sentence
 
@@ -69,12 +69,14 @@ class Machine:
         """Whether it is one of several; a CPU that was measured alone has no connection."""
         return self.link.bus_bytes_per_s > 0
 
-    def scheme_launch_seconds(self, strategy: Strategy, compiled: str, precision: str, blocks: int) -> float:
+    def scheme_launch_seconds(
+        self, strategy: Strategy, compiled: str, precision: str, blocks: int, blocks_per_group: int = 1
+    ) -> float:
         """At least, of a whole step of so many blocks: of the strategy, or where it was not measured of what it does
         more than; else zero."""
-        for each in (strategy, LESSER.get(strategy), "single"):
-            if each is not None and (found := self.scheme_launch_s.get((each, compiled, precision))) is not None:
-                return blocks * found
+        for each, together in ((strategy, blocks_per_group), (LESSER.get(strategy), blocks_per_group), ("single", 1)):
+            if each is not None and (each, compiled, precision, together) in self.scheme_launch_s:
+                return blocks * self.scheme_launch_s[each, compiled, precision, together]
         return 0.0
 
     def launch_seconds(self, compiled: str, attention: str) -> tuple[float, float]:

@@ -148,18 +148,18 @@ def _launches(records: Sequence[Row]) -> dict[str, Any]:
     return {"launch_s": medians} if medians else {}
 
 
-def scheme_launches(records: Iterable[Row]) -> dict[tuple[Strategy, str, str], float]:
-    """(strategy, compile, precision) → seconds of the host for each block, to launch a step of ours that checkpoints
-    nothing: of the scheme that takes least."""
-    found: defaultdict[tuple[Strategy, str, str], list[float]] = defaultdict(list)
+def scheme_launches(records: Iterable[Row]) -> dict[tuple[Strategy, str, str, int], float]:
+    """(strategy, compile, precision, blocks a group) → seconds of the host for each block, to launch a step of ours
+    that checkpoints nothing: of the scheme that takes least."""
+    found: defaultdict[tuple[Strategy, str, str, int], list[float]] = defaultdict(list)
     for row in of_kind(records, ParallelRow):
         scheme, model = SCHEMES.get(str(row.scheme)), SIZES.get(str(row.workload))
         if row.status != "ok" or scheme is None or model is None or "issue" not in row.times:
             continue
         alone = scheme.communicates and row.world_size == 1
         if scheme.peer is None and not alone and row.case.get("checkpointing") in (None, "none"):
-            key = scheme.planned_as or "single", str(row.compile), str(row.precision)
-            found[key].append(row.times["issue"].median / 1e3 / model.num_layers)
+            how = str(row.compile), str(row.precision), row.blocks_per_group or 1
+            found[scheme.planned_as or "single", *how].append(row.times["issue"].median / 1e3 / model.num_layers)
     return {key: min(each) for key, each in found.items()}
 
 
@@ -221,9 +221,10 @@ def _seconds(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Lay
 def _layout(row: Row, strategy: Strategy, ranks: int) -> Layout:
     if not isinstance(row, ParallelRow):
         return Layout(strategy, ranks)
+    together = row.blocks_per_group or 1
     if row.replicas is not None:
-        return Layout(strategy, ranks, replicas=row.replicas, by_copies=row.goes_among_all)
-    return Layout(strategy, ranks, by_copies=row.transport == "peer-copies")
+        return Layout(strategy, ranks, replicas=row.replicas, by_copies=row.goes_among_all, blocks_per_group=together)
+    return Layout(strategy, ranks, by_copies=row.transport == "peer-copies", blocks_per_group=together)
 
 
 def _step_of(row: Row) -> StepConfig:

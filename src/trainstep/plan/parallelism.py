@@ -114,8 +114,8 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
         reduced=parameters * width,
         gathered=parameters * width,
         kept=parameters * precision.stored_bytes,
-        groups=model.num_layers + 2,
-        not_again=kept_groups(model) / t * width,
+        groups=-(-model.num_layers // layout.blocks_per_group) + 2,
+        not_again=kept_groups(model, layout.blocks_per_group) / t * width,
     )
     busy, exposed = exchange_seconds(layout, cluster, compute, moved)
     exposed += cluster.machine.interference * max(0.0, busy - exposed)
@@ -134,7 +134,7 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
         sent += calls * passes("all-gather", t) * payload // t
     tokens = layout.gpus * step.batch * step.context
     flops = step_flops(model, layout.gpus * step.batch, step.context, "step")
-    how = step.compile, step.precision, model.num_layers
+    how = step.compile, step.precision, model.num_layers, layout.blocks_per_group
     launch_s = cluster.machine.scheme_launch_seconds(layout.strategy, *how)
     return StepPlan(layout, memory, sent, compute, busy, exposed, tokens, flops, launch_s)
 

@@ -42,6 +42,7 @@ class Layout:
     tensor: int = 1
     replicas: int = 1
     by_copies: bool = False  # whether gradients of all its ranks go by copies, as between GPUs of one host
+    blocks_per_group: int = 1  # that fsdp and hsdp gather together
 
     @property
     def gpus(self) -> int:
@@ -188,7 +189,8 @@ def strategy_memory(model: ModelConfig, step: StepConfig, layout: Layout) -> Mem
     for moment, alive in peak.moments.items():
         made, buffers = peak.gradients[moment], kept.buffers
         if is_fsdp and moment in BEFORE_BACKWARD:
-            groups = kept_groups(model) + largest_group(model)  # one that is staged, if it goes by copies
+            together = layout.blocks_per_group
+            groups = kept_groups(model, together) + largest_group(model, together)  # one that is staged, if by copies
             buffers = min(buffers, -(-groups // t) * PRECISIONS[step.precision].computed_bytes)
         other = alive - peak.static.at_rest - made
         if moment == "optimizer":
@@ -214,8 +216,8 @@ def shared_bytes(model: ModelConfig, step: StepConfig, layout: Layout) -> RankBy
         state_per_parameter=0 if step.optimizer == "sgd" else 2 * precision.stored_bytes,
         compute_bytes=precision.computed_bytes,
         reduce_bytes=2 if precision.is_half and layout.shards_weights else None,
-        largest_group=-(-largest_group(model) // layout.tensor),
-        not_again=kept_groups(model) // layout.tensor,
+        largest_group=-(-largest_group(model, layout.blocks_per_group) // layout.tensor),
+        not_again=kept_groups(model, layout.blocks_per_group) // layout.tensor,
         peer_copies=layout.averages_by_copies,
         among_all=layout.exchanges_among_all,
         largest_bucket=bucket // precision.stored_bytes,

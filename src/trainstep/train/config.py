@@ -59,6 +59,8 @@ class TrainConfig:
     ranks, else single."""
     replicas: int = 0
     """Of hsdp, each sharded over consecutive ranks; 0: one on each host, or two on a single host."""
+    blocks_per_group: int = 1
+    """Of fsdp and hsdp: how many blocks are gathered together. More ask less of the host, and take more memory."""
     bucket_mb: float | None = None
     """Megabytes of gradients per call (ddp and sharded-optimizer); by default 25, or by copies a sixteenth of all."""
     allow_unused: bool = False
@@ -75,7 +77,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         counts = ("steps", "global_batch", "batches_per_update", "eval_every", "eval_batches", "save_every", "keep")
-        for name in (*counts, "log_every"):
+        for name in (*counts, "log_every", "blocks_per_group"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected 1 or more")
         for name in ("weight_decay", "bucket_mb", "replicas", "samples", "sample_tokens", "temperature"):
@@ -142,11 +144,12 @@ class RunConfig:
         return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
 
     def scheme(self, world_size: int, hosts: int = 1) -> Scheme:
-        """What this number of ranks trains with, in buckets and replicas as configured."""
+        """What this number of ranks trains with, in buckets, groups and replicas as configured."""
         name = self.train.scheme
         if name == "auto":
             name = "single" if world_size == 1 else "ddp"
-        scheme = dataclasses.replace(SCHEMES[name], bucket_mb=self.train.bucket_mb)
+        (scheme,) = SCHEMES[name].by_blocks([self.train.blocks_per_group])
+        scheme = dataclasses.replace(scheme, bucket_mb=self.train.bucket_mb)
         return scheme.on(world_size, hosts, self.train.replicas or None)
 
     def passes(self, world_size: int) -> int:
@@ -241,7 +244,8 @@ class RunConfig:
 MAY_CHANGE = {
     *(f"step.{name}" for name in ("batch", "compile", "attention", "loss", "fused", "checkpointing", "device")),
     *(f"train.{name}" for name in ("eval_every", "save_every", "keep", "log_every", "scheme", "bucket_mb", "samples")),
-    *(f"train.{name}" for name in ("replicas", "sample_tokens", "temperature", "tensorboard", "allow_unused")),
+    *(f"train.{name}" for name in ("replicas", "blocks_per_group", "allow_unused")),
+    *(f"train.{name}" for name in ("sample_tokens", "temperature", "tensorboard")),
 }
 """What may differ when a run goes on: the curve does not depend on it, or by roundings only."""
 

@@ -233,6 +233,7 @@ def case_of(config: RunConfig, process: Process) -> dict[str, Any]:
         "checkpointing": None if checkpointing == "none" else checkpointing,
         "scheme": scheme.name,
         "replicas": scheme.replicas,
+        "blocks_per_group": None if scheme.blocks_per_group == 1 else scheme.blocks_per_group,
         "world_size": process.world_size,
         "global_batch": None if config.model is None else config.train.global_batch,
         "batches_per_update": config.train.batches_per_update if config.model is None else None,

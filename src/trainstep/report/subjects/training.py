@@ -31,7 +31,7 @@ RUNS = define(
     columns.case("ranks", "world_size"),
     *columns.cases({"global batch": "global_batch", "batches per update": "batches_per_update", "updates": "steps"}),
     columns.word("scheme", "scheme"),
-    columns.case("replicas", "replicas"),
+    *columns.cases({"replicas": "replicas", "blocks a group": "blocks_per_group"}),
     columns.COUNTED,
     *columns.values({"first loss": "first_loss", "last loss": "last_loss"}, digits=5),
     columns.value("validation loss", "validation_loss", digits=5),
