@@ -82,6 +82,10 @@ def test_modules_of_a_list_are_one_group():
         assert [len(group.parameters) for group in blocks] == [10, 5]
     with pytest.raises(UsageError, match=r"groups has blocks\.0, a Block, twice; give it once"):
         plan_groups(root, [[root.blocks[0], root.blocks[1]], root.blocks[0]])
+    with pytest.raises(
+        UsageError, match=r"groups has blocks\.0 in one list with a module inside it; leave that one out"
+    ):
+        plan_groups(root, [[next(root.blocks[0].children()), root.blocks[0]]])
     with pytest.raises(UsageError, match="a Linear that is not part of the module"):
         plan_groups(root, [[root.blocks[0], nn.Linear(2, 2)]])
     for wrong, kind in ((3, "int"), (None, "NoneType"), ([[root.blocks[0]]], "list"), ("blocks", "str")):

@@ -1,88 +1,24 @@
 """When groups are gathered, how far ahead, how many at a time; and every collective with its bytes."""
 
 import collections
-import functools
 
 import pytest
 import torch
 from torch import nn
 
+from tests.parallel.fsdp.recorder import Recorder, halves
 from tests.parallel.nets import batch
 from trainstep.checkpointing import Checkpointing
 from trainstep.config import ModelConfig
 from trainstep.errors import UsageError
 from trainstep.model.transformer import build_transformer, cross_entropy
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.parallel.fsdp import gradients
-from trainstep.parallel.fsdp.group import GatherGroup
-from trainstep.parallel.transport import by_collectives
 
 pytestmark = pytest.mark.distributed
 
 LAYERS = 6
 CONFIG = ModelConfig(vocab_size=24, d_model=16, num_layers=LAYERS, num_heads=2, d_ff=24, max_context=8)
 """Groups in order of use: the embedding, six blocks, the last norm (replicated, so not communicated), the head."""
-
-
-class Recorder:
-    """What a step does: ("gather" | "wait" | "free", group), where a wait begins a use; and what it sends."""
-
-    def __init__(self, groups):
-        self.events = []
-        self.sent = []
-        self.most_gathered = 0
-        self._groups = groups
-        self._undo = []
-
-    def __enter__(self):
-        numbers = {group: number for number, group in enumerate(self._groups)}
-
-        def note(kind, original, group, *arguments):
-            before = group.is_gathered
-            original(group, *arguments)
-            if kind == "wait" or group.is_gathered != before:
-                self.events.append((kind, numbers[group]))
-            live = [g for g in self._groups if g.is_gathered]
-            self.most_gathered = max(self.most_gathered, sum(g.full_bytes for g in live))
-
-        for kind in ("gather", "wait", "free"):
-            original = getattr(GatherGroup, kind)
-            wrapped = functools.partialmethod(_bound(note, kind, original))
-            self._replace(GatherGroup, kind, wrapped)
-        for module, name in (
-            (by_collectives, "all_gather_slices"),
-            (gradients, "reduce_scatter_mean"),
-            (gradients, "all_reduce_mean"),
-        ):
-            self._replace(module, name, functools.partial(self._send_list, name, getattr(module, name)))
-        self._replace(by_collectives, "all_to_all", functools.partial(self._send_one, by_collectives.all_to_all))
-        return self
-
-    def __exit__(self, *_):
-        for owner, name, original in self._undo:
-            setattr(owner, name, original)
-
-    def _replace(self, owner, name, replacement):
-        self._undo.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, replacement)
-
-    def _send_list(self, name, original, tensors, group, *slices):
-        self.sent.append((name, sum(tensor.nbytes for tensor in tensors)))
-        return original(tensors, group, *slices)
-
-    def _send_one(self, original, receive, send, group):
-        self.sent.append(("all_to_all", send.nbytes))
-        return original(receive, send, group)
-
-    def of(self, kind):
-        return [number for what, number in self.events if what == kind]
-
-
-def _bound(note, kind, original):
-    def method(group, *arguments):
-        note(kind, original, group, *arguments)
-
-    return method
 
 
 def _record(process, settings, policy="none", steps=3, frozen=(), in_pairs=False):
@@ -105,11 +41,6 @@ def _record(process, settings, policy="none", steps=3, frozen=(), in_pairs=False
         sharded.zero_grad()
     groups = [(group.full_bytes, [p.name for p in group.parameters]) for group in sharded._schedule.groups]
     return recorder.events, recorder.sent, recorder.most_gathered, groups
-
-
-def halves(events):
-    middle = events.index(("backward", None))
-    return events[:middle], events[middle + 1 :]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])

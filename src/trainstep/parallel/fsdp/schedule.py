@@ -66,11 +66,12 @@ class Pass:
         self.uses.calls.append(1)
         return position
 
-    def foresees_more_calls(self, position: int) -> bool:
-        """Whether the next call is expected to need the same group as the last one, which was of this use."""
-        if self.predicted is None or position < len(self.uses) - 1:
+    def expects(self, group: GatherGroup, last: int, within: int) -> bool:
+        """Whether the group is expected to be needed within so many uses, `last` being the last of the call before."""
+        if self.predicted is None or last < len(self.uses) - 1:
             return False
-        return self.uses.calls[position] < self.predicted.calls[position]
+        following = last if self.uses.calls[last] < self.predicted.calls[last] else last + 1
+        return group in self.predicted.groups[following : following + within]
 
 
 @dataclass(eq=False)
@@ -79,6 +80,7 @@ class Call:
     recorded_in: Pass | None  # None for a call during backward, which computes activations again
     positions: list[int]
     is_watched: bool = False  # whether backward is seen leaving it
+    backward: int = -1  # the last one that reached it, by autograd's number
 
 
 class Hold:
@@ -105,7 +107,7 @@ class Schedule:
         self._recorded: dict[bool, Uses] = {}  # by whether gradients were enabled
         self._with_gradients = False
         self._pass = Pass(None)
-        self._expected: GatherGroup | None = None  # stays gathered after a call, for the next one
+        self._expected: list[GatherGroup] = []  # stay gathered after a call, for one that follows
         self._under_way: deque[list[Sending]] = deque()  # of each group that was sent
         averaged = any(buffer.is_averaged for group in groups for buffer in group.buffers)
         self._at_once = 2 if averaged else 1  # one on its way within replicas, one between them
@@ -147,15 +149,16 @@ class Schedule:
         """The wrapper's forward has ended, or raised: a call that was expected does not come any more."""
         self.passes_running -= 1
         if self.passes_running == 0 and not in_backward():
-            self._free_expected(())
+            self._free_expected([])
 
     def enter(self, groups: Sequence[GatherGroup]) -> Call:
         """A call of a unit begins: gather what it needs, and what the calls after it will."""
         again = in_backward()
         call = Call(groups, None if again else self._pass, [] if again else list(map(self._pass.record, groups)))
+        upcoming = list(self._upcoming(call))
         if not again:
-            self._free_expected(groups)
-        self.gather(groups, self._upcoming(call))
+            self._free_expected(groups, upcoming)
+        self.gather(groups, upcoming)
         for group in groups:
             group.users += 1
         return call
@@ -194,9 +197,9 @@ class Schedule:
                 group.unwatched.add(call)
             if group.users > 0:
                 continue
-            if call.recorded_in.foresees_more_calls(position):
+            if call.recorded_in.expects(group, max(call.positions), 1 + self._prefetch):
                 group.hide()  # who reads it in between is to be noticed
-                self._expected = group
+                self._expected.append(group)
                 continue
             if among_last and needs_backward:
                 group.hide()
@@ -211,6 +214,10 @@ class Schedule:
     def before_backward(self, call: Call) -> None:
         """Backward reaches the call's outputs: gather what it needs, and what the calls before it will."""
         self.gather(call.groups, self._preceding(call))
+        if call.backward != (number := torch._C._current_graph_task_id()):  # not left yet, also where it was before
+            call.backward = number
+            for group in call.groups:
+                (group.awaiting if call.is_watched else group.unwatched).add(call)
         if torch.is_grad_enabled():  # create_graph: the gradients' own graph needs the weights later on
             for group in call.groups:
                 self.hold(group)
@@ -243,9 +250,7 @@ class Schedule:
         for parameter, gradient in self._undecided:
             if parameter in used:
                 parameter.attach_gradient(gradient)
-        self._used, self._undecided, self._first_attached = set(), [], None
-        self._awaits_backward = self.added_up = False
-        self._free_all()
+        self._start_over()
         self.agreement.end_pass()
 
     def discard(self) -> None:
@@ -255,15 +260,22 @@ class Schedule:
             for buffer in group.buffers:
                 buffer.discard()
         self._replicated.discard()
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """No gradient has come, and what backward needed is not needed any more."""
         self._used, self._undecided, self._first_attached = set(), [], None
         self._awaits_backward = self.added_up = False
+        for group in self.groups:
+            group.unwatched.clear()
         self._free_all()
 
-    def _free_expected(self, called: Sequence[GatherGroup]) -> None:
-        """Free the group that the next call was expected to need, unless it does."""
-        group, self._expected = self._expected, None
-        if group is not None and group not in called and group.users == 0:
-            group.free()
+    def _free_expected(self, called: Sequence[GatherGroup], upcoming: Sequence[GatherGroup] = ()) -> None:
+        """Free the groups that a call was expected to need, unless this one does, or one of the next still may."""
+        expected, self._expected = self._expected, [each for each in self._expected if each in upcoming]
+        for group in expected:
+            if group not in called and group not in upcoming and group.users == 0:
+                group.free()
 
     def _upcoming(self, call: Call) -> Iterator[GatherGroup]:
         if call.recorded_in is not None and call.recorded_in.predicted is not None:
@@ -328,11 +340,10 @@ class Schedule:
                     self._first_attached = attached[0]
 
     def _free_all(self) -> None:
-        self._expected = None
+        self._expected.clear()
         self._held.clear()
         self._held_for_backward.clear()
         for group in self.groups:
             group.users = 0
             group.arrived.clear()
-            group.unwatched.clear()
             group.free()

@@ -237,6 +237,8 @@ def _checked(root: nn.Module, chosen: Chosen | None) -> dict[nn.Module, nn.Modul
                 raise UsageError(f"groups has {name}, {one}, which is never called; give the modules inside it")
             if module in together and not (modules == [module] and module in alone):
                 raise UsageError(f"groups has {name}, {one}, twice; give it once, alone or in one list")
+            if any(inner is not module and inner in modules for inner in module.modules()):
+                raise UsageError(f"groups has {name} in one list with a module inside it; leave that one out")
             together[module] = cast(nn.Module, modules[0])
         if len(modules) == 1:
             alone.add(cast(nn.Module, modules[0]))
