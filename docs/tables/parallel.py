@@ -124,12 +124,14 @@ def hybrid_ratios() -> Table:
     """Hybrid sharding's time over that of schemes which are not hybrid, each pair in one run."""
     cells, shown = [], []
     for name, took in HYBRID_RUNS.items():
-        ours = [row for row in results(name, ParallelRow) if SCHEMES[row.scheme].peer is None]
+        schemes = [(row, SCHEMES[row.scheme]) for row in results(name, ParallelRow)]
+        ours = [row for row, scheme in schemes if scheme.communicates and scheme.peer is None]
         most = max(row.rounds or 1 for row in ours)  # the first file has a shorter run beside it
         rows = [row for row in ours if row.rounds == most]
-        hybrid = [row for row in rows if row.scheme == "hsdp"]
-        shown += rows
-        for own, other in ((own, other) for own in hybrid for other in rows if other not in hybrid):
+        hybrid = [row for row in rows if row.replicas == 2]
+        flat = [row for row in rows if row.replicas is None]
+        shown += [*hybrid, *flat]
+        for own, other in ((own, other) for own in hybrid for other in flat):
             ratio = time_ratio(own, other)
             assert ratio.interval is not None, "three rounds and more"
             low, high = (f"{end:.3g}" for end in (ratio.interval.low, ratio.interval.high))

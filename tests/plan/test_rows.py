@@ -196,6 +196,27 @@ def test_replicas_are_one_a_node_or_two_or_as_many_as_are_asked_for():
     assert scaled == {1 << power for power in range(4, 15)}
 
 
+def test_blocks_are_gathered_together_as_asked():
+    machine, step = machine_of(require_device("H200")), StepConfig(precision="bf16", attention="sdpa")
+    machine = dataclasses.replace(
+        machine, scheme_launch_s={("fsdp", "off", "bf16", each): 1.0 / each for each in (1, 2)}
+    )
+    request = PlanRequest("small", SIZES["small"], step, Cluster(machine, 4, 1, 4e10))
+
+    def planned(**changes):
+        rows = of_kind(plan_records(dataclasses.replace(request, **changes)), PlanRow)
+        return {row.strategy: row for row in rows}
+
+    one, two = planned(), planned(blocks_per_group=2)
+    assert {name: row.blocks_per_group for name, row in two.items() if row.blocks_per_group} == {"fsdp": 2, "hsdp": 2}
+    assert not any(row.blocks_per_group for row in one.values())
+    assert all(two[name].peak_gib == row.peak_gib for name, row in one.items() if name not in ("fsdp", "hsdp"))
+    assert all(two[name].buffers_gib > one[name].buffers_gib for name in ("fsdp", "hsdp"))
+    assert [each["fsdp"].step_ms for each in (one, two)] == [12_000, 6_000], "launches of as many"
+    with pytest.raises(UsageError, match="--blocks-per-group is 0; expected 1 or more"):
+        planned(blocks_per_group=0)
+
+
 def test_the_page_marks_predictions_as_such(planned):
     page = (planned[1] / "report.html").read_text()
     assert "predicted, not measured" in page
@@ -387,6 +408,7 @@ def test_a_users_model_is_timed_by_its_operators(tmp_path):
         (["--d-model", "64"], "brings its own model"),
         (["--context", "64"], "fixes its own context"),
         (["--tensor-parallel", "2"], "built-in sizes alone"),
+        (["--blocks-per-group", "2"], "--blocks-per-group is planned for the built-in sizes alone"),
         (["--compile", "model"], "--compile off"),
         (["--measure", "--device", "H200"], "leave out --device"),
         (["--policies", "every-0"], "every-K"),

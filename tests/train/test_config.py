@@ -73,10 +73,13 @@ def test_ranks_that_make_no_replicas():
 
 
 def test_blocks_are_gathered_together_where_weights_are_sharded():
-    found = {
-        name: config(scheme=name, blocks_per_group=2).scheme(4).blocks_per_group for name in ("fsdp", "hsdp", "ddp")
-    }
-    assert found == {"fsdp": 2, "hsdp": 2, "ddp": 1}
+    for scheme in ("fsdp", "hsdp"):
+        together = config(scheme=scheme, blocks_per_group=2)
+        together.check(4)
+        assert together.scheme(4).blocks_per_group == 2
+    for scheme, name in (("auto", "ddp"), ("sharded-optimizer", "sharded-optimizer")):
+        with pytest.raises(UsageError, match=f"blocks_per_group is 2, and {name} gathers no blocks; use --scheme fsdp"):
+            config(scheme=scheme, blocks_per_group=2).check(4)
     with pytest.raises(UsageError, match="blocks_per_group is 0; expected 1 or more"):
         config(blocks_per_group=0)
 

@@ -62,6 +62,8 @@ class Plan(Common):
     """GiB of a GPU, in place of the datasheet's or the calibration's."""
     replicas: int | None = None
     """Replicas of hsdp, each sharded over consecutive GPUs; by default one on each node, or two on a single node."""
+    blocks_per_group: int = 1
+    """Of fsdp and hsdp: how many blocks are gathered together."""
     policies: commas(str) = ()  # type: ignore[valid-type]
     """Checkpointing policies whose memory is shown: any of none, every-K; by default none, every-1 and the best K."""
     model: ModelFlags = field(default_factory=dict)
@@ -85,6 +87,7 @@ class Plan(Common):
             cluster=self._cluster(self._machine(), self.gpus_per_node, self.nodes),
             tensor_parallel=self.tensor_parallel,
             replicas=self.replicas,
+            blocks_per_group=self.blocks_per_group,
             policies=self.policies,
         )
         records = list(plan_records(request))  # complete, or an error, before anything is written
@@ -125,6 +128,7 @@ class Plan(Common):
             cluster=self._cluster(machine, *nodes),
             tensor_parallel=self.tensor_parallel,
             replicas=self.replicas,
+            blocks_per_group=self.blocks_per_group,
             traced=cases,
             own=[name for name in ("batch", "context", "attention", "optimizer") if columns[name] is None],
         )

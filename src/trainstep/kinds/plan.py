@@ -46,6 +46,7 @@ class PlannedMemory(PlannedStep):
     gpus: int = setting()
     tensor_parallel: int = setting()
     replicas: int | None = setting(None)  # of hsdp
+    blocks_per_group: int | None = setting(None)  # that fsdp and hsdp gather together; None: one
     weights_gib: float | None = None
     gradients_gib: float | None = None
     optimizer_state_gib: float | None = None

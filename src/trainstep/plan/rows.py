@@ -35,6 +35,7 @@ class PlanRequest:
     cluster: Cluster
     tensor_parallel: int | None = None  # None: the one with the highest predicted throughput
     replicas: int | None = None  # of hsdp; None: one on each node, or two on a single one
+    blocks_per_group: int = 1  # that fsdp and hsdp gather together
     policies: Sequence[str] = ()
     """Checkpointing policies whose memory is shown; by default none, every-1 and the best K."""
     traced: Mapping[str, TracedCase] = dataclasses.field(default_factory=dict)
@@ -138,6 +139,8 @@ def _check_sizes(request: PlanRequest) -> None:
             raise UsageError(f"{given}; the model accepts at most {model.max_context} (max_context)")
     if (replicas := request.replicas) is not None and (replicas < 1 or request.cluster.gpus % replicas):
         raise UsageError(f"{request.cluster.gpus} GPUs do not divide into {replicas} replicas; choose --replicas anew")
+    if request.blocks_per_group < 1:
+        raise UsageError(f"--blocks-per-group is {request.blocks_per_group}; expected 1 or more")
     for what, value, most in limited:
         if value > most:
             raise UsageError(f"{what} is {value:.3g}; the planner takes at most {most:.0e}. Check the sizes")
@@ -147,8 +150,9 @@ def _layouts(request: PlanRequest) -> list[Layout]:
     """One for each strategy; on one GPU too, to say how many it would take. TP only where a mesh is possible."""
     gpus, chosen, model = request.cluster.gpus, request.tensor_parallel, request.model
     if model is None:
-        if chosen is not None:
-            raise UsageError("--tensor-parallel is planned for the built-in sizes alone; leave it out")
+        flags = {"--tensor-parallel": chosen is not None, "--blocks-per-group": request.blocks_per_group > 1}
+        for flag in (flag for flag, is_given in flags.items() if is_given):
+            raise UsageError(f"{flag} is planned for the built-in sizes alone; leave it out")
         return [_alone(request, each) for each in _strategies(request)]
     sizes = strategies.tensor_parallel_choices(request.cluster, model) if chosen is None else [chosen]
     meshes = [strategies.layout_of("fsdp + tp", gpus, size, model) for size in sizes]
@@ -170,7 +174,8 @@ def _alone(request: PlanRequest, strategy: Strategy) -> Layout:
     """A strategy over all GPUs, without tensor parallelism."""
     replicas = _replicas(request, request.cluster) if strategy == "hsdp" else None
     gpus = 1 if strategy == "single" else request.cluster.gpus
-    return Layout(strategy, gpus, replicas=replicas or 1).placed_on(request.cluster)
+    together = request.blocks_per_group if strategy in ("fsdp", "hsdp") else 1
+    return Layout(strategy, gpus, replicas=replicas or 1, blocks_per_group=together).placed_on(request.cluster)
 
 
 def _replicas(request: PlanRequest, cluster: Cluster) -> int | None:
@@ -211,6 +216,7 @@ def _memory_columns(request: PlanRequest, policy: str, layout: Layout, memory: M
         "gpus": layout.gpus,
         "tensor_parallel": layout.tensor,
         "replicas": layout.replicas if layout.strategy == "hsdp" else None,
+        "blocks_per_group": layout.blocks_per_group if layout.blocks_per_group > 1 else None,
         **{f"{kind}_gib": getattr(memory, kind) / GIB for kind in kinds},
         "peak_gib": memory.total / GIB,
         "peak_at": memory.moment,

@@ -181,6 +181,12 @@ class RunConfig:
                 f"scheme single on {world_size} ranks would train {world_size} models that know nothing of each other; "
                 "use --scheme ddp, sharded-optimizer, fsdp or hsdp"
             )
+        scheme = self.scheme(world_size, hosts)
+        if self.train.blocks_per_group > 1 and not scheme.shards_weights:
+            raise UsageError(
+                f"blocks_per_group is {self.train.blocks_per_group}, and {scheme.name} gathers no blocks; use --scheme "
+                "fsdp or hsdp, or leave it out"
+            )
         if PRECISIONS[self.step.precision].needs_scaler:
             raise UnsupportedError(
                 f"train does not take {self.step.precision}: its loss scaler skips steps, so that runs could not be "

@@ -178,6 +178,30 @@ class Alternating(Edged):
         return None
 
 
+def _raised(process):
+    """What is gathered once a forward has raised, and its graph is gone."""
+    torch.manual_seed(0)
+    module = Edged()
+    sharded = FullyShardedDataParallel(module)
+    for step in range(2):
+        _loss(sharded, process.rank, step).backward()
+        sharded.finish_gradient_synchronization()
+        sharded.zero_grad()
+    handle = module.blocks[0].up.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _loss(sharded, process.rank, 2)
+    handle.remove()
+    gathered = [group.name for group in sharded._schedule.groups if group.is_gathered]
+    _loss(sharded, process.rank, 3).backward()
+    sharded.finish_gradient_synchronization()
+    return gathered
+
+
+def test_what_was_gathered_ahead_is_freed_where_forward_raises(two):
+    for gathered in two.run(_raised):
+        assert set(gathered) <= {"blocks.0"}, "the call that raised"
+
+
 def _gathers(process, kind):
     """Groups as they are gathered in the forward of a third step."""
     torch.manual_seed(0)

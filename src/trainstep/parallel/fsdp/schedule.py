@@ -145,11 +145,14 @@ class Schedule:
         self._awaits_backward |= self._with_gradients
         self._pass = Pass(self._recorded.get(self._with_gradients))
 
-    def end_forward(self) -> None:
+    def end_forward(self, *, raised: bool = False) -> None:
         """The wrapper's forward has ended, or raised: a call that was expected does not come any more."""
         self.passes_running -= 1
         if self.passes_running == 0 and not in_backward():
             self._free_expected([])
+            for group in self.groups if raised else ():
+                if group.users == 0 and not group.awaiting and not group.unwatched:  # gathered ahead
+                    group.free()
 
     def enter(self, groups: Sequence[GatherGroup]) -> Call:
         """A call of a unit begins: gather what it needs, and what the calls after it will."""

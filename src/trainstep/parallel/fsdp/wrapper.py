@@ -159,9 +159,12 @@ class FullyShardedDataParallel(nn.Module):
             args, kwargs = _pytree.tree_map(self._cast, (args, kwargs))
         self._schedule.passes_running += 1
         try:
-            return self.module(*args, **kwargs)
-        finally:
-            self._schedule.end_forward()
+            output = self.module(*args, **kwargs)
+        except BaseException:
+            self._schedule.end_forward(raised=True)
+            raise
+        self._schedule.end_forward()
+        return output
 
     def finish_gradient_synchronization(self) -> None:
         """After backward, before the optimizer's step: every shard's `.grad` is the mean over the ranks.

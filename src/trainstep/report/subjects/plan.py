@@ -29,7 +29,7 @@ _MESH = (
     _shown("strategy", "strategy"),
     columns.case("GPUs", "gpus"),
     _shown("tp", "tensor_parallel"),
-    columns.case("replicas", "replicas"),
+    *columns.cases({"replicas": "replicas", "blocks a group": "blocks_per_group"}),
 )
 _PARTS = ("weights", "gradients", "optimizer_state", "activations", "buffers", "peak")
 _SPLIT = columns.values({f"{name.rpartition('_')[2]} (GiB)": f"{name}_gib" for name in _PARTS})
