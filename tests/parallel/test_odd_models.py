@@ -45,6 +45,17 @@ TRAINS = {
         "plain state, inner",
         "declared optimizer",
     ],
+    "fsdp in pairs": [
+        "tied by reading",
+        "block reads another",
+        "read in a checkpoint",
+        "aux in a list",
+        "returns its weight",
+        "dataclass",
+        "shared module",
+        "gradient penalty",
+        "adapters",
+    ],
     "sharded optimizer": ["finish each", "no zero_grad", "step twice", "zeros", "dropped by hand", "own clip"],
     "ddp": ["finish last, no overlap", "clip by hand"],
 }
@@ -62,6 +73,10 @@ RAISES = {
         "halved too early": "before finish_gradient_synchronization()",
         "plain optimizer's state": "has shape (8, 8), that of the whole parameter",
         "get_state_dict": "use save_checkpoint",
+    },
+    "fsdp in pairs": {
+        "in place": "blocks.0 changes its input in place",
+        "skipped, odd size": "rank 0 comes to gather blocks.2 and blocks.3, rank 1 comes to gather head",
     },
     "sharded optimizer": {"torch's clip": "clip_grad_norm_ of the optimizer"},
     "ddp": {
@@ -81,6 +96,13 @@ def workers():
 def test_trains_as_one_process_does(workers, scheme):
     found = {name: outcome_of(name, scheme, workers) for name in TRAINS[scheme]}
     assert {name: outcome for name, outcome in found.items() if outcome.what != "trains"} == {}
+
+
+@pytest.mark.thorough
+def test_blocks_in_pairs_come_out_as_single_ones(workers):
+    kept = json.loads(KEPT.read_text())["scenarios"]
+    found = {name: outcome_of(name, "fsdp in pairs", workers).what for name in SCENARIOS}
+    assert found == {name: row["outcomes"]["fsdp"]["what"] for name, row in kept.items()}
 
 
 @pytest.mark.parametrize(("scheme", "name"), [(scheme, name) for scheme in RAISES for name in RAISES[scheme]])

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.workers import WorkerError, Workers
-from trainstep.blocks import find_blocks
+from trainstep.blocks import blocks_in_runs, find_blocks
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
 from trainstep.training_step import recipe
 
@@ -197,6 +197,16 @@ class Fsdp(Run):
         return self.module.gather_full_parameters()
 
 
+class FsdpInPairs(Fsdp):
+    """Two blocks are gathered together; comes out as `Fsdp` does."""
+
+    scheme = "fsdp in pairs"
+
+    def __init__(self, scenario: Scenario, inner: nn.Module, rank: int) -> None:
+        Run.__init__(self, scenario, inner, rank)
+        self.module = FullyShardedDataParallel(inner, groups=blocks_in_runs(inner, 2))
+
+
 class TorchDdp(Run):
     scheme = "torch ddp"
 
@@ -239,7 +249,7 @@ class _without_sync(AbstractContextManager):  # type: ignore[type-arg]
         self._module.set_requires_gradient_sync(True)
 
 
-RUNS = {each.scheme: each for each in (Ddp, Sharded, Fsdp, TorchDdp, TorchFsdp2)}
+RUNS = {each.scheme: each for each in (Ddp, Sharded, Fsdp, FsdpInPairs, TorchDdp, TorchFsdp2)}
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from trainstep.parallel.fsdp.schedule import Call, Schedule
 
 
 class Boundary:
-    """Around the calls of one unit, which need `groups`."""
+    """Around the calls of one unit, of this name, which need `groups`."""
 
-    def __init__(self, schedule: Schedule, groups: Sequence[GatherGroup], unit: nn.Module) -> None:
-        self._schedule, self._groups = schedule, groups
+    def __init__(self, schedule: Schedule, groups: Sequence[GatherGroup], unit: nn.Module, name: str) -> None:
+        self._schedule, self._groups, self._name = schedule, groups, name
         self._leavings = Leavings(unit)
         self.is_open = False  # whether a call is running inside, so that its `forward` needs no boundary of its own
 
@@ -37,7 +37,7 @@ class Boundary:
         except BaseException as error:
             self._schedule.abandon(call)
             if "_AfterBackward is a view and is being modified inplace" in str(error):
-                what = f"{call.groups[0].name} changes its input in place, which a sharded module cannot"
+                what = f"{self._name} changes its input in place, which a sharded module cannot"
                 raise UsageError(f"{what}; let it work on a clone") from error
             raise
         finally:

@@ -143,7 +143,7 @@ class FullyShardedDataParallel(nn.Module):
             for unit in planned_group.units:
                 needed.setdefault(unit, []).append(group)
         for unit, unit_groups in needed.items():
-            install(unit, Boundary(self._schedule, unit_groups, unit))
+            install(unit, Boundary(self._schedule, unit_groups, unit, module_names[unit] or "the module"))
         self.module = module
         self._contents = [(m, len(m._parameters), len(m._modules)) for m in module.modules()]
         retired = {entry.names[0]: entry.parameter for entry in planned}
