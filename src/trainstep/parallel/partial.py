@@ -77,7 +77,12 @@ class StandIn(Tensor):
     @classmethod
     def like(cls, tensor: Tensor) -> Any:
         return Tensor._make_wrapper_subclass(
-            cls, tensor.shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
+            cls,
+            tensor.shape,
+            strides=tensor.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
         )
 
     @classmethod

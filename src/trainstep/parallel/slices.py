@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,6 +30,13 @@ def slice_of(tensor: Tensor, rank: int, world_size: int) -> Tensor:
     size, rest = divmod(tensor.numel(), world_size)
     assert rest == 0, f"{tensor.numel()} elements cannot be cut into {world_size} equal parts"
     return flat(tensor)[rank * size : (rank + 1) * size]
+
+
+def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient whose elements are in memory where the parameter's are: itself, or a copy of one that a user set."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
 def slices_of(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tensor]:

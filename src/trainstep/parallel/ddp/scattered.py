@@ -21,7 +21,7 @@ class ScatteredGradient(StandIn):
     Attributes:
         of_parameter: its name.
         own: the parameter that stands for this rank's slice; its `grad` is the slice of the gradient.
-        local: what backward has brought since, of this rank alone, or None.
+        local: what backward has brought since, of this rank alone, or None; laid out in memory as the parameter.
     """
 
     of_parameter: str
@@ -39,6 +39,16 @@ class ScatteredGradient(StandIn):
         local, self.local = self.local, None
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if local is None else local
 
+    def _add(self, gradient: Tensor) -> None:
+        """Autograd may go on with what it adds, or give it to others too, so it is copied."""
+        if gradient.layout != torch.strided:
+            raise UsageError(f"{self.of_parameter} has a sparse gradient; only dense ones can be averaged")
+        if self.local is None:
+            self.local = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
+            self.local.copy_(gradient)
+        else:
+            self.local.add_(gradient)
+
     @classmethod
     def use(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         what = name_of(func)
@@ -47,6 +57,7 @@ class ScatteredGradient(StandIn):
         given = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, ScatteredGradient)]
         if what in ("zero_", "_foreach_zero_"):
             for each in given:
+                each.local = None
                 if each.own.grad is not None:
                     each.own.grad.zero_()
             return args[0]
@@ -65,7 +76,6 @@ class ScatteredGradient(StandIn):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.add_.Tensor and isinstance(args[0], ScatteredGradient) and not kwargs:
-            mine, gradient = args
-            mine.local = gradient if mine.local is None else mine.local + gradient
-            return mine
+            args[0]._add(args[1])
+            return args[0]
         return cls.use(func, args, kwargs or {})

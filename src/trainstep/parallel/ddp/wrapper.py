@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,13 @@ from trainstep.errors import UsageError
 from trainstep.parallel.collectives import assign_buckets, broadcast_from_first, weak_hook
 from trainstep.parallel.ddp.averages import AveragesByCopies, carrier_of, default_bucket_mb
 from trainstep.parallel.ddp.bucket import GradientBucket
+from trainstep.parallel.ddp.checks import check_arguments, contents_of
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.partial import Known, before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import ranks_of
 from trainstep.parallel.side_stream import SideStream
+from trainstep.parallel.slices import laid_out_as
 from trainstep.parallel.transport.by_collectives import TransportName
 from trainstep.parallel.transport.by_copies import PeerCopies
 from trainstep.parallel.transport.choice import Transport, check_name
@@ -71,7 +74,7 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.ranks = ranks_of(process_group, mesh)
         self.process_group = group = self.ranks.everyone
-        _check_arguments(module, bucket_mb, reduce_dtype)
+        check_arguments(module, bucket_mb, reduce_dtype, type(self))
         check_name(transport)
         tensors = [*module.named_parameters(), *module.named_buffers()]
         settings: dict[str, object] = {"bucket_mb": bucket_mb, "overlap": overlap, "reduce_dtype": reduce_dtype}
@@ -92,6 +95,7 @@ class DistributedDataParallel(nn.Module):
         if self._carrier is None and self.ranks.replicate is None:
             self._carrier = self._choose_carrier()
         self._slices: dict[int, nn.Parameter] = {}  # number → this rank's slice, where gradients are scattered
+        self._scattered_for: WeakKeyDictionary[object, dict[int, nn.Parameter]] = WeakKeyDictionary()  # by optimizer
         self._stand_ins: dict[int, ScatteredGradient] = {}  # for the same ones, what their `grad` is then
         self._have_slices = False  # whether gradients were scattered since the last forward
         self._may_be_old: Callable[[nn.Parameter], bool] | None = None
@@ -103,7 +107,7 @@ class DistributedDataParallel(nn.Module):
             parameter.register_post_accumulate_grad_hook(
                 weak_hook(self, DistributedDataParallel._gradient_came, number)
             )
-        self._contents = [(inner, *_contents_of(inner)) for inner in module.modules()]
+        self._contents = [(inner, *contents_of(inner)) for inner in module.modules()]
         self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._known = Known(dict(named))
         before_optimizer_steps(self, DistributedDataParallel._before_step)
@@ -124,8 +128,8 @@ class DistributedDataParallel(nn.Module):
     def drop_stale_slices(self) -> None:
         """Forget this rank's slices of gradients that were set to None."""
         for number, own in self._slices.items():
-            if own.grad is not None and self._trained[number].grad is None:
-                own.grad = None
+            if self._trained[number].grad is None:
+                own.grad = self._stand_ins[number].local = None
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the mean over the ranks; starts the buckets that backward did not.
@@ -141,9 +145,9 @@ class DistributedDataParallel(nn.Module):
             absent = [number for number in range(len(self._trained)) if number not in self._since.came]
             if absent and not self.allow_unused:
                 raise UsageError(self._unused_message(absent))
-            for number in absent:
-                if self._trained[number].grad is None:
-                    self._trained[number].grad = torch.zeros_like(self._trained[number])
+            filled = [number for number in absent if self._trained[number].grad is None]
+            for number in filled:
+                self._trained[number].grad = torch.zeros_like(self._trained[number])
             while self._since.next < len(self._buckets):
                 self._start_next()
             for bucket in self._buckets:
@@ -159,7 +163,7 @@ class DistributedDataParallel(nn.Module):
                     for number, mean in zip(bucket.numbers, means, strict=True):
                         self._keep_slice(number, mean)
             if self.allow_unused:
-                self._drop_where_unused_everywhere(absent)
+                self._drop_where_unused_everywhere(filled)
             self._rebuild_buckets()
         finally:
             self._reset()
@@ -173,8 +177,9 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._synchronizing = before
 
-    def scatter_gradients(self, slices: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """From now on give each rank only its slice of these parameters' mean gradients, at half the bytes.
+    def scatter_gradients(self, optimizer: object, slices: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """From now on give each rank only its slice of these parameters' mean gradients, at half the bytes; as long as
+        their optimizer lives.
 
         Slices are those of a replica's ranks, and are then averaged between replicas.
 
@@ -188,7 +193,8 @@ class DistributedDataParallel(nn.Module):
         if self._carrier is None:
             self._carrier = self._choose_carrier()
         numbers = {id(parameter): number for number, parameter in enumerate(self._trained)}
-        self._slices = {numbers[id(parameter)]: own for parameter, own in slices.items()}
+        self._scattered_for[optimizer] = {numbers[id(parameter)]: own for parameter, own in slices.items()}
+        self._slices = {number: own for each in self._scattered_for.values() for number, own in each.items()}
         self._stand_ins = {
             number: ScatteredGradient.of(self._trained[number], self._names[number], own)
             for number, own in self._slices.items()
@@ -306,6 +312,8 @@ class DistributedDataParallel(nn.Module):
             return gradient.take_local()
         if gradient.layout != torch.strided:
             raise UsageError(f"{self._names[number]} has a sparse gradient; only dense ones can be averaged")
+        if number in self._slices:
+            gradient = laid_out_as(self._trained[number], gradient)
         return gradient.data  # what the collective writes is no change of the gradient by its user
 
     def _versions(self, bucket: GradientBucket) -> list[int]:
@@ -319,20 +327,20 @@ class DistributedDataParallel(nn.Module):
             own.grad.add_(mean)
         else:
             own.grad = mean
+        self._stand_ins[number].local = None  # what was discarded with a gradient that was set to None
         self._trained[number].grad = self._stand_ins[number]
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._since.unfinished and self._known.first_in(optimizer) is not None:
             self.check_finished(f"{type(optimizer).__name__}.step()")
 
-    def _drop_where_unused_everywhere(self, absent: list[int]) -> None:
+    def _drop_where_unused_everywhere(self, filled: list[int]) -> None:
+        """Drop the gradients that were filled in with zeros on every rank."""
         used = torch.ones(len(self._trained), dtype=torch.uint8)
-        used[absent] = 0
+        used[filled] = 0
         used = used.to(self._trained[0].device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.process_group)
         for number in (used == 0).nonzero().flatten().tolist():
-            if number in self._since.added:
-                continue  # it has one of an earlier backward
             self._trained[number].grad = None
             if number in self._slices:
                 self._slices[number].grad = None
@@ -347,7 +355,7 @@ class DistributedDataParallel(nn.Module):
         self._make_buckets(order[0])
 
     def _check_unchanged(self) -> None:
-        same = all(_contents_of(inner) == (parameters, inside) for inner, parameters, inside in self._contents)
+        same = all(contents_of(inner) == (parameters, inside) for inner, parameters, inside in self._contents)
         if same and all(parameter.requires_grad == flag for parameter, flag in self._flags):
             return  # without going through the whole tree by name in every step
         now = {id(parameter): name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
@@ -379,22 +387,3 @@ class _Since:
     unfinished: bool = False  # whether any came outside
     added: set[int] = field(default_factory=set)  # scattered gradients that are added to slices that are there
     next: int = 0  # the bucket to start
-
-
-def _contents_of(module: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which parameters and modules it has itself."""
-    return tuple(map(id, module._parameters.values())), tuple(map(id, module._modules.values()))
-
-
-def _check_arguments(module: nn.Module, bucket_mb: float | None, reduce_dtype: torch.dtype | None) -> None:
-    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
-        raise UsageError("the module is, or contains, a DistributedDataParallel already; wrap the plain module once")
-    if bucket_mb is not None and not bucket_mb >= 0:
-        raise UsageError(f"bucket_mb is {bucket_mb}; expected 0 (one call per parameter) up to inf (one call)")
-    if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-        raise UsageError(f"reduce_dtype is {reduce_dtype}; expected a floating-point type")
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise UsageError("the module has no parameter that requires a gradient; there is nothing to average")
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    if on_meta := [name for name, tensor in tensors if tensor.is_meta]:
-        raise UsageError(f"{on_meta[0]} is on the meta device; move the module to a real device before wrapping it")

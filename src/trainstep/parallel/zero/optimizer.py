@@ -285,7 +285,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             known = {id(parameter) for parameter in self._ddp.parameters()}
             if foreign := [piece.number for piece in self.pieces() if id(piece.parameter) not in known]:
                 raise UsageError(f"parameter number {foreign[0]} is not one of ddp; leave out ddp=, or the parameter")
-            self._ddp.scatter_gradients(dict(self._slices()))
+            self._ddp.scatter_gradients(self, dict(self._slices()))
             self._step_supports_amp_scaling = True  # so that a GradScaler tells `step` of itself, which refuses
 
     def _gathers_beside(self) -> GathersBeside:
@@ -337,8 +337,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         f"parameter number {piece.number} was moved or cast since this optimizer was made; make the "
                         "optimizer afterwards"
                     )
-                scattered = piece.parameter.grad is None or isinstance(piece.parameter.grad, ScatteredGradient)
-                if self._ddp is not None and not scattered:
+                gradient = piece.parameter.grad
+                is_whole = gradient is not None and not isinstance(gradient, ScatteredGradient)
+                if self._ddp is not None and (is_whole or getattr(gradient, "local", None) is not None):
                     raise UsageError("step() before gradients were averaged; call finish_gradient_synchronization()")
         for number, parameter in enumerate(parameter for group in self.param_groups for parameter in group["params"]):
             if id(parameter) not in divided and parameter.grad is not None:

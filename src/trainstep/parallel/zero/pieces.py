@@ -28,7 +28,7 @@ from trainstep.parallel.collectives import all_gather_slices, broadcast
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.ranks import Ranks, placements
 from trainstep.parallel.side_stream import Pending, SideStream
-from trainstep.parallel.slices import flat, slice_of
+from trainstep.parallel.slices import flat, laid_out_as, slice_of
 from trainstep.parallel.staged import Waitable
 from trainstep.parallel.transport.by_collectives import Start
 from trainstep.parallel.transport.by_copies import padded
@@ -133,7 +133,8 @@ class ParameterBucket:
         rank, size = process_group.rank(), process_group.size()
         for parameter, mine in self.slices():
             if not isinstance(parameter.grad, ScatteredGradient):  # else the slice's is there
-                mine.grad = None if parameter.grad is None else slice_of(parameter.grad, rank, size)
+                gradient = None if parameter.grad is None else laid_out_as(parameter, parameter.grad)
+                mine.grad = None if gradient is None else slice_of(gradient, rank, size)
         self.optimizer.step()
         for parameter, mine in self.slices():
             if not isinstance(parameter.grad, ScatteredGradient):
@@ -210,7 +211,8 @@ def consolidate(buckets: list[ParameterBucket], groups: list[dict[str, Any]], ra
         if piece.owner is not None or is_first:
             kept = state if piece.owner is None else whole
             kept[piece.number] = {
-                key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in values.items()
+                key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                for key, value in values.items()
             }
     received: list[Any] | None = [None] * process_group.size() if is_first else None
     dist.gather_object(whole, received, group=process_group, group_dst=0)
