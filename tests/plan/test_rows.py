@@ -215,6 +215,8 @@ def test_blocks_are_gathered_together_as_asked():
     assert [each["fsdp"].step_ms for each in (one, two)] == [12_000, 6_000], "launches of as many"
     with pytest.raises(UsageError, match="--blocks-per-group is 0; expected 1 or more"):
         planned(blocks_per_group=0)
+    with pytest.raises(UsageError, match="--blocks-per-group is 13; the model has 12 blocks"):
+        planned(blocks_per_group=13)
 
 
 def test_the_page_marks_predictions_as_such(planned):

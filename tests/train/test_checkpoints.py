@@ -87,7 +87,7 @@ def test_one_without_checksums_of_an_earlier_version_is_read_and_said(writer, tm
     found = open_checkpoint(writer.folder, 4)
     assert not found.is_summed
     start = Start(is_new=False, checkpoint=found)
-    assert "has no checksums, as it is of an earlier version" in start.describe(config(), 1, tmp_path, "")
+    assert "has no checksums, as it is of an earlier version" in start.describe(config(), 1, 1, tmp_path, "")
 
 
 class _Planted:

@@ -80,6 +80,8 @@ def test_blocks_are_gathered_together_where_weights_are_sharded():
     for scheme, name in (("auto", "ddp"), ("sharded-optimizer", "sharded-optimizer")):
         with pytest.raises(UsageError, match=f"blocks_per_group is 2, and {name} gathers no blocks; use --scheme fsdp"):
             config(scheme=scheme, blocks_per_group=2).check(4)
+    with pytest.raises(UsageError, match="blocks_per_group is 3; the model has 2 blocks"):
+        config(scheme="fsdp", blocks_per_group=3).check(4)
     with pytest.raises(UsageError, match="blocks_per_group is 0; expected 1 or more"):
         config(blocks_per_group=0)
 

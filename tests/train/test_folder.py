@@ -121,14 +121,17 @@ def test_a_mistake_changes_nothing(trained, mistake):
 def test_the_first_line_says_what_is_trained_how_and_from_where():
     older = Checkpoint(Path("runs/a/checkpoints/step-00000004"), 4, {"world_size": 1, "sha256": {}})
 
-    def first(start):
-        return start.describe(config(), 2, Path("runs/a"), f"{MODEL.num_parameters:,} parameters")
+    def first(start, ranks=2, **changes):
+        parameters = f"{MODEL.num_parameters:,} parameters"
+        return start.describe(config(**changes), ranks, 1, Path("runs/a"), parameters)
 
     what = (
         f"small test: {MODEL.num_parameters:,} parameters, 12 updates of 8 × 32 tokens (2 ranks × 2 passes × batch 2), "
         "ddp, fp32 → runs/a"
     )
-    assert first(Start(is_new=True, checkpoint=None)) == what
+    new = Start(is_new=True, checkpoint=None)
+    assert first(new) == what
+    assert "hsdp-2 by 2 blocks, fp32" in first(new, 4, scheme="hsdp", blocks_per_group=2)
     assert first(Start(is_new=False, checkpoint=None)).splitlines() == [
         what,
         "the run was begun before, but has no checkpoint yet: from the first update again",

@@ -12,7 +12,7 @@ from trainstep.errors import UsageError
 from trainstep.kinds import TrainRow
 from trainstep.records import read_records
 from trainstep.train.data import TokenData
-from trainstep.train.history import DRAWN, history
+from trainstep.train.history import DRAWN, _scheme, history
 from trainstep.train.pages import Pages
 
 OLD = {"loss": 2.0, "validation_loss": None, "learning_rate": 1e-3, "gradient_norm": 1.0, "step_ms": 10.0,
@@ -195,3 +195,8 @@ def test_train_leaves_a_page(tmp_path, capsys):
     assert leave_with([*words[:-1], str(tmp_path / "other"), "--page-every", "0"]) == 0
     assert not (tmp_path / "other" / "report.html").exists()
     assert leave_with([*words, "--page-every", "-1"]) == 2
+
+
+def test_starts_say_their_scheme_as_it_was_set():
+    cases = [{"scheme": "hsdp", "replicas": 2, "blocks_per_group": 2}, {"scheme": "fsdp"}, {"scheme": "later"}, {}]
+    assert [_scheme(case) for case in cases] == ["hsdp-2 by 2 blocks", "fsdp", "later", ""]

@@ -73,8 +73,9 @@ def calibrated(records: Sequence[Row], spec: DeviceSpec | None = None) -> Machin
         "launches": _launches(records),
         "the optimizer's bandwidth": _optimizer(records, machine),
         **({"the network": {"network": network}} if network else {}),
-        **({"launches of data parallel steps": {"scheme_launch_s": schemes}} if schemes else {}),
     }
+    if schemes:
+        found[f"launches of data parallel steps ({_launched(schemes)})"] = {"scheme_launch_s": schemes}
     basis = f"measured on {spec.name}: {', '.join(name for name, each in found.items() if each)}"
     if not any(found.values()):
         raise UsageError(
@@ -161,6 +162,13 @@ def scheme_launches(records: Iterable[Row]) -> dict[tuple[Strategy, str, str, in
             how = str(row.compile), str(row.precision), row.blocks_per_group or 1
             found[scheme.planned_as or "single", *how].append(row.times["issue"].median / 1e3 / model.num_layers)
     return {key: min(each) for key, each in found.items()}
+
+
+def _launched(launches: Iterable[tuple[Strategy, str, str, int]]) -> str:
+    """Of what steps they are, in words."""
+    steps = dict.fromkeys(f"compile {compiled}, {precision}" for _, compiled, precision, _ in launches)
+    blocks = ", ".join(map(str, sorted({blocks for *_, blocks in launches})))
+    return "; ".join([*steps, f"blocks a group {blocks}"])
 
 
 def _optimizer(records: Sequence[Row], machine: Machine) -> dict[str, Any]:

@@ -141,6 +141,8 @@ def _check_sizes(request: PlanRequest) -> None:
         raise UsageError(f"{request.cluster.gpus} GPUs do not divide into {replicas} replicas; choose --replicas anew")
     if request.blocks_per_group < 1:
         raise UsageError(f"--blocks-per-group is {request.blocks_per_group}; expected 1 or more")
+    if model is not None and request.blocks_per_group > model.num_layers:
+        raise UsageError(f"--blocks-per-group is {request.blocks_per_group}; the model has {model.num_layers} blocks")
     for what, value, most in limited:
         if value > most:
             raise UsageError(f"{what} is {value:.3g}; the planner takes at most {most:.0e}. Check the sizes")

@@ -187,6 +187,10 @@ class RunConfig:
                 f"blocks_per_group is {self.train.blocks_per_group}, and {scheme.name} gathers no blocks; use --scheme "
                 "fsdp or hsdp, or leave it out"
             )
+        if self.model is not None and self.train.blocks_per_group > self.model.num_layers:
+            raise UsageError(
+                f"blocks_per_group is {self.train.blocks_per_group}; the model has {self.model.num_layers} blocks"
+            )
         if PRECISIONS[self.step.precision].needs_scaler:
             raise UnsupportedError(
                 f"train does not take {self.step.precision}: its loss scaler skips steps, so that runs could not be "

@@ -41,13 +41,13 @@ class Start:
             return self.step * config.tokens_per_update
         return 0 if self.checkpoint is None else self.checkpoint.note["tokens"]
 
-    def describe(self, config: RunConfig, world_size: int, out: Path, parameters: str) -> str:
+    def describe(self, config: RunConfig, world_size: int, hosts: int, out: Path, parameters: str) -> str:
         """A run's first lines for the terminal: what is trained how, and from where. `parameters` says how many."""
         if self.is_finished:
             return f"the run in {out} is finished: all {config.train.steps} updates are made; nothing to do"
         told = (
             f"{config.name}: {parameters}, {config.train.steps} updates of {config.describe_update(world_size)}, "
-            f"{config.scheme(world_size).name}, {config.step.precision} → {out}"
+            f"{config.scheme(world_size, hosts).label}, {config.step.precision} → {out}"
         )
         if self.checkpoint is not None:
             writers = counted(self.checkpoint.note.get("world_size"), "rank")

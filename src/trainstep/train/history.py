@@ -14,6 +14,7 @@ from trainstep.errors import UsageError
 from trainstep.kinds import TrainRow
 from trainstep.kinds.row import check_columns, check_types
 from trainstep.records import Scalar, Times
+from trainstep.schemes import SCHEMES
 from trainstep.stats import summarize
 
 METRICS = "metrics.jsonl"  # the file's name in the run's folder
@@ -144,8 +145,7 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     found["start_step"] = [row["step"] for row in begun]
     found["start_ranks"] = [row.get("world_size") for row in begun]
     found["start_again"] = [row.get("trained_again") or 0 for row in begun]
-    schemes = [(row.get("start") or {}).get("case", {}).get("scheme") for row in begun]
-    found["start_scheme"] = [scheme or "" for scheme in schemes]
+    found["start_scheme"] = [_scheme((row.get("start") or {}).get("case", {})) for row in begun]
     ends = [*(row["step"] - 1 for row in begun[1:]), rows[-1]["step"]]
     found["start_ms"] = [
         _median([row for row in rows if start["step"] <= row["step"] <= end], "step_ms")
@@ -173,3 +173,12 @@ def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
     known = [row[name] for row in rows if row.get(name) is not None]
     return float(np.mean(known)) if known else None
+
+
+def _scheme(case: Mapping[str, Any]) -> str:
+    """A start's scheme as it was set; nothing where older rows do not say it."""
+    name = str(case.get("scheme") or "")
+    if name not in SCHEMES:
+        return name
+    together = case.get("blocks_per_group") or 1
+    return dataclasses.replace(SCHEMES[name], replicas=case.get("replicas"), blocks_per_group=together).label

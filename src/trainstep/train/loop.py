@@ -92,7 +92,7 @@ def train(
         opening = partial(open_folder, out, identity, updates=config.train.steps, resume_from=resume_from)
         start = on_first_rank(process, lambda: opening(is_restart=is_restart()))
         on_all_ranks(process, lambda: check_shared(out))
-        show.line(start.describe(config, process.world_size, out, tokens.parameters))
+        show.line(start.describe(config, process.world_size, process.hosts, out, tokens.parameters))
         if start.is_finished:
             return Outcome(config.train.steps, is_finished=True)
         process.now("the start")

@@ -49,6 +49,15 @@ def test_the_fastest_that_fits_is_named():
     assert found["plan.basis"].figures == {"basis": "a datasheet"}
 
 
+def test_launches_that_are_known_of_some_strategies_alone_are_told():
+    rows = [replace(strategy(name, fits=True), launch_ms=known) for name, known in (("ddp", 40.0), ("fsdp", None))]
+    told = found_in(*rows)["plan.launches"]
+    assert told.figures == {"strategies": "fsdp"}
+    assert "a step of fsdp is not in the calibration and not counted" in told.sentence
+    for known in (40.0, None):
+        assert "plan.launches" not in found_in(*(replace(row, launch_ms=known) for row in rows))
+
+
 def test_where_nothing_fits():
     fsdp = strategy("fsdp", fits=False, peak_gib=12.34, smallest_gpus=64, room=10.0)
     (found,) = found_in(strategy("ddp", fits=False), fsdp).values()

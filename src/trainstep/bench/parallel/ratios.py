@@ -64,7 +64,7 @@ def _apart(ours: ParallelRow, theirs: ParallelRow) -> list[str]:
     """The settings of the peer's step that ours does not share, where arms differ in more than their scheme."""
     pairs = ((name, getattr(ours, name), getattr(theirs, name)) for name in ("attention", "compile", "loss", "fused"))
     said = [f"{name} {other}" for name, own, other in pairs if own != other]
-    if theirs.blocks_per_group != ours.blocks_per_group:
+    if ours.blocks_per_group is not None or theirs.blocks_per_group is not None:
         said.append(f"blocks a group {theirs.blocks_per_group or 1}")
     if theirs.checkpointing != ours.checkpointing:
         said.append(f"checkpointing {Path(str(theirs.checkpointing).lstrip('@')).stem}")

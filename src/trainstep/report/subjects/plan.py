@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from trainstep.kinds import PlanCheckRow, PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
@@ -129,7 +129,7 @@ def findings(records: Sequence[Row]) -> list[Finding]:
     fitting = [row for row in rows if row.fits]
     bases = of_kind(records, PlanMachineRow)
     stated = [found("plan.basis", "Predictions stand on this: {basis}.", basis=row.basis) for row in bases]
-    return [_fastest(fitting) if fitting else _nothing_fits(rows), *stated]
+    return [_fastest(fitting) if fitting else _nothing_fits(rows), *_not_launched(rows), *stated]
 
 
 RULES = (findings,)
@@ -144,6 +144,17 @@ def _fastest(rows: Sequence[PlanRow]) -> Finding:
     said = f"Predicted: of what fits, {{strategy}} is fastest on {devices}, with {speed}. What limits it: {{limit}}."
     figures = {"tokens_per_s": best.tokens_per_s, "utilisation": best.utilisation, "step_ms": best.step_ms}
     return found("plan.fastest", said, strategy=best.strategy, gpus=best.gpus, limit=best.limit, **figures)
+
+
+def _not_launched(rows: Sequence[PlanRow]) -> Iterator[Finding]:
+    """Strategies whose launches are not known beside some whose are."""
+    unknown = [row.strategy for row in rows if row.launch_ms is None]
+    if 0 < len(unknown) < len(rows):
+        said = (
+            "What the host takes to launch a step of {strategies} is not in the calibration and not counted, where "
+            "that of others is: they may be slower than they are predicted."
+        )
+        yield found("plan.launches", said, strategies=", ".join(unknown))
 
 
 def _nothing_fits(rows: Sequence[PlanRow]) -> Finding:
