@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainstep.errors import UsageError
 from trainstep.parallel import over_gloo
 from trainstep.parallel.forms import Form, form_of
 from trainstep.parallel.slices import flat, slices_of
@@ -124,7 +125,12 @@ def clip_gradients_(
             elements. The sum is over all of them: each replica's own might be rounded otherwise, and the replicas would
             then drift apart.
         replicated: gradients that are the same on every rank, and so counted once.
+
+    Raises:
+        UsageError: `norm_type` is not above 0.
     """
+    if not norm_type > 0:
+        raise UsageError(f"norm_type is {norm_type}; expected a number above 0, or inf")
     of_divided, of_replicated = (_norm(gradients, norm_type, device) for gradients in (divided, replicated))
     if norm_type == float("inf"):
         dist.all_reduce(of_divided, op=dist.ReduceOp.MAX, group=group)

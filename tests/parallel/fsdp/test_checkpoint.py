@@ -31,6 +31,45 @@ def _grouped(parameters):
     )
 
 
+class Counting(nn.Linear):
+    """Has state beside its tensors, of each kind."""
+
+    def __init__(self, kind):
+        super().__init__(4, 4)
+        self.extra = kind
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def _extra_states(process, folder):
+    saved = [{"calls": 7, "seen": torch.tensor([7.0])}, torch.tensor([7.0]), 7]
+    fresh = [{"calls": 0, "seen": torch.tensor([0.0])}, torch.tensor([0.0]), 0]
+    first = FullyShardedDataParallel(nn.Sequential(*map(Counting, saved)))
+    found = []
+    for number in range(2):
+        second = FullyShardedDataParallel(nn.Sequential(*map(Counting, fresh)))
+        if number == 0:
+            second.load_state_dict(first.state_dict())
+        else:
+            save_checkpoint(folder, first)
+            load_checkpoint(folder, second)
+        found.append([inner.extra for inner in second.module])
+    plain = FullyShardedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in fresh)))
+    save_checkpoint(folder / "plain", plain)
+    with pytest.raises(UsageError, match=r"holds another model: it has no 0\._extra_state"):
+        load_checkpoint(folder / "plain", second)
+    return [[repr(each) for each in extras] for extras in (saved, *found)]
+
+
+def test_extra_states_come_back(two, tmp_path):
+    for saved, *found in two.run(_extra_states, tmp_path / "saved"):
+        assert found == [saved, saved]
+
+
 def _steps(process, sharded, optimizer, first, count):
     for step in range(first, first + count):
         loss_of(sharded, batch(step).chunk(process.world_size)[process.rank]).backward()

@@ -21,7 +21,7 @@ from trainstep.errors import UsageError
 
 ADVICE = (
     "Every rank must call the same blocks in the same order in every pass, and then backward: choose between experts "
-    "inside of a block, or call a block on all ranks and drop its output where it is not wanted"
+    "inside of a block, or call a block on all ranks and add its output times 0 where it is not wanted"
 )
 
 

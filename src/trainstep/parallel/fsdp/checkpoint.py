@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from trainstep.errors import UsageError
 from trainstep.parallel.checkpoint_files import METADATA, checksums, damaged_file, load_files, read_metadata
+from trainstep.parallel.fsdp.extra_state import is_extra_state, set_extra_states
 from trainstep.parallel.fsdp.wrapper import FullyShardedDataParallel
 
 SUMS = "checksums.json"
@@ -80,6 +81,7 @@ def load_checkpoint(
         if len(state["optimizer"]) == 1:
             raise UsageError(f"{folder} holds no optimizer's state; it was saved without one")
     load_files(Path(folder), state, module.process_group)
+    set_extra_states(module.module, state["model"])
     if optimizer is not None:
         loaded = state["optimizer"]
         _check_groups(_names_by_group(module, optimizer), [group["params"] for group in loaded["param_groups"]])
@@ -165,6 +167,8 @@ def _part_like(value: Tensor, weight: Tensor) -> Tensor:
 def _check_fit(folder: str | Path, metadata: Metadata, weights: Mapping[str, Any]) -> None:
     for name, value in weights.items():
         stored = metadata.state_dict_metadata.get(f"model.{name}")
+        if is_extra_state(name) and any(key.startswith(f"model.{name}.") for key in metadata.state_dict_metadata):
+            continue  # a dict, of which each entry has a name
         if stored is None:
             raise UsageError(f"{folder} holds another model: it has no {name}")
         if isinstance(value, Tensor) and isinstance(stored, TensorStorageMetadata) and stored.size != value.shape:

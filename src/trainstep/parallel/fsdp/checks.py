@@ -60,8 +60,13 @@ class StepCheck:
         """Check that it may be given shards, and give it gradients as plain tensors.
 
         Raises:
-            UsageError: it is not known to be elementwise, or has the state of whole parameters.
+            UsageError: it is not known to be elementwise, or has the state of whole parameters; or shards have hooks.
         """
+        if hooked := next((each.name for each in self._sharded if _is_hooked(each)), None):
+            raise UsageError(
+                f"{hooked} was given a hook after it had been sharded, which is never called; register hooks on the "
+                "module's parameters before FullyShardedDataParallel takes them"
+            )
         if self._process_group.size() > 1 and not is_elementwise(optimizer):
             raise UsageError(
                 f"{type(optimizer).__name__} is not known to treat each element alone, and a rank has only its rows of "
@@ -81,6 +86,12 @@ class StepCheck:
         for parameter in self._sharded:
             if type(gradient := parameter.shard.grad) is self._gradient_class:
                 parameter.shard.grad = gradient.plain
+
+
+def _is_hooked(parameter: ShardedParameter) -> bool:
+    """Whether its shard has a hook that is not ours."""
+    after = parameter.shard._post_accumulate_grad_hooks or ()
+    return bool(parameter.shard._backward_hooks) or len(after) > parameter.trainable
 
 
 def _put_shards_for_placeholders(optimizer: torch.optim.Optimizer) -> None:

@@ -45,6 +45,7 @@ class GatherGroup:
         self.is_unsent = False  # whether any gradient has come since the last were sent
         self._pending: Pending | None = None
         self._is_installed = False  # whether the module sees the full parameters
+        self._gathered_version = 0
         self._all_gather: Start | None = None
         self._trainable = [parameter for parameter in parameters if parameter.trainable]
         self._lay_out(compute_dtype, device)
@@ -123,8 +124,19 @@ class GatherGroup:
         for buffer in self.buffers:
             buffer.connect(carriers)
 
+    @property
+    def version(self) -> int:
+        """How often this rank's shards were changed in place."""
+        return sum(parameter.shard._version for parameter in self.parameters)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it was gathered, and the shards were changed since."""
+        return self.is_gathered and self.version != self._gathered_version
+
     def gather(self, stream: SideStream) -> None:
         if not self.is_gathered:
+            self._gathered_version = self.version
             self._storage.resize_(self.full_bytes)
             self._pending = stream.run(self._all_gather, before=self._copy_own)
 

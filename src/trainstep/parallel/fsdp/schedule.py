@@ -81,6 +81,7 @@ class Call:
     positions: list[int]
     is_watched: bool = False  # whether backward is seen leaving it
     backward: int = -1  # the last one that reached it, by autograd's number
+    versions: Sequence[int] = ()  # of the groups
 
 
 class Hold:
@@ -145,13 +146,13 @@ class Schedule:
         self._awaits_backward |= self._with_gradients
         self._pass = Pass(self._recorded.get(self._with_gradients))
 
-    def end_forward(self, *, raised: bool = False) -> None:
-        """The wrapper's forward has ended, or raised: a call that was expected does not come any more."""
+    def end_forward(self) -> None:
+        """The wrapper's forward has ended, or raised: what was gathered for a call that did not come is freed."""
         self.passes_running -= 1
         if self.passes_running == 0 and not in_backward():
-            self._free_expected([])
-            for group in self.groups if raised else ():
-                if group.users == 0 and not group.awaiting and not group.unwatched:  # gathered ahead
+            self._expected.clear()
+            for group in self.groups:
+                if group.users == 0 and not group.awaiting and not group.unwatched:
                     group.free()
 
     def enter(self, groups: Sequence[GatherGroup]) -> Call:
@@ -160,7 +161,11 @@ class Schedule:
         call = Call(groups, None if again else self._pass, [] if again else list(map(self._pass.record, groups)))
         upcoming = list(self._upcoming(call))
         if not again:
+            call.versions = [group.version for group in groups]
             self._free_expected(groups, upcoming)
+            for group in groups if self.passes_running == 0 else ():
+                if group.users == 0 and group.is_stale:
+                    group.free()
         self.gather(groups, upcoming)
         for group in groups:
             group.users += 1
@@ -216,6 +221,12 @@ class Schedule:
 
     def before_backward(self, call: Call) -> None:
         """Backward reaches the call's outputs: gather what it needs, and what the calls before it will."""
+        for group, version in zip(call.groups, call.versions, strict=call.recorded_in is not None):
+            if group.version != version:
+                raise UsageError(
+                    f"the weights of {group.name} were changed between forward and backward, by an optimizer's step, "
+                    "load_state_dict() or by hand, so the gradients would be of neither; change them after backward"
+                )
         self.gather(call.groups, self._preceding(call))
         if call.backward != (number := torch._C._current_graph_task_id()):  # not left yet, also where it was before
             call.backward = number
@@ -268,7 +279,7 @@ class Schedule:
     def _start_over(self) -> None:
         """No gradient has come, and what backward needed is not needed any more."""
         self._used, self._undecided, self._first_attached = set(), [], None
-        self._awaits_backward = self.added_up = False
+        self._awaits_backward, self.added_up = False, not self.synchronise
         for group in self.groups:
             group.unwatched.clear()
         self._free_all()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree
 
 from trainstep.errors import UsageError
@@ -17,6 +18,7 @@ from trainstep.parallel.collectives import all_gather_slices, clip_gradients_
 from trainstep.parallel.fsdp.boundary import Boundary
 from trainstep.parallel.fsdp.carriers import choose_carriers, largest_of
 from trainstep.parallel.fsdp.checks import MAX_PREFETCH, StepCheck, check_arguments, is_kept
+from trainstep.parallel.fsdp.extra_state import is_extra_state, set_extra_states
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.schedule import Schedule
@@ -159,12 +161,9 @@ class FullyShardedDataParallel(nn.Module):
             args, kwargs = _pytree.tree_map(self._cast, (args, kwargs))
         self._schedule.passes_running += 1
         try:
-            output = self.module(*args, **kwargs)
-        except BaseException:
-            self._schedule.end_forward(raised=True)
-            raise
-        self._schedule.end_forward()
-        return output
+            return self.module(*args, **kwargs)
+        finally:
+            self._schedule.end_forward()
 
     def finish_gradient_synchronization(self) -> None:
         """After backward, before the optimizer's step: every shard's `.grad` is the mean over the ranks.
@@ -248,12 +247,22 @@ class FullyShardedDataParallel(nn.Module):
             for name in parameter.names[:1] if remove_duplicate else parameter.names:
                 yield start + name, parameter.shard
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any
+    ) -> dict[str, Any]:
         """Parameters and buffers by their names in `module`; parameters are DTensors that share the shards' memory.
 
         A module under torch's fully_shard loads it, and this one loads that one's. For torch.distributed.checkpoint;
         see `trainstep.parallel.save_checkpoint`. A plain model loads what it writes.
+
+        Raises:
+            UsageError: it was called by a module around the wrapper, whose names would not be those it loads.
         """
+        if args or destination is not None or prefix:
+            raise UsageError(
+                f"state_dict() of a module that has FullyShardedDataParallel inside, as {prefix or 'a part'!r}; save "
+                "the wrapper's own, and load it there, beside what the outer module has itself"
+            )
         by_name, mesh = self._by_name(), self._mesh()
         return {
             name: by_name[name].as_saved(mesh) if name in by_name else _detached(value)
@@ -276,7 +285,7 @@ class FullyShardedDataParallel(nn.Module):
         with torch.no_grad():
             for name in (each for each in own if each in state_dict):  # on every rank in one order
                 value = state_dict[name]
-                if not isinstance(value, Tensor):
+                if not isinstance(value, Tensor) or is_extra_state(name):
                     continue
                 if value.shape != own[name].shape:
                     raise UsageError(f"{name} has shape {tuple(value.shape)}; expected {tuple(own[name].shape)}")
@@ -284,6 +293,8 @@ class FullyShardedDataParallel(nn.Module):
                     by_name[name].load(value, mesh)
                 else:
                     own[name].copy_(value)
+        set_extra_states(self.module, {name: state_dict[name] for name in own if name in state_dict})
+        return _IncompatibleKeys(missing, unknown)
 
     def __deepcopy__(self, memo: object) -> FullyShardedDataParallel:
         raise UsageError(
