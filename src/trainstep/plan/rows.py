@@ -152,8 +152,8 @@ def _layouts(request: PlanRequest) -> list[Layout]:
     """One for each strategy; on one GPU too, to say how many it would take. TP only where a mesh is possible."""
     gpus, chosen, model = request.cluster.gpus, request.tensor_parallel, request.model
     if model is None:
-        flags = {"--tensor-parallel": chosen is not None, "--blocks-per-group": request.blocks_per_group > 1}
-        for flag in (flag for flag, is_given in flags.items() if is_given):
+        if chosen is not None or request.blocks_per_group > 1:
+            flag = "--blocks-per-group" if chosen is None else "--tensor-parallel"
             raise UsageError(f"{flag} is planned for the built-in sizes alone; leave it out")
         return [_alone(request, each) for each in _strategies(request)]
     sizes = strategies.tensor_parallel_choices(request.cluster, model) if chosen is None else [chosen]

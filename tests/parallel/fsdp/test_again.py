@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.parallel.fsdp.recorder import Recorder, halves
+from tests.parallel.fsdp.training import gradients_beside
 from trainstep.parallel import FullyShardedDataParallel
 
 pytestmark = pytest.mark.distributed
@@ -130,12 +131,7 @@ def _gradients(process, name, in_lists, how):
         expected.backward()
         gathered.append(sum(group.is_gathered for group in sharded._schedule.groups))
         sharded.finish_gradient_synchronization()
-        for parameter in sharded.sharded_parameters():
-            own, whole = parameter.shard.grad, plain.get_parameter(parameter.name).grad
-            if whole is not None:
-                found.append((own.detach(), whole if parameter.rows is None else whole[parameter.rows]))
-            else:
-                assert own is None
+        found += gradients_beside(sharded, plain)
         sharded.zero_grad()
         plain.zero_grad()
     return found, gathered

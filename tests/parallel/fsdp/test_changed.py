@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.parallel.fsdp.training import gradients_beside
 from trainstep.errors import UsageError
 from trainstep.parallel import FullyShardedDataParallel
 
@@ -52,10 +53,8 @@ def _between(process):
     sharded(_input()).square().sum().backward()
     sharded.finish_gradient_synchronization()
     plain(_input()).square().sum().backward()
-    for parameter in sharded.sharded_parameters():
-        whole = plain.get_parameter(parameter.name).grad
-        own = whole if parameter.rows is None else whole[parameter.rows]
-        torch.testing.assert_close(parameter.shard.grad.as_subclass(torch.Tensor), own)
+    for own, expected in gradients_beside(sharded, plain):
+        torch.testing.assert_close(own, expected)
 
 
 def test_backward_over_changed_weights_is_refused(two):
@@ -134,10 +133,8 @@ def _chosen(process):
     for rank in range(2):
         plain.rank = rank
         (plain(_input()).square().sum() / 2).backward()
-    for parameter in sharded.sharded_parameters():
-        whole = plain.get_parameter(parameter.name).grad
-        own = whole if parameter.rows is None else whole[parameter.rows]
-        torch.testing.assert_close(parameter.shard.grad.as_subclass(torch.Tensor), own)
+    for own, expected in gradients_beside(sharded, plain):
+        torch.testing.assert_close(own, expected)
 
 
 def test_outputs_times_0_do_as_the_error_advises(two):

@@ -37,6 +37,17 @@ def train(process, options, how, steps, dtype=None, prepare=None, **settings):
     return sharded.gather_full_parameters()
 
 
+def gradients_beside(sharded, plain):
+    """(this rank's gradient, the same rows of the plain module's), of each parameter that has one there; the others
+    have none here either."""
+    for parameter in sharded.sharded_parameters():
+        own, whole = parameter.shard.grad, plain.get_parameter(parameter.name).grad
+        if whole is None:
+            assert own is None
+        else:
+            yield own.as_subclass(torch.Tensor), whole if parameter.rows is None else whole[parameter.rows]
+
+
 def train_cases(process, cases):
     return [train(process, options, how, 4, dtype) for options, how, dtype in cases]
 

@@ -61,7 +61,8 @@ def _ratio_row(peer: str, theirs: ParallelRow, ours: ParallelRow) -> ParallelRat
 
 
 def _apart(ours: ParallelRow, theirs: ParallelRow) -> list[str]:
-    """The settings of the peer's step that ours does not share, where arms differ in more than their scheme."""
+    """The settings of the peer's step that ours does not share, where arms differ in more than their scheme, and its
+    blocks a group where one of them has several."""
     pairs = ((name, getattr(ours, name), getattr(theirs, name)) for name in ("attention", "compile", "loss", "fused"))
     said = [f"{name} {other}" for name, own, other in pairs if own != other]
     if ours.blocks_per_group is not None or theirs.blocks_per_group is not None:

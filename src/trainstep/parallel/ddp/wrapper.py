@@ -74,7 +74,7 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.ranks = ranks_of(process_group, mesh)
         self.process_group = group = self.ranks.everyone
-        check_arguments(module, bucket_mb, reduce_dtype, type(self))
+        check_arguments(module, bucket_mb, reduce_dtype, DistributedDataParallel)
         check_name(transport)
         tensors = [*module.named_parameters(), *module.named_buffers()]
         settings: dict[str, object] = {"bucket_mb": bucket_mb, "overlap": overlap, "reduce_dtype": reduce_dtype}
@@ -178,10 +178,10 @@ class DistributedDataParallel(nn.Module):
             self._synchronizing = before
 
     def scatter_gradients(self, optimizer: object, slices: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """From now on give each rank only its slice of these parameters' mean gradients, at half the bytes; as long as
-        their optimizer lives.
+        """From now on give each rank only its slice of these parameters' mean gradients, at half the bytes.
 
-        Slices are those of a replica's ranks, and are then averaged between replicas.
+        Slices are those of a replica's ranks, and are then averaged between replicas. Several optimizers may have some,
+        each of its own parameters; those of one that is gone are forgotten when the next one calls this.
 
         After `finish_gradient_synchronization()`, `slice.grad` is this rank's slice (see `collectives.slice_of`), to
         which later ones are added, and `param.grad` a `ScatteredGradient`: the rest of it would be no gradient of

@@ -79,9 +79,9 @@ class Call:
     groups: Sequence[GatherGroup]
     recorded_in: Pass | None  # None for a call during backward, which computes activations again
     positions: list[int]
+    versions: Sequence[int]  # of the groups
     is_watched: bool = False  # whether backward is seen leaving it
     backward: int = -1  # the last one that reached it, by autograd's number
-    versions: Sequence[int] = ()  # of the groups
 
 
 class Hold:
@@ -158,10 +158,10 @@ class Schedule:
     def enter(self, groups: Sequence[GatherGroup]) -> Call:
         """A call of a unit begins: gather what it needs, and what the calls after it will."""
         again = in_backward()
-        call = Call(groups, None if again else self._pass, [] if again else list(map(self._pass.record, groups)))
+        positions = [] if again else list(map(self._pass.record, groups))
+        call = Call(groups, None if again else self._pass, positions, [group.version for group in groups])
         upcoming = list(self._upcoming(call))
         if not again:
-            call.versions = [group.version for group in groups]
             self._free_expected(groups, upcoming)
             for group in groups if self.passes_running == 0 else ():
                 if group.users == 0 and group.is_stale:
@@ -221,7 +221,7 @@ class Schedule:
 
     def before_backward(self, call: Call) -> None:
         """Backward reaches the call's outputs: gather what it needs, and what the calls before it will."""
-        for group, version in zip(call.groups, call.versions, strict=call.recorded_in is not None):
+        for group, version in zip(call.groups, call.versions, strict=True):
             if group.version != version:
                 raise UsageError(
                     f"the weights of {group.name} were changed between forward and backward, by an optimizer's step, "
@@ -284,7 +284,7 @@ class Schedule:
             group.unwatched.clear()
         self._free_all()
 
-    def _free_expected(self, called: Sequence[GatherGroup], upcoming: Sequence[GatherGroup] = ()) -> None:
+    def _free_expected(self, called: Sequence[GatherGroup], upcoming: Sequence[GatherGroup]) -> None:
         """Free the groups that a call was expected to need, unless this one does, or one of the next still may."""
         expected, self._expected = self._expected, [each for each in self._expected if each in upcoming]
         for group in expected:

@@ -272,7 +272,8 @@ class FullyShardedDataParallel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take over what `state_dict()` of this or of the plain module returned: DTensors, or full tensors.
 
-        All ranks call it, as DTensors cut another way, or on another mesh, have to be put together for it.
+        All ranks call it, as DTensors cut another way, or on another mesh, have to be put together for it. Returns the
+        names that were missing and those that are unknown, as torch's does.
 
         Raises:
             UsageError: `strict`, and names are missing or unknown; or a shape is wrong.

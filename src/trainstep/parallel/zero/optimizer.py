@@ -338,8 +338,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         "optimizer afterwards"
                     )
                 gradient = piece.parameter.grad
-                is_whole = gradient is not None and not isinstance(gradient, ScatteredGradient)
-                if self._ddp is not None and (is_whole or getattr(gradient, "local", None) is not None):
+                is_scattered = isinstance(gradient, ScatteredGradient) and gradient.local is None
+                if self._ddp is not None and gradient is not None and not is_scattered:
                     raise UsageError("step() before gradients were averaged; call finish_gradient_synchronization()")
         for number, parameter in enumerate(parameter for group in self.param_groups for parameter in group["params"]):
             if id(parameter) not in divided and parameter.grad is not None:
