@@ -1,6 +1,7 @@
 """Ranks that have gradients of different parameters send alike all the same, by either transport."""
 
 import contextlib
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -33,10 +34,12 @@ class Experts(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, again, first):
+    def __init__(self, case):
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH) if first else nn.Identity()  # without it no call's inputs need gradients
-        self.blocks = nn.ModuleList([Experts(again), Experts(again)])
+        self.first = nn.Linear(WIDTH, WIDTH) if case.first else nn.Identity()
+        self.blocks = nn.ModuleList([Experts(case.again), Experts(case.again)])
+        for block in self.blocks:
+            block.gain.requires_grad_(case.gain)
 
     def forward(self, x, names):
         x = self.first(x)
@@ -49,26 +52,40 @@ def _batch(rank, call):
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * rank + call))
 
 
-CASES = {  # what each rank's calls use; whether all but the last are under no_sync; re-entrant checkpointing
-    "different experts": ([[["a"]], [["b"]]], False, False),
-    "two backwards": ([[["a"], ["a"]], [["a"], ["b"]]], False, False),
-    "twice in one backward": ([[["a", "a"]], [["a", "b"]]], False, True),
-    "nothing to add up on one rank": ([[["a"], ["a"]], [[], ["a"]]], True, False),
-    "added up on one rank alone": ([[["a"], []], [[], ["b"]]], True, False),
-    "experts of different dtypes": ([[["a"]], [["narrow"]]], False, False),
+class Case(NamedTuple):
+    plan: list[list[list[str]]]  # what each rank's calls use
+    apart: bool = False  # whether all but the last are under no_sync
+    again: bool = False  # re-entrant checkpointing
+    first: bool = False  # a layer before the blocks; without it the first block's input needs no gradient
+    gain: bool = True  # whether it is trained
+
+
+CASES = {
+    "different experts": Case([[["a"]], [["b"]]]),
+    "two backwards": Case([[["a"], ["a"]], [["a"], ["b"]]]),
+    "twice in one backward": Case([[["a", "a"]], [["a", "b"]]], again=True, first=True),
+    "twice, and the first block's input needs no gradient": Case([[["a", "a"]], [["a", "b"]]], again=True),
+    "nothing to add up on one rank": Case([[["a"], ["a"]], [[], ["a"]]], apart=True),
+    "added up on one rank alone": Case([[["a"], []], [[], ["b"]]], apart=True),
+    "experts of different dtypes": Case([[["a"]], [["narrow"]]]),
+    "all on one rank": Case([[["a", "b", "unused", "narrow"]], [["a"]]]),
+    "all on one rank, in two backwards": Case([[["a", "b", "unused", "narrow"], ["a"]], [["a"], ["b"]]]),
+    "none on one rank": Case([[["a"]], [[]]], first=True, gain=False),
+    "none on one rank, in two backwards": Case([[["a"], []], [[], ["b"]]], first=True, gain=False),
+    "none on one rank, added up": Case([[["a"], ["a"]], [[], []]], apart=True, first=True, gain=False),
 }
 
 
-def _make(again):
+def _make(case):
     torch.manual_seed(0)
-    return Net(again, first=again)
+    return Net(case)
 
 
-def _train(process, plan, apart, again, transport):
-    sharded = FullyShardedDataParallel(_make(again), compute_dtype=torch.bfloat16, transport=transport)
-    calls = plan[process.rank]
+def _train(process, case, transport):
+    sharded = FullyShardedDataParallel(_make(case), compute_dtype=torch.bfloat16, transport=transport)
+    calls = case.plan[process.rank]
     for number, names in enumerate(calls):
-        with sharded.no_sync() if apart and number + 1 < len(calls) else contextlib.nullcontext():
+        with sharded.no_sync() if case.apart and number + 1 < len(calls) else contextlib.nullcontext():
             sharded(_batch(process.rank, number), names).backward()
     sharded.finish_gradient_synchronization()
     gradients = {name: parameter.grad for name, parameter in sharded.named_parameters()}
@@ -76,25 +93,24 @@ def _train(process, plan, apart, again, transport):
     return {name: torch.empty(grad.shape, dtype=grad.dtype).copy_(grad) for name, grad in plain.items()}
 
 
-def _alone(plan, again):
+def _alone(case):
     """The mean over ranks of what each one's calls add up to, in float32."""
-    module, total = _make(again).bfloat16(), {}
-    for rank, calls in enumerate(plan):
+    module, total = _make(case).bfloat16(), {}
+    for rank, calls in enumerate(case.plan):
         for number, names in enumerate(calls):
             module.zero_grad()
             module(_batch(rank, number).bfloat16(), names).backward()
             for name, parameter in module.named_parameters():
                 if parameter.grad is not None:
-                    total[name] = total.get(name, 0) + parameter.grad.float() / len(plan)
+                    total[name] = total.get(name, 0) + parameter.grad.float() / len(case.plan)
     return total
 
 
 @pytest.mark.parametrize("transport", ["collectives", "peer-copies"])
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_need_not_have_gradients_of_the_same_parameters(two, case, transport):
-    plan, apart, again = CASES[case]
-    by_rank = two.run(_train, plan, apart, again, transport)
-    expected = _alone(plan, again)
+    by_rank = two.run(_train, CASES[case], transport)
+    expected = _alone(CASES[case])
     assert len(expected) >= 3
     for ours in by_rank:
         assert {name.removeprefix("module.") for name in ours} == set(expected)

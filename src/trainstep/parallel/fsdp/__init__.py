@@ -9,9 +9,10 @@ The schedule of a step, for a model of blocks b0 … bn:
   The call waits for that, starts the gather of block i+2, and computes. Afterwards the full parameters are freed; those
   of the last blocks are kept, because backward begins with them.
 - Backward runs the same in reverse: when it reaches block i's outputs, blocks i-1 and i-2 are gathered. Gradients wait
-  where autograd left them if copies will carry them, and in a buffer of their block otherwise. When the block's are all
-  there, they are sent, beside the backward of block i-1, and this rank's rows of the mean arrive in the shards'
-  `.grad`. When backward has left the block, its full parameters are freed.
+  where autograd left them if copies will carry them, and in a buffer of their block otherwise. When backward has left
+  the block, its full parameters are freed and its gradients are sent, beside the backward of block i-1, and this rank's
+  rows of the mean arrive in the shards' `.grad`. Where it is not seen leaving, as of a block whose inputs need no
+  gradient, both happen at the end of backward.
 - `finish_gradient_synchronization` averages the replicated parameters' gradients in one flat call, and waits.
 
 On a GPU nothing of this makes the host wait.

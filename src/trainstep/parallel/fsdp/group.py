@@ -41,8 +41,7 @@ class GatherGroup:
         self.users = 0  # calls that are running in forward
         self.awaiting: WeakSet[object] = WeakSet()  # calls not left by backward yet; without a graph they drop out
         self.unwatched: WeakSet[object] = WeakSet()  # calls that backward comes through, and is not seen leaving
-        self.arrived: set[ShardedParameter] = set()  # whose gradient backward has brought since it was last settled
-        self.is_unsent = False  # whether any gradient has come since the last were sent
+        self.is_unsent = False  # whether backward has come to it since its gradients were last sent
         self._pending: Pending | None = None
         self._is_installed = False  # whether the module sees the full parameters
         self._gathered_version = 0
@@ -181,16 +180,10 @@ class GatherGroup:
             raise UsageError(f"{parameter.name} has a sparse gradient; only dense ones can be averaged")
         if gradient.requires_grad:  # create_graph: what arrives in the shards is a mean over ranks, without a graph
             gradient = gradient.detach()
-        self.arrived.add(parameter)
-        self.is_unsent = True
         if parameter.rows is None:
             return gradient
         self._buffer_of[parameter].add(parameter, gradient, added_up=added_up)
         return None
-
-    @property
-    def all_arrived(self) -> bool:
-        return len(self.arrived) == len(self._trainable) > 0
 
     @property
     def has_frozen(self) -> bool:

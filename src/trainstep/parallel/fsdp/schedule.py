@@ -109,6 +109,7 @@ class Schedule:
         self._with_gradients = False
         self._pass = Pass(None)
         self._expected: list[GatherGroup] = []  # stay gathered after a call, for one that follows
+        self._reached: set[GatherGroup] = set()  # by the backward that is running
         self._under_way: deque[list[Sending]] = deque()  # of each group that was sent
         averaged = any(buffer.is_averaged for group in groups for buffer in group.buffers)
         self._at_once = 2 if averaged else 1  # one on its way within replicas, one between them
@@ -136,6 +137,7 @@ class Schedule:
         if in_backward():
             return  # the forward is being computed again
         self.agreement.compare()
+        self._reached = set()  # by a backward that raised
         held = [group for group in self._held if group in self._held_for_backward]
         self._free_all()
         for group in held:  # an earlier forward's graph may need it
@@ -222,6 +224,7 @@ class Schedule:
     def before_backward(self, call: Call) -> None:
         """Backward reaches the call's outputs: gather what it needs, and what the calls before it will."""
         for group, version in zip(call.groups, call.versions, strict=True):
+            self._reach(group)
             if group.version != version:
                 raise UsageError(
                     f"the weights of {group.name} were changed between forward and backward, by an optimizer's step, "
@@ -279,6 +282,7 @@ class Schedule:
     def _start_over(self) -> None:
         """No gradient has come, and what backward needed is not needed any more."""
         self._used, self._undecided, self._first_attached = set(), [], None
+        self._reached = set()
         self._awaits_backward, self.added_up = False, not self.synchronise
         for group in self.groups:
             group.unwatched.clear()
@@ -311,26 +315,38 @@ class Schedule:
                 "its values were not there. A tensor that a module leaves elsewhere (in a closure, a global list) "
                 "cannot be differentiated: return it, or keep it in an attribute of the module"
             )
+        self._reach(group)
         self._used.add(parameter)
         replicated = group.take_gradient(parameter, added_up=self.added_up)
         if replicated is not None:
             self._replicated.add(parameter, replicated)
-        if group.all_arrived:
-            self._settle(group)
+
+    def _reach(self, group: GatherGroup) -> None:
+        """Backward has come to a group, which is sent whether or not it has gradients on this rank: with experts in a
+        block, that differs between ranks."""
+        if not self._reached:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._reached.add(group)
+        group.is_unsent = True
+
+    def _end_backward(self) -> None:
+        """Settle the groups that backward was not seen leaving. Of backwards inside of one another, the outer ends."""
+        reached, self._reached = self._reached, set()
+        for group in reversed(self.groups):
+            if group in reached:
+                self._settle(group)
 
     def _settle(self, group: GatherGroup) -> None:
-        """All of a group's gradients are there, or all of its calls are behind us in backward.
+        """All of a group's calls are behind us in backward, or backward has ended: free it, and send its gradients.
 
         A frozen weight has no gradient to tell that backward is through with it: where backward is not seen leaving a
         call either, as with a cache among its inputs, the group stays until gradients are synchronised.
         """
-        if not group.awaiting and not (group.unwatched and group.has_frozen):
+        if not group.awaiting and group.users == 0 and not (group.unwatched and group.has_frozen):
             group.unwatched.clear()
             group.free()
-        if group.arrived:
-            group.arrived.clear()
-            if self.synchronise:
-                self._send(group)
+        if self.synchronise:
+            self._send(group)
 
     def _send(self, group: GatherGroup) -> None:
         """Send a group's gradients. Of those sent before, none is still on its way within the replica, and one group's
@@ -359,5 +375,4 @@ class Schedule:
         self._held_for_backward.clear()
         for group in self.groups:
             group.users = 0
-            group.arrived.clear()
             group.free()
