@@ -49,9 +49,10 @@ from trainstep.parallel.process import join_group_or_alone
 from trainstep.plan.measured import calibrated, checked
 from trainstep.records import Row, read_records
 from trainstep.report.compare import compare, comparison_table, repeatability
-from trainstep.report.formats import to_csv, to_terminal
+from trainstep.report.formats import to_csv
 from trainstep.report.page import render
 from trainstep.report.subjects import findings, make_tables
+from trainstep.report.terminal import to_terminal
 from trainstep.train.checkpoints import (
     NOTE,
     CheckpointWriter,
@@ -279,7 +280,7 @@ def show(rows: list[Row], *, page: bool, is_whole: bool = True) -> None:
     if passes := repeatability(rows):
         tables.append(comparison_table(passes, "passes"))
     for table in tables:
-        console.print(to_terminal(table))
+        console.print(to_terminal(table, 160))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     if is_whole:
         text += "\n".join(finding.sentence for finding in findings(rows))

@@ -124,11 +124,13 @@ def test_what_is_measured_now_is_said_with_the_time_so_far(tmp_path, capsys):
 
 
 def test_a_long_table_is_not_drawn_and_keeps_every_row(capsys, monkeypatch):
-    from trainstep.report import formats
+    from trainstep.report import terminal
 
     drawn = []
-    right = formats.to_terminal
-    monkeypatch.setattr(formats, "to_terminal", lambda table: drawn.append(len(table.rows)) or right(table))
+    right = terminal.to_terminal
+    monkeypatch.setattr(
+        terminal, "to_terminal", lambda table, width: drawn.append(len(table.rows)) or right(table, width)
+    )
     for rows in (1000, 1001):
         cells = [(f"=case {number}\x1b[2J, with a comma", "1.5") for number in range(rows)]
         show_table(console_for_output(), text_table("t", "A caption", ["case", "ms"], cells))

@@ -9,9 +9,10 @@ from markdown_it import MarkdownIt
 
 from trainstep.kinds import StepRow, row_of
 from trainstep.report.blocks import found, literal
-from trainstep.report.formats import to_csv, to_latex, to_markdown, to_terminal, to_typst, write_tables
+from trainstep.report.formats import to_csv, to_latex, to_markdown, to_typst, write_tables
 from trainstep.report.subjects import TABLES, make_tables
 from trainstep.report.tables import make_table, text_table
+from trainstep.report.terminal import to_terminal
 
 NASTY = r"""a|b *c* _d_ `e` [f](g) <h> {i} \j 50% $k$ l&m #n ~o ^p @q "r", 's' // t /* u */ - v + w = x"""
 TABLE = text_table(
@@ -77,7 +78,7 @@ def test_the_terminal_shows_markup_instead_of_obeying_it():
     import rich.console
 
     console = rich.console.Console(file=io.StringIO(), width=400)
-    console.print(to_terminal(text_table("t", "c", ("[bold]x[/bold]",), (("[red]y",),))))
+    console.print(to_terminal(text_table("t", "c", ("[bold]x[/bold]",), (("[red]y",),)), 400))
     assert "[bold]x[/bold]" in console.file.getvalue()
     assert "[red]y" in console.file.getvalue()
 
@@ -126,7 +127,7 @@ HOSTILE = "ok\x1b[2J\x1b]0;owned\x07\r\u202egnp.exe\u2066\u200f\u2028\x9b31m\udc
 
 def terminal_text(table):
     console = rich.console.Console(file=io.StringIO(), width=400, force_terminal=False)
-    console.print(to_terminal(table))
+    console.print(to_terminal(table, 400))
     return console.file.getvalue()
 
 

@@ -70,6 +70,8 @@ def test_ranks_that_make_no_replicas():
     config(scheme="hsdp").check(2, hosts=2)
     with pytest.raises(UsageError, match="replicas is -1; expected 0 or more"):
         config(replicas=-1)
+    with pytest.raises(UsageError, match="replicas is 2, and fsdp makes none; use --scheme hsdp"):
+        config(scheme="fsdp", replicas=2).check(4)
 
 
 def test_blocks_are_gathered_together_where_weights_are_sharded():

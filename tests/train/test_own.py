@@ -59,7 +59,7 @@ def _runs(process, runs):
 )
 def test_each_schemes_curve_is_that_of_one_process(two, tmp_path, name, batches):
     def run(scheme):
-        return own(name, scheme=scheme, replicas=2, batches_per_update=batches, steps=5)
+        return own(name, scheme=scheme, replicas=2 * (scheme == "hsdp"), batches_per_update=batches, steps=5)
 
     alone(run("single"), tmp_path / "single")
     curve = losses(tmp_path / "single")

@@ -253,10 +253,11 @@ LONGEST_DRAWN = 1000
 
 def show_table(console: rich.console.Console, table: Table) -> None:
     """Print a table whole."""
-    from trainstep.report.formats import to_csv, to_terminal
+    from trainstep.report.formats import to_csv
+    from trainstep.report.terminal import to_terminal
 
     if len(table.rows) <= LONGEST_DRAWN:
-        console.print(to_terminal(table))
+        console.print(to_terminal(table, console.width))
         return
     console.print(f"{table.caption} ({len(table.rows):,} rows, as comma-separated values)")
     print(to_csv(table), end="")  # its cells are printable

@@ -1,4 +1,4 @@
-"""Tables → Markdown, LaTeX, Typst, CSV and the terminal.
+"""Tables → Markdown, LaTeX, Typst and CSV; `terminal` draws them.
 
 Every writer escapes what its format treats as special, so names from a user's model can hold anything.
 """
@@ -17,9 +17,6 @@ from trainstep.report.tables import Table
 
 if TYPE_CHECKING:
     import pandas
-    import rich.table
-
-TERMINAL_CELL = 60  # Characters of a cell that the terminal shows
 
 
 def to_markdown(table: Table) -> str:
@@ -81,23 +78,6 @@ def write_tables(records: Sequence[Row], folder: Path) -> list[Path]:
             path.write_text(writer(table), encoding="utf-8")
             written.append(path)
     return written
-
-
-def to_terminal(table: Table) -> rich.table.Table:
-    """A rich table; markup in cells is shown, not obeyed, and long reasons are cut: the files have them in full."""
-    import rich.box
-    import rich.table
-    import rich.text
-
-    drawn = rich.table.Table(
-        title=rich.text.Text(printable(table.caption)), box=rich.box.SIMPLE_HEAD, title_justify="left", pad_edge=False
-    )
-    for title in table.columns:
-        drawn.add_column(rich.text.Text(printable(title)), overflow="fold")
-    for row in table.texts():
-        cells = (cell if len(cell) <= TERMINAL_CELL else cell[: TERMINAL_CELL - 1] + "…" for cell in row)
-        drawn.add_row(*map(rich.text.Text, cells))
-    return drawn
 
 
 def _escaped(table: Table, escapes: Mapping[str, str]) -> pandas.DataFrame:

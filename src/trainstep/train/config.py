@@ -182,6 +182,10 @@ class RunConfig:
                 "use --scheme ddp, sharded-optimizer, fsdp or hsdp"
             )
         scheme = self.scheme(world_size, hosts)
+        if self.train.replicas and not scheme.is_hybrid:
+            raise UsageError(
+                f"replicas is {self.train.replicas}, and {scheme.name} makes none; use --scheme hsdp, or leave it out"
+            )
         if self.train.blocks_per_group > 1 and not scheme.shards_weights:
             raise UsageError(
                 f"blocks_per_group is {self.train.blocks_per_group}, and {scheme.name} gathers no blocks; use --scheme "

@@ -1,0 +1,97 @@
+"""A table drawn in a terminal, under one another in parts where its columns do not fit side by side."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from trainstep.errors import printable
+from trainstep.report.tables import Table
+
+if TYPE_CHECKING:
+    import rich.console
+    import rich.table
+
+LONGEST_CELL = 60
+"""Characters of a cell that are shown; the files have all."""
+
+_NOT_BROKEN = 24  # characters of a cell that stay on one line
+_GAP, _EDGES = 3, 2  # characters between columns, and at both ends of a line
+
+
+def to_terminal(table: Table, width: int) -> rich.console.Group:
+    """The table for `width` characters a line: its caption, and under it as many columns as fit.
+
+    The others follow in further parts, each with the columns that tell rows apart. Numbers are never broken; markup in
+    cells is shown, not obeyed, and long reasons are cut.
+    """
+    import rich.console
+    import rich.text
+
+    caption = rich.text.Text(printable(table.caption), style="table.title")
+    rows = [[_cut(cell) for cell in row] for row in table.texts()]
+    titles = [printable(title) for title in table.columns]
+    columns = [[title, *cells] for title, *cells in zip(titles, *rows, strict=True)]
+    least, parts = [_least(column) for column in columns], [list(range(len(columns)))]
+    if _total(map(_in_full, columns)) > width:
+        titles = ["\n".join(textwrap.wrap(title, size)) for title, size in zip(titles, least, strict=True)]
+        parts = _parts(least, _telling_apart(rows, least, width), width)
+    return rich.console.Group(caption, *(_draw(titles, rows, part, width) for part in parts))
+
+
+def _draw(titles: Sequence[str], rows: Sequence[Sequence[str]], part: Sequence[int], width: int) -> rich.table.Table:
+    import rich.box
+    import rich.table
+    import rich.text
+
+    drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    has_room = _total(_least([titles[column], *(row[column] for row in rows)]) for column in part) <= width
+    for column in part:
+        is_whole = all(len(row[column]) <= _NOT_BROKEN or " " not in row[column] for row in rows)
+        drawn.add_column(rich.text.Text(titles[column]), overflow="fold", no_wrap=has_room and is_whole)
+    for row in rows:
+        drawn.add_row(*(rich.text.Text(row[column]) for column in part))
+    return drawn
+
+
+def _parts(least: Sequence[int], first: int, width: int) -> list[list[int]]:
+    """The columns of each part: the `first` ones, and others in order as long as there is room, at least one."""
+    parts = [list(range(first))]
+    for column in range(first, len(least)):
+        is_full = _total(least[each] for each in (*parts[-1], column)) > width
+        if is_full and len(parts[-1]) > first:
+            parts.append(list(range(first)))
+        parts[-1].append(column)
+    return parts
+
+
+def _telling_apart(rows: Sequence[Sequence[str]], least: Sequence[int], width: int) -> int:
+    """How many columns, from the first on, tell all rows apart in two thirds of the width; the first if none do."""
+    for count in range(1, len(least) + 1):
+        if _total(least[:count]) > width * 2 // 3:
+            break
+        if len({tuple(row[:count]) for row in rows}) == len(rows):
+            return count
+    return 1
+
+
+def _total(widths: Iterable[int]) -> int:
+    every = list(widths)
+    return sum(every) + _GAP * (len(every) - 1) + _EDGES
+
+
+def _in_full(column: Sequence[str]) -> int:
+    return max(map(len, column))
+
+
+def _least(column: Sequence[str]) -> int:
+    """Characters that a column needs so that no word of it is broken, and no short cell."""
+    title, *cells = column
+    words = chain(title.split(), *(cell.split() for cell in cells))
+    return max([1, *map(len, words), *(min(len(cell), _NOT_BROKEN) for cell in cells)])
+
+
+def _cut(cell: str) -> str:
+    return cell if len(cell) <= LONGEST_CELL else cell[: LONGEST_CELL - 1] + "…"
