@@ -28,16 +28,20 @@ class Boundary(Protocol):
         """The same, computed again in backward."""
 
 
+BOUNDARY = "_trainstep_boundary"
+"""Of a unit, the attribute that has its boundary."""
+
+
 class Unit(nn.Module):
     """What a unit's class is mixed with: its calls go through a boundary."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.__dict__.get("forward"), "hands_on", False):  # see trainstep.checkpointing
             return super().__call__(*args, **kwargs)
-        return self.__dict__["boundary"].run(super().__call__, args, kwargs)
+        return self.__dict__[BOUNDARY].run(super().__call__, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        boundary = self.__dict__["boundary"]
+        boundary = self.__dict__[BOUNDARY]
         if boundary.is_open:
             return super().forward(*args, **kwargs)
         run = boundary.run_again if in_backward() else boundary.run
@@ -46,12 +50,17 @@ class Unit(nn.Module):
 
 @functools.cache
 def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (Unit, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    @functools.wraps(cls.forward)  # with its signature, which callers may choose arguments by
+    def forward(self: Unit, *args: Any, **kwargs: Any) -> Any:
+        return Unit.forward(self, *args, **kwargs)
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
+    return type(cls.__name__, (Unit, cls), names)
 
 
 def install(unit: nn.Module, boundary: Boundary) -> None:
     """From now on its calls go through `boundary`."""
-    unit.__dict__["boundary"] = boundary
+    unit.__dict__[BOUNDARY] = boundary
     unit.__class__ = _unit_class(type(unit))  # type: ignore[arg-type]
 
 

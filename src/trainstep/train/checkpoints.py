@@ -271,7 +271,7 @@ def _plain(module: nn.Module) -> nn.Module:
 def _trained(replica: Replica) -> dict[str, nn.Parameter]:
     """What the optimizer updates, by name in the plain module."""
     if isinstance(replica.module, FullyShardedDataParallel):
-        return {parameter.name: parameter.shard for parameter in replica.module.sharded_parameters()}
+        return {name: parameter.shard for name, parameter in replica.module.saved_parameters().items()}
     return dict(_plain(replica.module).named_parameters())
 
 

@@ -15,7 +15,8 @@ from trainstep.workload import builtin_source
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 
 MODEL = ModelConfig(vocab_size=4096, d_model=1024, d_ff=4096, num_layers=8, num_heads=16, max_context=512)
-CONFIG = StepConfig(context=512, batch=8, device="cuda", precision="bf16", attention="sdpa", optimizer="adamw-fused")
+# so much for the GPUs that no host is late, which would leave nothing for copies to lie under
+CONFIG = StepConfig(context=512, batch=32, device="cuda", precision="bf16", attention="sdpa", optimizer="adamw-fused")
 NAMES = ("single", "flat", "bucketed-25", "fsdp", "fsdp-collectives")
 
 
@@ -56,7 +57,7 @@ def test_overlap_hides_what_lies_after_backward_without_it(traced):
     flat, bucketed = traced["flat"].values, traced["bucketed-25"].values
     assert any(name.startswith("ncclDevKernel_AllReduce") for name in communicating(traced["flat"]))
     assert flat["hidden_share"] < 0.02
-    assert bucketed["hidden_share"] > flat["hidden_share"] + 0.1
+    assert bucketed["hidden_share"] > flat["hidden_share"] + 0.1, bucketed
 
 
 def test_copies_between_gpus_are_communication(traced):

@@ -430,7 +430,6 @@ def _outside(process):
 
     head = sharded.module.head
     sharded.module.head = nn.Identity()
-    sharded._contents = [entry for entry in sharded._contents if entry[0] is not sharded.module]
     GatherGroup.gather = counted
     try:
         for step in range(3):

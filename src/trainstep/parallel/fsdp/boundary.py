@@ -18,6 +18,7 @@ from trainstep.errors import UsageError
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.leavings import Leavings, all_tensors, hidden_tensors
 from trainstep.parallel.fsdp.schedule import Call, Schedule
+from trainstep.parallel.fsdp.written import Written
 
 
 class Boundary:
@@ -30,7 +31,7 @@ class Boundary:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)` with the groups gathered, in forward and when backward comes through it."""
-        call, first_node, args, kwargs = self._enter(args, kwargs)
+        call, first_node, args, kwargs, written = self._enter(args, kwargs)
         was_open, self.is_open = self.is_open, True
         try:
             output = function(*args, **kwargs)
@@ -42,6 +43,8 @@ class Boundary:
             raise
         finally:
             self.is_open = was_open
+            if written is not None:
+                written.back()
         self._leave(call, first_node, output, (args, kwargs))
         return output
 
@@ -56,16 +59,16 @@ class Boundary:
             self.is_open = was_open
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, int, Any, Any]:
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, int, Any, Any, Written | None]:
         call, first_node = self._schedule.enter(self._groups), torch._C._autograd._get_sequence_nr()
         if not torch.is_grad_enabled():
-            return call, first_node, args, kwargs
+            return call, first_node, args, kwargs, None
         leaves, structure = [*args, *kwargs.values()], None
         if not all(map(_pytree.tree_is_leaf, leaves)):  # most calls are given no containers, which take long to flatten
             leaves, structure = _pytree.tree_flatten((args, kwargs))
         watched = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not watched:
-            return call, first_node, args, kwargs
+            return call, first_node, args, kwargs, None
         if not any(tensor.requires_grad for leaf in leaves for tensor in hidden_tensors(leaf)):
             call.is_watched = True
             for group in self._groups:
@@ -74,11 +77,12 @@ class Boundary:
         passed = _AfterBackward.apply(self._schedule, call, *inputs)  # type: ignore[no-untyped-call]
         for index, tensor in zip(watched, passed, strict=True):
             leaves[index] = tensor
-        if structure is not None:
-            args, kwargs = _pytree.tree_unflatten(leaves, structure)
-        else:
+        if structure is None:
             args, kwargs = tuple(leaves[: len(args)]), dict(zip(kwargs, leaves[len(args) :], strict=True))
-        return call, first_node, args, kwargs
+            return call, first_node, args, kwargs, None
+        made_args, made_kwargs = _pytree.tree_unflatten(leaves, structure)
+        written = Written((*args, *kwargs.values()), (*made_args, *made_kwargs.values()))
+        return call, first_node, made_args, made_kwargs, written
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, call: Call, first_node: int, output: Any, inputs: Any) -> None:
@@ -94,6 +98,9 @@ class Boundary:
             enters += [each for each in left if each.grad_fn is not None and each.grad_fn._sequence_nr() >= first_node]
         for tensor in enters:
             tensor.register_hook(lambda _: self._schedule.before_backward(call))
+            base = tensor._base  # a change in place gives a view another node, and loses its hooks
+            if base is not None and base.grad_fn is not None and base.grad_fn._sequence_nr() >= first_node:
+                base.register_hook(lambda _: self._schedule.before_backward(call))
         self._schedule.leave(call, needs_backward=bool(enters))
 
 

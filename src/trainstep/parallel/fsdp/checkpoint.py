@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from trainstep.errors import UsageError
 from trainstep.parallel.checkpoint_files import METADATA, checksums, damaged_file, load_files, read_metadata
+from trainstep.parallel.fsdp.checks import put_shards_for_placeholders
 from trainstep.parallel.fsdp.extra_state import is_extra_state, set_extra_states
 from trainstep.parallel.fsdp.wrapper import FullyShardedDataParallel
 
@@ -43,7 +44,7 @@ def save_checkpoint(
     if optimizer is not None:
         names = _names_by_group(module, optimizer)
         groups = [{**group, "params": members} for group, members in zip(optimizer.param_groups, names, strict=True)]
-        trained = {parameter.name: parameter.shard for parameter in module.sharded_parameters()}
+        trained = {name: parameter.shard for name, parameter in module.saved_parameters().items()}
         updated = {name: trained[name] for name in chain(*names)}
         state["optimizer"] = {"state": state_by_name(optimizer, updated, weights), "param_groups": groups}
     sums = Path(folder) / SUMS
@@ -87,7 +88,7 @@ def load_checkpoint(
         _check_groups(_names_by_group(module, optimizer), [group["params"] for group in loaded["param_groups"]])
         for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
             group.update({**saved, "params": group["params"]})
-        trained = {parameter.name: parameter.shard for parameter in module.sharded_parameters()}
+        trained = {name: parameter.shard for name, parameter in module.saved_parameters().items()}
         load_state_by_name(optimizer, trained, loaded["state"])
 
 
@@ -117,7 +118,7 @@ def state_by_name(
         state[name] = dict(optimizer.state.get(parameter, {}))
         for key, value in state[name].items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                state[name][key] = _part_like(value, weights[name])
+                state[name][key] = _part_like(getattr(value, "plain", value), weights[name])
     return state
 
 
@@ -177,7 +178,8 @@ def _check_fit(folder: str | Path, metadata: Metadata, weights: Mapping[str, Any
 
 
 def _names_by_group(module: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    name_of = {id(parameter.shard): parameter.name for parameter in module.sharded_parameters()}
+    put_shards_for_placeholders(optimizer)
+    name_of = {id(parameter.shard): name for name, parameter in module.saved_parameters().items()}
     if any(id(shard) not in name_of for group in optimizer.param_groups for shard in group["params"]):
         raise UsageError("the optimizer has a parameter that is not this module's; save it with its own module")
     return [[name_of[id(shard)] for shard in group["params"]] for group in optimizer.param_groups]

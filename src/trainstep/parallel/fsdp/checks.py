@@ -13,6 +13,7 @@ from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.shards import PlannedParameter, ShardedParameter
 from trainstep.parallel.partial import Known, RankGradient, is_elementwise
+from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.transport.choice import check_name
 from trainstep.parallel.units import Unit
 
@@ -47,7 +48,7 @@ class StepCheck:
             UsageError: it has parameters as they were before sharding.
         """
         if self._seen.get(optimizer) != len(optimizer.param_groups):
-            _put_shards_for_placeholders(optimizer)
+            put_shards_for_placeholders(optimizer)
             self._seen[optimizer] = len(optimizer.param_groups)
         if (retired := self._retired.first_in(optimizer)) is not None:
             raise UsageError(
@@ -83,9 +84,54 @@ class StepCheck:
                     f"this rank's shard has {tuple(cut.shard.shape)}. State is loaded by load_checkpoint of "
                     "trainstep.parallel"
                 )
+        updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
         for parameter in self._sharded:
-            if type(gradient := parameter.shard.grad) is self._gradient_class:
+            gradient = parameter.shard.grad
+            if type(gradient) is self._gradient_class and id(parameter.shard) in updated:
                 parameter.shard.grad = gradient.plain
+
+
+class Contents:
+    """Which modules and parameters a sharded module is made of; what comes later is neither sharded nor synchronised.
+
+    Args:
+        sharded: all its parameters.
+    """
+
+    def __init__(self, module: nn.Module, sharded: Sequence[ShardedParameter]) -> None:
+        self._module, self._sharded = module, sharded
+        self._note()
+
+    def check(self) -> None:
+        """See that there are no other parameters than there were. A module around one of them may be another.
+
+        Raises:
+            UsageError: there are.
+        """
+        for module, count in self._counts:
+            if len(module._parameters) != count:
+                raise self._changed(module)
+        for module, children in self._children:
+            if list(module._modules.values()) != children:
+                own = {id(tensor) for each in self._sharded for tensor in (each.placeholder, each.full, each.shard)}
+                if {id(each) for each in self._module.parameters()} - own:
+                    raise self._changed(module)
+                self._note()
+                return
+
+    def _note(self) -> None:
+        modules = list(self._module.modules())
+        self._counts = [(each, len(each._parameters)) for each in modules]
+        self._children = [(each, list(each._modules.values())) for each in modules if each._modules]
+
+    def _changed(self, module: nn.Module) -> UsageError:
+        own = {id(tensor) for each in self._sharded for tensor in (each.placeholder, each.full, each.shard)}
+        extra = [name for name, each in self._module.named_parameters() if id(each) not in own]
+        what = f"parameter {extra[0]} was added" if extra else f"a {type(module).__name__} was changed"
+        return UsageError(
+            f"{what} after FullyShardedDataParallel was built, so it is not sharded and its gradient not "
+            "synchronised; complete the module first"
+        )
 
 
 def _is_hooked(parameter: ShardedParameter) -> bool:
@@ -94,7 +140,7 @@ def _is_hooked(parameter: ShardedParameter) -> bool:
     return bool(parameter.shard._backward_hooks) or len(after) > parameter.trainable
 
 
-def _put_shards_for_placeholders(optimizer: torch.optim.Optimizer) -> None:
+def put_shards_for_placeholders(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer that was made from the module's own parameters() gets what the wrapper's would have given it."""
     for group in optimizer.param_groups:
         for index, each in enumerate(group["params"]):
@@ -144,9 +190,15 @@ def check_arguments(
         raise UsageError("the module is sharded already; build FullyShardedDataParallel once, around the whole model")
     if lazy := [name for name, parameter in module.named_parameters() if nn.parameter.is_lazy(parameter)]:
         raise UsageError(f"{lazy[0]} has no shape yet; run a lazy module once before sharding it")
+    first_at: dict[object, str] = {}
     for name, parameter in module.named_parameters():
         if parameter.is_complex():
             raise UnsupportedError(f"{name} is complex ({parameter.dtype}), which cannot be sharded; use {_REPLICATED}")
+        if (other := first_at.setdefault(_place(parameter), name)) != name:
+            raise UnsupportedError(
+                f"{name} shares the memory of {other} and is another parameter, which sharding would part; assign one "
+                "parameter to both modules, or let one compute with the other's (F.linear(x, embedding.weight))"
+            )
         if parameter.numel() == 0:
             shape = tuple(parameter.shape)
             raise UnsupportedError(f"{name} has no elements (shape {shape}), so it cannot be sharded; leave it out")
@@ -160,6 +212,34 @@ def check_arguments(
             what = f"{name or 'the module'} makes sparse gradients"
             raise UnsupportedError(f"{what}, which cannot be sharded; use sparse=False, or {_REPLICATED}")
     return kept
+
+
+def device_for(parameters: list[nn.Parameter], ranks: Ranks, asked: torch.device | str | None) -> torch.device:
+    """Where to train: as asked, else where the parameters are or, from meta, the group's device.
+
+    Raises:
+        UsageError: the mesh is of other devices.
+    """
+    found: list[torch.device | str] = [parameter.device for parameter in parameters if not parameter.is_meta]
+    if ranks.given is not None:
+        found.append(ranks.given.device_type)
+    found.append("cuda" if "cuda:nccl" in dist.get_backend_config(ranks.everyone) else "cpu")
+    device = torch.device(found[0] if asked is None else asked)
+    if ranks.given is not None and device.type != ranks.given.device_type:
+        raise UsageError(
+            f"mesh is of {ranks.given.device_type} devices, and the module would train on {device}; make the mesh for "
+            f"{device.type}, or move the module (or give device=)"
+        )
+    if device == torch.device("cuda"):  # without an index
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _place(parameter: nn.Parameter) -> object:
+    """The same for parameters that have the same elements in memory, as a matrix and its transpose."""
+    if parameter.numel() == 0 or type(parameter.data) is not Tensor or parameter.layout != torch.strided:
+        return id(parameter)
+    return parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.numel(), parameter.dtype
 
 
 def _modules_in(full_precision: object, module: nn.Module) -> set[nn.Module]:

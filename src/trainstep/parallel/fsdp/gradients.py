@@ -206,7 +206,7 @@ class Sending:
         *,
         goes_on: bool,
     ) -> None:
-        self._rows, self._written, self._result = rows, written, result
+        self._rows, self.written, self._result = rows, written, result
         self._within, self._between = pending, between
         self._average, self._replicated = average, Pending()
         if goes_on:
@@ -217,18 +217,17 @@ class Sending:
         self._within.wait()
         self._start_between()
 
-    def complete(self) -> tuple[list[ShardedParameter], list[tuple[ShardedParameter, Tensor]]]:
-        """Wait for the mean of this rank's rows over all ranks and attach what this rank had a gradient of.
+    def complete(self) -> list[tuple[ShardedParameter, Tensor]]:
+        """Wait for the mean of this rank's rows over all ranks and attach what this rank had a gradient of (`written`).
 
-        Returns those parameters, and what it sent zeros for, with means that are attached if another rank has a
-        gradient.
+        Returns what it sent zeros for, with means that are attached if another rank has a gradient.
         """
         self.go_on()
         self._replicated.wait()
         for each, gradient in self._rows:
-            if each in self._written:
+            if each in self.written:
                 each.attach_gradient(gradient)
-        return list(self._written), [row for row in self._rows if row[0] not in self._written]
+        return [row for row in self._rows if row[0] not in self.written]
 
     def _start_between(self) -> None:
         if self._average is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from trainstep.parallel.units import BOUNDARY
+
 _PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, FunctionType, torch.dtype, torch.device])
 _NOT_LOOKED_INTO = (Tensor, nn.Module, type, *_PLAIN)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers"} | {"boundary"}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers"} | {BOUNDARY}
 _DEPTH = 3  # of containers in containers
 _LAST = 32  # entries of a container that are looked at
 
@@ -80,4 +83,7 @@ def _entries(value: Any) -> list[Any]:
         return list(value.values())[-_LAST:]
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return list(value)[-_LAST:]
-    return list(vars(value).values())[:_LAST] if hasattr(value, "__dict__") else []
+    if hasattr(value, "__dict__"):
+        return list(vars(value).values())[:_LAST]
+    slots = chain.from_iterable(getattr(cls, "__slots__", ()) for cls in type(value).__mro__)
+    return [getattr(value, name, None) for name in slots][:_LAST]

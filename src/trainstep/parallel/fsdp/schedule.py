@@ -101,7 +101,7 @@ class Schedule:
         self._numbers = {group: number for number, group in enumerate(groups)}
         self._held: dict[GatherGroup, Hold] = {}
         self._held_for_backward: set[GatherGroup] = set()
-        self._first_attached: ShardedParameter | None = None  # since gradients were last complete
+        self._attached: set[ShardedParameter] = set()  # their shards have gradients that are not complete yet
         self._awaits_backward = False  # whether there was a forward with gradients since then
         self._prefetch, self._device = prefetch, device
         self._gathers, self._reductions, self._between = (SideStream(device) for _ in range(3))
@@ -207,7 +207,7 @@ class Schedule:
                 group.unwatched.add(call)
             if group.users > 0:
                 continue
-            if call.recorded_in.expects(group, max(call.positions), 1 + self._prefetch):
+            if self.passes_running and call.recorded_in.expects(group, max(call.positions), 1 + self._prefetch):
                 group.hide()  # who reads it in between is to be noticed
                 self._expected.append(group)
                 continue
@@ -240,6 +240,9 @@ class Schedule:
                 self.hold(group)
 
     def after_backward(self, call: Call) -> None:
+        """Backward has left the call."""
+        if call.backward != torch._C._current_graph_task_id():
+            raise UsageError(_not_entered(" and ".join(group.name for group in call.groups)))
         for group in call.groups:
             group.awaiting.discard(call)
             if not group.awaiting and not group.unwatched:
@@ -254,11 +257,7 @@ class Schedule:
                     "before finish_gradient_synchronization()"
                 )
             return
-        if self._first_attached is not None and self._first_attached.shard.grad is None:
-            raise UsageError(
-                "gradients were set to None between backward and finish_gradient_synchronization(), while others were "
-                "on their way; to throw gradients away, call zero_grad() of FullyShardedDataParallel"
-            )
+        self._check_still_there(self._attached)
         self.agreement.announce("finish")
         for group in reversed(self.groups):
             self._send(group)
@@ -281,7 +280,7 @@ class Schedule:
 
     def _start_over(self) -> None:
         """No gradient has come, and what backward needed is not needed any more."""
-        self._used, self._undecided, self._first_attached = set(), [], None
+        self._used, self._undecided, self._attached = set(), [], set()
         self._reached = set()
         self._awaits_backward, self.added_up = False, not self.synchronise
         for group in self.groups:
@@ -296,7 +295,7 @@ class Schedule:
                 group.free()
 
     def _upcoming(self, call: Call) -> Iterator[GatherGroup]:
-        if call.recorded_in is not None and call.recorded_in.predicted is not None:
+        if self.passes_running and call.recorded_in is not None and call.recorded_in.predicted is not None:
             first = max(call.positions) + 1
             yield from call.recorded_in.predicted.groups[first : first + self._prefetch]
 
@@ -310,11 +309,7 @@ class Schedule:
     def _on_gradient(self, number: int) -> None:
         group, parameter = self._members[number]
         if not group.is_ready:
-            raise UsageError(
-                f"backward came to {parameter.name} and had not gone through the output of the module that owns it, so "
-                "its values were not there. A tensor that a module leaves elsewhere (in a closure, a global list) "
-                "cannot be differentiated: return it, or keep it in an attribute of the module"
-            )
+            raise UsageError(_not_entered(parameter.name))
         self._reach(group)
         self._used.add(parameter)
         replicated = group.take_gradient(parameter, added_up=self.added_up)
@@ -364,10 +359,17 @@ class Schedule:
         """Complete all that were sent, `but` the last ones."""
         while len(self._under_way) > but:
             for sending in self._under_way.popleft():
-                attached, undecided = sending.complete()
-                self._undecided += undecided
-                if self._first_attached is None and attached:
-                    self._first_attached = attached[0]
+                self._check_still_there(self._attached & sending.written)
+                self._attached |= sending.written
+                self._undecided += sending.complete()
+
+    def _check_still_there(self, attached: Iterable[ShardedParameter]) -> None:
+        if gone := next((each for each in attached if each.shard.grad is None), None):
+            raise UsageError(
+                f"the gradient of {gone.name} was set to None between backward and finish_gradient_synchronization(), "
+                "while others were on their way; to throw gradients away, as for a step that is skipped, call "
+                "zero_grad() of FullyShardedDataParallel"
+            )
 
     def _free_all(self) -> None:
         self._expected.clear()
@@ -376,3 +378,11 @@ class Schedule:
         for group in self.groups:
             group.users = 0
             group.free()
+
+
+def _not_entered(name: str) -> str:
+    return (
+        f"backward came to {name} and had not gone through the output of the module that owns it, so its values were "
+        "not there. A tensor that a module leaves elsewhere (in a closure, a global list) cannot be differentiated: "
+        "return it, or keep it in an attribute of the module"
+    )

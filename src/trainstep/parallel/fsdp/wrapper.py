@@ -17,15 +17,16 @@ from trainstep.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, clip_gradients_
 from trainstep.parallel.fsdp.boundary import Boundary
 from trainstep.parallel.fsdp.carriers import choose_carriers, largest_of
-from trainstep.parallel.fsdp.checks import MAX_PREFETCH, StepCheck, check_arguments, is_kept
+from trainstep.parallel.fsdp.checks import MAX_PREFETCH, Contents, StepCheck, check_arguments, device_for, is_kept
 from trainstep.parallel.fsdp.extra_state import is_extra_state, set_extra_states
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.schedule import Schedule
 from trainstep.parallel.fsdp.shards import Chosen, Initialize, ShardedParameter, plan_groups, shard_parameters
+from trainstep.parallel.fsdp.written import Written
 from trainstep.parallel.partial import RankGradient, before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree
-from trainstep.parallel.ranks import Ranks, ranks_of
+from trainstep.parallel.ranks import ranks_of
 from trainstep.parallel.transport.by_collectives import TransportName
 from trainstep.parallel.units import in_backward, install
 
@@ -106,7 +107,7 @@ class FullyShardedDataParallel(nn.Module):
         settings: dict[str, object] = {"compute_dtype": compute_dtype, "prefetch": prefetch, "transport": transport}
         settings |= {"groups": names, "mesh": ranks.layout, "full_precision": [entry.names[0] for entry in keeping]}
         check_ranks_agree("FullyShardedDataParallel", named, self.process_group, settings=settings)
-        self.device = _device_for([entry.parameter for entry in planned], ranks, device)
+        self.device = device_for([entry.parameter for entry in planned], ranks, device)
         order = {name: position for position, (name, _) in enumerate(module.named_parameters())}
         sharded = shard_parameters(module, planned, ranks, self.device, initialize)
         for entry in keeping:
@@ -147,7 +148,7 @@ class FullyShardedDataParallel(nn.Module):
         for unit, unit_groups in needed.items():
             install(unit, Boundary(self._schedule, unit_groups, unit, module_names[unit] or "the module"))
         self.module = module
-        self._contents = [(m, len(m._parameters), len(m._modules)) for m in module.modules()]
+        self._contents = Contents(module, self._sharded)
         retired = {entry.names[0]: entry.parameter for entry in planned}
         self._step_check = StepCheck(self._sharded, retired, ranks.shard, self._gradient_class)
         before_optimizer_steps(self, FullyShardedDataParallel._before_step)
@@ -155,14 +156,18 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Floating-point tensors among the arguments are cast to `compute_dtype`."""
         if not in_backward():
-            self._check_contents()
+            self._contents.check()
         self._schedule.begin_pass()
+        made_args, made_kwargs, written = args, kwargs, None
         if self._compute_dtype is not None:
-            args, kwargs = _pytree.tree_map(self._cast, (args, kwargs))
+            made_args, made_kwargs = _pytree.tree_map(self._cast, (args, kwargs))
+            written = Written((*args, *kwargs.values()), (*made_args, *made_kwargs.values()))
         self._schedule.passes_running += 1
         try:
-            return self.module(*args, **kwargs)
+            return self.module(*made_args, **made_kwargs)
         finally:
+            if written is not None:
+                written.back()
             self._schedule.end_forward()
 
     def finish_gradient_synchronization(self) -> None:
@@ -263,10 +268,10 @@ class FullyShardedDataParallel(nn.Module):
                 f"state_dict() of a module that has FullyShardedDataParallel inside, as {prefix or 'a part'!r}; save "
                 "the wrapper's own, and load it there, beside what the outer module has itself"
             )
-        by_name, mesh = self._by_name(), self._mesh()
+        mesh = self._mesh()
         return {
-            name: by_name[name].as_saved(mesh) if name in by_name else _detached(value)
-            for name, value in self.module.state_dict(keep_vars=True).items()
+            name: value.as_saved(mesh) if isinstance(value, ShardedParameter) else _detached(value)
+            for name, value in self._by_name().items()
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -290,8 +295,8 @@ class FullyShardedDataParallel(nn.Module):
                     continue
                 if value.shape != own[name].shape:
                     raise UsageError(f"{name} has shape {tuple(value.shape)}; expected {tuple(own[name].shape)}")
-                if name in by_name:
-                    by_name[name].load(value, mesh)
+                if isinstance(parameter := by_name[name], ShardedParameter):
+                    parameter.load(value, mesh)
                 else:
                     own[name].copy_(value)
         set_extra_states(self.module, {name: state_dict[name] for name in own if name in state_dict})
@@ -317,6 +322,14 @@ class FullyShardedDataParallel(nn.Module):
         """All parameters, in the order of `parameters()`."""
         return self._sharded
 
+    def saved_parameters(self) -> dict[str, ShardedParameter]:
+        """All parameters, by the first name that `state_dict()` has each under."""
+        first: dict[ShardedParameter, str] = {}
+        for name, value in self._by_name().items():
+            if isinstance(value, ShardedParameter):
+                first.setdefault(value, name)
+        return {name: parameter for parameter, name in first.items()}
+
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._step_check.concerns(optimizer):
             self._check_complete(f"{type(optimizer).__name__}.step()")
@@ -329,25 +342,16 @@ class FullyShardedDataParallel(nn.Module):
                 "of FullyShardedDataParallel first, after the last backward"
             )
 
-    def _by_name(self) -> dict[str, ShardedParameter]:
-        return {name: parameter for parameter in self._sharded for name in parameter.names}
+    def _by_name(self) -> dict[str, ShardedParameter | Any]:
+        """What the module's state has, by the names it has there, which its hooks may have changed."""
+        own = {id(tensor): each for each in self._sharded for tensor in (each.placeholder, each.full, each.shard)}
+        return {name: own.get(id(value), value) for name, value in self.module.state_dict(keep_vars=True).items()}
 
     def _mesh(self) -> DeviceMesh:
         return self._ranks.mesh(self.device.type)
 
     def _cast(self, value: Any) -> Any:
         return value.to(self._compute_dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    def _check_contents(self) -> None:
-        for module, parameters, modules in self._contents:
-            if len(module._parameters) != parameters or len(module._modules) != modules:
-                known = {name for parameter in self._sharded for name in parameter.names}
-                extra = [name for name, _ in self.module.named_parameters() if name not in known]
-                what = f"parameter {extra[0]} was added" if extra else f"a {type(module).__name__} was changed"
-                raise UsageError(
-                    f"{what} after FullyShardedDataParallel was built, so it is not sharded and its gradient not "
-                    "synchronised; complete the module first"
-                )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         before = [(p.shard.dtype, p.shard.device) for p in self._sharded]
@@ -382,19 +386,3 @@ def _question(schedule: Schedule, name: str) -> Callable[[], bool]:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _device_for(parameters: list[nn.Parameter], ranks: Ranks, asked: torch.device | str | None) -> torch.device:
-    found: list[torch.device | str] = [parameter.device for parameter in parameters if not parameter.is_meta]
-    if ranks.given is not None:
-        found.append(ranks.given.device_type)
-    found.append("cuda" if "cuda:nccl" in dist.get_backend_config(ranks.everyone) else "cpu")
-    device = torch.device(found[0] if asked is None else asked)
-    if ranks.given is not None and device.type != ranks.given.device_type:
-        raise UsageError(
-            f"mesh is of {ranks.given.device_type} devices, and the module would train on {device}; make the mesh for "
-            f"{device.type}, or move the module (or give device=)"
-        )
-    if device == torch.device("cuda"):  # without an index
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device

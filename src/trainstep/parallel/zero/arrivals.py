@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from trainstep.blocks import find_blocks
 from trainstep.errors import UsageError
 from trainstep.parallel.staged import Waitable
-from trainstep.parallel.units import Unit, install
+from trainstep.parallel.units import BOUNDARY, Unit, install
 
 
 class Arrivals:
@@ -64,7 +64,7 @@ class Arrivals:
             UsageError: something else handles calls of the module, or of one in it.
         """
         module = self._needed[0][0]
-        gates = [vars(inner)["boundary"] for inner in module.modules() if isinstance(inner, Unit)]
+        gates = [vars(inner)[BOUNDARY] for inner in module.modules() if isinstance(inner, Unit)]
         if not all(isinstance(gate, _Gate) for gate in gates):
             raise UsageError(
                 "overlap_gather=True, and the module, or one in it, is sharded already; give it plain ones"
@@ -73,7 +73,7 @@ class Arrivals:
             gate.close()
         for unit, needed in self._needed:
             if isinstance(unit, Unit):
-                vars(unit)["boundary"] = _Gate(self, needed)
+                vars(unit)[BOUNDARY] = _Gate(self, needed)
             else:
                 install(unit, _Gate(self, needed))
         for inner in module.modules():  # any may be asked for its own

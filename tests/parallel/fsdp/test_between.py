@@ -1,0 +1,195 @@
+"""What is done to a sharded module between steps: gradients thrown away, weights and modules exchanged, norms taken."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.parallel import FullyShardedDataParallel, load_checkpoint, save_checkpoint
+
+pytestmark = pytest.mark.distributed
+
+WIDTH = 6
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+def _net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def _input(number=0):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def _backward(sharded, number=0):
+    sharded(_input(number)).square().mean().backward()
+
+
+def _step(sharded, optimizer, number=0):
+    _backward(sharded, number)
+    sharded.finish_gradient_synchronization()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _skipped(process):
+    """A step is skipped: the optimizer's zero_grad() does not reach what is on its way, the wrapper's does."""
+    weights = []
+    for skips in (False, True):
+        sharded = FullyShardedDataParallel(_net())
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        if skips:
+            _backward(sharded, 1)
+            sharded.zero_grad()
+        _step(sharded, optimizer, 2)
+        weights.append(sharded.gather_full_parameters())
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name])
+    _backward(sharded, 1)
+    optimizer.zero_grad()
+    with pytest.raises(UsageError, match=r"was set to None between backward and finish.*as for a step that is skipped"):
+        _step(sharded, optimizer, 2)
+
+
+def test_a_skipped_steps_gradients_do_not_count(two):
+    two.run(_skipped)
+
+
+def _exchanged(process):
+    """Averages of weights take the weights' place by `data`, which no version tells."""
+    plain = _net()
+    sharded = FullyShardedDataParallel(copy.deepcopy(plain))
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    for number in range(2):
+        _step(sharded, optimizer, number)
+    for factor in (0.5, 3.0):
+        for parameter in sharded.parameters():
+            parameter.data.mul_(factor)
+        plain.load_state_dict(sharded.gather_full_parameters())
+        with torch.no_grad():
+            assert torch.equal(sharded.module(_input()), plain(_input()))
+
+
+def test_the_module_itself_sees_what_was_written_by_data(two):
+    two.run(_exchanged)
+
+
+def _replaced(process):
+    def new_head(net):
+        net.head = nn.Linear(WIDTH, 2)
+
+    def adapter(net):
+        net.blocks[1] = nn.Sequential(net.blocks[1], nn.Linear(WIDTH, WIDTH))
+
+    def wrapped(net):
+        net.blocks[1] = nn.Sequential(net.blocks[1])
+
+    for change, added in ((new_head, "head.weight"), (adapter, "blocks.1.1.weight"), (wrapped, None)):
+        sharded = FullyShardedDataParallel(_net())
+        change(sharded.module)
+        if added is None:
+            _step(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+            continue
+        with pytest.raises(UsageError, match=f"parameter {added} was added after FullyShardedDataParallel was built"):
+            _backward(sharded)
+
+
+def test_modules_with_other_parameters_are_noticed_in_the_place_of_one(two):
+    two.run(_replaced)
+
+
+def _of_another_optimizer(process):
+    sharded = FullyShardedDataParallel(_net())
+    parameters = dict(sharded.named_parameters())
+    head = [parameter for name, parameter in parameters.items() if "head" in name]
+    rest = [parameter for name, parameter in parameters.items() if "head" not in name]
+    first, second = torch.optim.SGD(head, lr=0.1), torch.optim.SGD(rest, lr=0.1)
+    _backward(sharded)
+    sharded.finish_gradient_synchronization()
+    first.step()
+    with pytest.raises(UsageError, match="a rank has only its rows"):
+        torch.nn.utils.clip_grad_norm_(rest, 1.0)
+    second.step()
+
+
+def test_gradients_of_a_second_optimizer_stay_guarded(two):
+    two.run(_of_another_optimizer)
+
+
+def _alias(process):
+    module = _net()
+    module.head = nn.Linear(WIDTH, WIDTH)
+    module.head.weight = nn.Parameter(module.first.weight.data.t())
+    with pytest.raises(UnsupportedError, match=r"head\.weight shares the memory of first\.weight"):
+        FullyShardedDataParallel(module)
+
+
+def test_two_parameters_of_one_memory_are_refused(two):
+    two.run(_alias)
+
+
+def _renamed(process, folder):
+    """Names that a module's own hooks write differently than its parameters are called."""
+    module = _net()
+    expected = set(module.state_dict())
+    module.blocks[1] = checkpoint_wrapper(module.blocks[1])
+    sharded = FullyShardedDataParallel(module)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1)
+    _step(sharded, optimizer)
+    assert set(sharded.state_dict()) == expected
+    weights = sharded.gather_full_parameters()
+    save_checkpoint(folder, sharded, optimizer)
+    _step(sharded, optimizer)
+    load_checkpoint(folder, sharded, optimizer)
+    for name, weight in sharded.gather_full_parameters().items():
+        assert torch.equal(weight, weights[name])
+
+
+def test_names_that_hooks_change_are_saved_and_loaded(two, tmp_path):
+    two.run(_renamed, tmp_path)
+
+
+def _before_its_first_step(process, folder):
+    """An optimizer of the module's own parameters(), which are placeholders, is saved and resumed before it steps."""
+    module = _net()
+    sharded = FullyShardedDataParallel(module)
+    momentum = {"lr": 0.1, "momentum": 0.9}
+    optimizer = torch.optim.SGD(module.parameters(), **momentum)
+
+    def closure():
+        optimizer.zero_grad()
+        _backward(sharded)
+        sharded.finish_gradient_synchronization()
+
+    optimizer.step(closure)
+    optimizer.zero_grad()
+    save_checkpoint(folder, sharded, optimizer)
+    other = FullyShardedDataParallel(_net())
+    resumed = torch.optim.SGD(other.module.parameters(), **momentum)
+    load_checkpoint(folder, other, resumed)
+    for one, its in ((sharded, optimizer), (other, resumed)):
+        _step(one, its, 1)
+    expected = sharded.gather_full_parameters()
+    for name, weight in other.gather_full_parameters().items():
+        assert torch.equal(weight, expected[name])
+
+
+def test_an_optimizer_is_resumed_before_its_first_step(two, tmp_path):
+    two.run(_before_its_first_step, tmp_path)
