@@ -228,3 +228,19 @@ def _left_elsewhere(process):
 def test_what_backward_reaches_past_an_output_is_refused(two):
     for message in two.run(_left_elsewhere):
         assert "had not gone through the output of the module that owns it" in message
+
+
+class Constrained(Block):
+    def forward(self, x):
+        self.up.weight.data = torch.renorm(self.up.weight.data, 2, 0, 1.0)
+        return super().forward(x)
+
+
+def _constrained(process):
+    sharded = FullyShardedDataParallel(Net(Constrained))
+    with pytest.raises(UsageError, match=r"blocks\.0\.up\.weight was changed in place while it was gathered"):
+        sharded(_input(process.rank, 0))
+
+
+def test_a_weight_that_is_given_other_memory_is_refused(two):
+    two.run(_constrained)

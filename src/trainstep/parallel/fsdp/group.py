@@ -60,6 +60,7 @@ class GatherGroup:
         dtypes = [parameter.compute_dtype(compute_dtype) for parameter in self.parameters]
         sizes = [p.padded_shape.numel() * dtype.itemsize for p, dtype in zip(self.parameters, dtypes, strict=True)]
         *starts, self.full_bytes = accumulate(map(padded, sizes), initial=0)
+        self._starts = starts
         memory = torch.empty(self.full_bytes, dtype=torch.uint8, device=device)
         self._places: list[Tensor] = []  # in the storage, of this rank's rows, and where the others get them from
         self._shards: list[Tensor] = []  # what is copied there
@@ -157,9 +158,9 @@ class GatherGroup:
     def hide(self) -> None:
         """Let the module see placeholders, so that whoever reads them is noticed."""
         if self._is_installed:
-            self._is_installed = False
-            for parameter in self.parameters:
-                parameter.install_placeholder()
+            self._is_installed, memory = False, self._storage.data_ptr()
+            for parameter, start in zip(self.parameters, self._starts, strict=True):
+                parameter.install_placeholder(memory + start)
 
     def free(self) -> None:
         """Give the full parameters' memory back, and the module its placeholders."""

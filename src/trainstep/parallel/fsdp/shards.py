@@ -101,11 +101,15 @@ class ShardedParameter:
             raise UsageError(self.frozen_message(self.shard.requires_grad))
         self._install(self.full)
 
-    def install_placeholder(self) -> None:
-        """Let the module have what stands for the whole."""
+    def install_placeholder(self, address: int | None = None) -> None:
+        """Let the module have what stands for the whole, which was gathered at the address; None: for the first time.
+
+        Raises:
+            UsageError: the whole was changed, or was given other memory.
+        """
         assert self.full is not None, "before the first gather"
         assert self.placeholder is not None, "before the first gather"
-        if self.full._version != 0:
+        if self.full._version != 0 or (address is not None and self.full.data_ptr() != address):
             raise UsageError(
                 f"{self.name} was changed in place while it was gathered, which is lost when it is freed; change the "
                 "parameters of FullyShardedDataParallel, element by element, between steps"
