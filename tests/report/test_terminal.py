@@ -56,6 +56,14 @@ def test_parts_repeat_the_columns_that_tell_rows_apart():
     assert text.count("A caption") == 1
 
 
+def test_columns_that_tell_rows_apart_need_not_stand_together():
+    rows = [("ddp", "4", kept, f"{number}.5", "weights", "30.2") for number, kept in enumerate(("none", "every-1"))]
+    text = drawn(text_table("t", "c", ("strategy", "GPUs", "checkpointing", "peak", "where", "room"), rows), 50)
+    first, second = parts(text)
+    assert [line.split()[:3] for line in first] == [["ddp", "4", "none"], ["ddp", "4", "every-1"]]
+    assert [line.split()[:2] for line in second] == [["ddp", "none"], ["ddp", "every-1"]]
+
+
 def test_what_fits_is_one_part_under_titles_of_one_line():
     text = drawn(text_table("t", "A caption", TITLES[:-1], [row[:-1] for row in ROWS]), 120)
     assert len(parts(text)) == 1

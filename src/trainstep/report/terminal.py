@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, combinations
 from typing import TYPE_CHECKING
 
 from trainstep.errors import printable
@@ -56,25 +56,29 @@ def _draw(titles: Sequence[str], rows: Sequence[Sequence[str]], part: Sequence[i
     return drawn
 
 
-def _parts(least: Sequence[int], first: int, width: int) -> list[list[int]]:
-    """The columns of each part: the `first` ones, and others in order as long as there is room, at least one."""
-    parts = [list(range(first))]
-    for column in range(first, len(least)):
+def _parts(least: Sequence[int], keys: Sequence[int], width: int) -> list[list[int]]:
+    """The columns of each part: the keys, and others in order as long as there is room, at least one."""
+    parts = [list(keys)]
+    for column in range(len(least)):
+        if column in keys:
+            continue
         is_full = _total(least[each] for each in (*parts[-1], column)) > width
-        if is_full and len(parts[-1]) > first:
-            parts.append(list(range(first)))
+        if is_full and len(parts[-1]) > len(keys):
+            parts.append(list(keys))
         parts[-1].append(column)
-    return parts
+    return [sorted(part) for part in parts]
 
 
-def _telling_apart(rows: Sequence[Sequence[str]], least: Sequence[int], width: int) -> int:
-    """How many columns, from the first on, tell all rows apart in two thirds of the width; the first if none do."""
-    for count in range(1, len(least) + 1):
-        if _total(least[:count]) > width * 2 // 3:
-            break
-        if len({tuple(row[:count]) for row in rows}) == len(rows):
-            return count
-    return 1
+def _telling_apart(rows: Sequence[Sequence[str]], least: Sequence[int], width: int) -> Sequence[int]:
+    """The fewest columns that tell all rows apart in two thirds of the width, the first among them and at most three,
+    as far left as can be; the first alone if there are none."""
+    for count in range(3):
+        for others in combinations(range(1, len(least)), count):
+            keys = (0, *others)
+            is_narrow = _total(least[each] for each in keys) <= width * 2 // 3
+            if is_narrow and len({tuple(row[each] for each in keys) for row in rows}) == len(rows):
+                return keys
+    return (0,)
 
 
 def _total(widths: Iterable[int]) -> int:
