@@ -59,7 +59,9 @@ JUDGES = {
     "bench/check/step.py": tuple(f"tests/bench/check/test_{name}.py" for name in ("reproducible", *STEP)),
     "bench/check/updates.py": ("tests/bench/check/test_updates.py",),
     "bench/parallel/check.py": ("tests/bench/parallel/test_check_little.py", "tests/bench/parallel/test_check.py"),
+    "budgets.py": ("tests/bench/check/test_gradients.py", "tests/report/test_losses.py"),
     "report/compare.py": ("tests/report/test_compare.py",),
+    "report/losses.py": ("tests/report/test_losses.py",),
     "run/ladder/judge.py": ("tests/run/ladder/test_judge.py",),
 } | {
     f"report/subjects/{name}.py": (*(f"tests/report/{test}.py" for test in tests), WITHOUT_PAGES)

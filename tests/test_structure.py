@@ -11,7 +11,7 @@ import trainstep
 
 PACKAGE = Path(trainstep.__file__).parent
 
-GROUND = {"errors", "stats", "precision", "policies", "config", "hardware", "schemes", "kinds", "records"}
+GROUND = {"errors", "stats", "precision", "budgets", "policies", "config", "hardware", "schemes", "kinds", "records"}
 """Lists, rows and statistics: no torch."""
 STEP = {
     *("casting", "randomness", "batches", "workload", "training_step", "blocks"),
@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "errors": set(),
     "stats": set(),
     "precision": set(),
+    "budgets": set(),
     "randomness": set(),
     "batches": {"errors"},
     "policies": {"errors"},

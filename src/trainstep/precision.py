@@ -26,6 +26,11 @@ class Precision:
     unit_roundoff: float  # half the spacing of numbers near 1, in the format that products' inputs are rounded to
 
     @property
+    def one_rounding(self) -> float:
+        """The spacing of numbers near 1 in that format, twice the unit roundoff."""
+        return 2 * self.unit_roundoff
+
+    @property
     def is_autocast(self) -> bool:
         """Whether products run in another type than the weights are stored in."""
         return self.stored != self.computed

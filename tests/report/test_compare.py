@@ -9,13 +9,15 @@ from trainstep.kinds import row_of
 from trainstep.report.compare import compare, comparison_table, repeatability
 from trainstep.stats import median_interval
 
+LOSSES = [4.0, 3.0, 2.0]
+
 
 def step(median, *, precision="fp32", repeat=0, n=10, seed=0, spread=0.002, run=None, **changes):
     rng = random.Random(seed)
     samples = [median * (1 + rng.uniform(-spread, spread)) for _ in range(n)]
     case = {"workload": "small", "precision": precision, "mode": "step", "warmup": 5, "repeat": repeat, "steps": n}
     case |= {} if run is None else {"run": run}
-    return row_of("step", case, {"step_ms": median}, samples={"step": samples}, **changes)
+    return row_of("step", case, {"step_ms": median}, samples={"step": samples, "training_loss": LOSSES}, **changes)
 
 
 def test_clear_differences_are_called():
@@ -50,7 +52,7 @@ def test_passes_widen_the_interval_by_what_differs_between_them():
 
 
 def test_every_pass_counts_alike():
-    """The medians are of all samples of a side, the first losses those of each side's first pass."""
+    """The medians are of all samples of a side, and no pass may have other losses than the first."""
 
     def pass_of(samples, losses, repeat):
         row = step(1.0, repeat=repeat)
@@ -60,7 +62,7 @@ def test_every_pass_counts_alike():
     new = [pass_of([5.0, 5.0], [5.0, 4.0], 0), pass_of([5.0, 5.0], [16.0, 4.0], 1)]
     (only,) = compare(old, new)
     assert (only.old_ms, only.new_ms, only.speedup.value) == (2.5, 5.0, 0.5)
-    assert only.loss_difference == 0.25
+    assert only.losses.difference == 3.0, "the second pass after, held against the first before"
     assert only.speedup.interval is None
 
 
@@ -110,7 +112,7 @@ def test_several_processes_a_side_are_compared_between_runs(old, new, between):
     assert only.verdict == "faster"
     (row,) = comparison_table([only], "").texts()
     assert row[-1] == ("faster" if between else "faster within this run")
-    assert row[-2].endswith("] between runs" if between else "] within this run")
+    assert row[-4].endswith("] between runs" if between else "] within this run")
 
 
 def test_runs_of_their_own_are_no_passes_over_one_case():
@@ -122,7 +124,7 @@ def test_what_is_not_called_is_not_qualified():
     (few,) = compare([step(100.0, n=5)], [step(50.0, n=5)])
     table = comparison_table([alike, few], "").texts()
     assert [row[-1] for row in table] == ["inconclusive", "inconclusive"]
-    assert table[1][-2] == "needs 7 samples a side"
+    assert table[1][-4] == "needs 7 samples a side"
 
 
 def test_a_loss_that_was_infinite_on_both_sides_is_no_agreement():
@@ -132,7 +134,8 @@ def test_a_loss_that_was_infinite_on_both_sides_is_no_agreement():
     for old in rows:
         for new in rows:
             (only,) = compare([old], [new])
-            assert only.loss_difference == math.inf
+            assert only.losses.difference == math.inf
+            assert only.verdict == "losses differ"
 
 
 def test_rows_that_failed_or_stand_alone_are_left_out():
@@ -179,13 +182,13 @@ def test_the_table_has_the_settings_that_differ():
         "61.73",
         "2.000×",
         "[1.961, 2.040] within this run",
+        "0",
+        "1.5e-05",
         "faster within this run",
     )
     assert comparison_table([replace(alike, case={"rung": "x"})], "").columns[:2] == ("kind", "old (ms)")
-    mixed = comparison_table([alike, replace(alike, loss_difference=0.5)], "")
-    assert "losses differ by" in mixed.columns, "where one of them has any"
     assert [row[-1] for row in table.texts()] == ["faster within this run", "slower within this run"]
-    assert all(row[-2].endswith("] within this run") for row in table.texts())
+    assert all(row[-4].endswith("] within this run") for row in table.texts())
 
 
 def test_grids_that_differ_in_one_column_are_told_which():
@@ -217,26 +220,51 @@ def test_across_must_not_join_cases_of_one_file():
         compare(both, both, across=["colour"])
 
 
-def test_losses_of_the_same_steps_are_held_against_each_other():
-    def training(median, losses):
-        row = step(median)
-        return replace(row, samples={**row.samples, "training_loss": losses})
+def training(losses, median=90.0, **changes):
+    row = step(median, **changes)
+    return replace(row, samples={**row.samples, "training_loss": losses})
 
-    (only,) = compare([training(100.0, [4.0, 2.0, 1.0])], [training(90.0, [4.0, 2.1])])
-    assert only.loss_difference == pytest.approx(0.05)
-    table = comparison_table([only], "")
-    assert dict(zip(table.columns, table.texts()[0], strict=True))["losses differ by"] == "0.050"
-    (broken,) = compare([training(100.0, [4.0, 2.0, 1.0])], [training(90.0, [4.0, None, 1.0])])  # NaN, as it is read
-    assert broken.loss_difference == math.inf
-    assert "inf" in comparison_table([broken], "").texts()[0]
-    (nan,) = compare([training(100.0, [4.0, 2.0, 1.0])], [training(90.0, [4.0, math.nan, 1.0])])
-    assert nan.loss_difference == math.inf
-    other = training(90.0, [4.0, 2.1])
-    (seeds,) = compare([training(100.0, [4.0])], [replace(other, seed=7)])
-    assert seeds.loss_difference is None, "other batches and weights"
-    (without,) = compare([step(100.0)], [step(90.0)])
-    assert without.loss_difference is None
-    assert "losses differ by" not in comparison_table([without], "").columns
+
+def shown(compared):
+    table = comparison_table([compared], "")
+    return dict(zip(table.columns, table.texts()[0], strict=True))
+
+
+def test_losses_that_differ_leave_no_verdict_on_times():
+    (only,) = compare([training([4.0, 2.0, 1.0], 100.0)], [training([4.0, 2.1])])
+    assert only.losses.difference == pytest.approx(0.05)
+    cells = shown(only)
+    assert (cells["losses differ by"], cells["allowed"], cells["verdict"]) == ("0.050", "1.5e-05", "losses differ")
+    for broken in (None, math.nan, math.inf):  # None: as it is read
+        (only,) = compare([training([4.0, 2.0, 1.0], 100.0)], [training([4.0, broken, 1.0])])
+        assert shown(only)["losses differ by"] == "inf"
+        assert only.verdict == "losses differ"
+
+
+def test_losses_that_tell_nothing_are_said_beside_the_verdict():
+    seeds = replace(training([4.0, 2.1]), seed=7)
+    unchecked = replace(training([4.0, 2.0]), not_checked="not asked for")
+    without = replace(step(90.0), samples={"step": step(90.0).samples["step"]})
+    for row, reason in (
+        (seeds, "seeds – and 7"),
+        (unchecked, "new row: not asked for"),
+        (without, "no losses in the new row"),
+    ):
+        (only,) = compare([training([4.0, 2.0], 200.0)], [row])
+        cells = shown(only)
+        assert cells["allowed"] == f"not checked: {reason}"
+        assert cells["verdict"] == "faster within this run, not checked"
+
+
+def test_steps_of_other_numbers_of_tokens_get_no_verdict_on_times():
+    whole, half = (replace(step(ms), tokens_per_s=96_000.0 / ms * 100) for ms in (200.0, 100.0))
+    rows = [replace(whole, tokens_per_s=tokens / 0.2) for tokens in (96_000, 48_000, 96_001)]
+    (other,) = compare([rows[0]], [replace(half, tokens_per_s=48_000 / 0.1)])
+    assert other.verdict == "tokens differ"
+    assert shown(other)["tokens per step"] == "96,000 → 48,000"
+    (alike,) = compare([rows[0]], [replace(half, tokens_per_s=96_001 / 0.1)])
+    assert alike.verdict == "faster", "six digits are written"
+    assert "tokens per step" not in shown(alike)
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, 0.0, -1.0])

@@ -1,4 +1,7 @@
-"""Two result files, or two passes of one, row by row: a ratio with its interval, and a verdict only where it is due."""
+"""Two result files, or two passes of one, row by row: a ratio with its interval, and a verdict only where it is due.
+
+No verdict is given on times of steps that train otherwise, as far as their losses (`report.losses`) and tokens tell.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from dataclasses import dataclass
 
 from trainstep.errors import UsageError
 from trainstep.records import Row, Scalar
+from trainstep.report.losses import WRITTEN, Losses, hold, tokens_of
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, text_table
 from trainstep.stats import RUN_SPREAD, WITHIN_RUN, Interval, Ratio, ratio_interval_of, ratio_of_runs, verdict
@@ -19,6 +23,9 @@ ACROSS = (
 )  # The columns in which compared rows may be allowed to differ
 MATCHED_BY = {"step": ACROSS, "rung": ("workload", "batch", "context", "rung"), "sweep": ()}
 """The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all."""
+LOSSES = ("losses differ by", "allowed")
+LOSSES_DIFFER, TOKENS_DIFFER = "losses differ", "tokens differ"
+"""What is said in the place of a verdict on times."""
 
 CaseKey = tuple[tuple[str, Scalar], ...]
 
@@ -32,9 +39,12 @@ class Comparison:
     speedup: Ratio  # Old median over new median: above 1 is faster
     old_ms: float
     new_ms: float
-    loss_difference: float | None
-    """The largest relative difference of the training losses, step by step; None where they cannot be compared."""
+    losses: Losses
+    """Of the later rows against the first old one, in the row where they are worst."""
+    tokens: tuple[float, float] | None
+    """Tokens per step, old and new, where they differ."""
     verdict: str
+    """faster, slower or inconclusive; where that would be of other work, "losses differ" or "tokens differ"."""
 
 
 def compare(
@@ -125,8 +135,10 @@ def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: 
     are_runs = all(len({row.case.get("run") for row in rows} - {None}) == len(rows) > 1 for rows in (old, new))
     ratio = ratio_of_runs(before, after) if are_runs else _ratio_of_passes(before, after, spread)
     (_, kind), *case = key
-    losses = _loss_difference(old[0], new[0])
-    return Comparison(str(kind), dict(case), ratio, _median(before), _median(after), losses, verdict(ratio))
+    losses = max((hold(old[0], row) for row in (*old[1:], *new)), key=lambda each: each.severity)
+    tokens = _other_tokens(old[0], new[0])
+    said = LOSSES_DIFFER if losses.differ else TOKENS_DIFFER if tokens else verdict(ratio)
+    return Comparison(str(kind), dict(case), ratio, _median(before), _median(after), losses, tokens, said)
 
 
 def _ratio_of_passes(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], spread: float) -> Ratio:
@@ -144,28 +156,20 @@ def _median(passes: Sequence[Sequence[float]]) -> float:
     return statistics.median(sample for each in passes for sample in each)
 
 
-def _loss_difference(old: Row, new: Row) -> float | None:
-    """Of one seed, steps see the same batches from the same weights, warm-up included.
-
-    Infinite if a loss is not finite. None where a file has no losses, or where the seeds differ.
-    """
-    if old.case.get("seed") != new.case.get("seed"):
+def _other_tokens(old: Row, new: Row) -> tuple[float, float] | None:
+    """Tokens per step of both, where they differ by more than figures in files are rounded."""
+    before, after = tokens_of(old), tokens_of(new)
+    if before is None or after is None or abs(before - after) <= 2 * WRITTEN * before:
         return None
-    pairs = zip(old.samples.get("training_loss", ()), new.samples.get("training_loss", ()), strict=False)
-    return max((_apart(a, b) for a, b in pairs), default=None)
-
-
-def _apart(old: float | None, new: float | None) -> float:
-    """The relative difference of two losses; records have None for one that is not finite."""
-    if old is None or new is None or not math.isfinite(old - new):
-        return math.inf
-    return abs(old - new) / abs(old) if old else abs(new)
+    return before, after
 
 
 def _said(compared: Comparison) -> str:
-    """The verdict, which one run a side never gives without saying so."""
-    is_qualified = compared.verdict != "inconclusive" and not compared.speedup.between_runs
-    return f"{compared.verdict} {WITHIN_RUN}" if is_qualified else compared.verdict
+    """The verdict, which one run a side, or losses that do not tell, never give without saying so."""
+    if compared.verdict not in ("faster", "slower"):
+        return compared.verdict
+    where = "" if compared.speedup.between_runs else f" {WITHIN_RUN}"
+    return f"{compared.verdict}{where}{', not checked' if compared.losses.not_told else ''}"
 
 
 def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
@@ -173,7 +177,7 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
     names = list(dict.fromkeys(name for each in comparisons for name in each.case))
     differing = [name for name in names if len({each.case.get(name) for each in comparisons}) > 1]
     shown = differing or [name for name in ("workload",) if name in names]
-    losses = ["losses differ by"] if any(each.loss_difference is not None for each in comparisons) else []
+    tokens = ["tokens per step"] if any(each.tokens for each in comparisons) else []
 
     def interval(ratio: Ratio) -> str:
         if ratio.interval is None:
@@ -184,7 +188,11 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
     rows = []
     for each in comparisons:
         times = number(each.old_ms, 4), number(each.new_ms, 4), f"{each.speedup.value:.3f}×", interval(each.speedup)
-        apart = [number(each.loss_difference, 2)] if losses else []
-        rows.append((each.kind, *(number(each.case.get(name)) for name in shown), *times, *apart, _said(each)))
-    columns = ("kind", *shown, "old (ms)", "new (ms)", "speed-up", "95 % interval", *losses, "verdict")
+        losses = number(each.losses.difference, 2), number(each.losses.allowed, 2)
+        if each.losses.not_told:
+            losses = losses[0], f"not checked: {each.losses.not_told}"
+        work = [" → ".join(f"{count:,.0f}" for count in each.tokens or ())] if tokens else []
+        settings = (number(each.case.get(name)) for name in shown)
+        rows.append((each.kind, *settings, *times, *work, *losses, _said(each)))
+    columns = ("kind", *shown, "old (ms)", "new (ms)", "speed-up", "95 % interval", *tokens, *LOSSES, "verdict")
     return text_table("compare", caption, columns, rows)

@@ -18,7 +18,7 @@ from trainstep.precision import PRECISIONS, PrecisionName
 
 def one_rounding(form: torch.dtype | PrecisionName) -> float:
     """One rounding of numbers near 1, twice the unit roundoff: of a dtype, or of a precision's matmul inputs."""
-    return torch.finfo(form).eps if isinstance(form, torch.dtype) else 2 * PRECISIONS[form].unit_roundoff
+    return torch.finfo(form).eps if isinstance(form, torch.dtype) else PRECISIONS[form].one_rounding
 
 
 def accumulated_rounding(unit: float, count: int) -> float:

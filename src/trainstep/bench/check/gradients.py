@@ -8,7 +8,7 @@ may be as far off as the worst row of its parameter was in the plain computation
 
 A norm of n independent errors exceeds its expectation by 1 + z/√(2n) as often as a normal variable exceeds z. With
 z = 4 a parameter of one element may be off by four times the plain computation's error, and one of a million by just
-that much (`_headroom`). The rule of every check, twice the plain error plus one rounding, comes on top.
+that much (`headroom`). The rule of every check, twice the plain error plus one rounding, comes on top.
 
 Buffers that the pass changes are held against the reference's in the same way (`bench.check.buffers`).
 """
@@ -26,14 +26,11 @@ from torch import Tensor, nn
 from trainstep.bench.check import larger
 from trainstep.bench.check.buffers import NO_BUFFERS, Buffers, apart
 from trainstep.bench.check.parts import as_rows, in_parts, norm
+from trainstep.budgets import HEADROOM as HEADROOM
+from trainstep.budgets import VACUOUS as VACUOUS
+from trainstep.budgets import headroom
 from trainstep.errors import UsageError
 from trainstep.weights import copied_to_host
-
-HEADROOM = 4.0
-"""Standard deviations: with a hundred thousand rows, the largest is about four above the mean."""
-
-VACUOUS = 0.5
-"""Gradients that may be this far off, of their own size, say nothing."""
 
 ROWS = 2.0
 """A row may be off by twice what a parameter may: another algorithm has its worst of thousands in another row."""
@@ -252,7 +249,7 @@ def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: f
         floor = rounding * typical
         size = max(length, floor * math.sqrt(count))
         usual = known.norm if known else 0.0
-        allowed = 2 * _headroom(count) * usual + rounding * size
+        allowed = 2 * headroom(count) * usual + rounding * size
         error_square, allowed_square = error_square + error.norm**2, allowed_square + usual**2
         worst = max(worst, _share(error.norm, allowed, size, name), key=_nan_first)
         if known is not None and error.rows.numel() > 1:
@@ -260,24 +257,24 @@ def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: f
                 min=max(length / math.sqrt(len(error.rows)), floor * math.sqrt(count / len(error.rows)))
             )
             usual_rows = max(usual / size if size else 0.0, float((known.rows / sizes).nan_to_num().max())) * sizes
-            most = ROWS * 2 * _headroom(count / len(error.rows)) * usual_rows + rounding * sizes
+            most = ROWS * 2 * headroom(count / len(error.rows)) * usual_rows + rounding * sizes
             row = int((error.rows / most).argmax())  # NaN counts as the largest
             place = f"row {row} of {name}"
             worst = max(
                 worst, _share(float(error.rows[row]), float(most[row]), float(sizes[row]), place), key=_nan_first
             )
     for name, buffer in apart(found.buffers, reference.buffers):
-        allowed = 2 * _headroom(buffer.count) * plain.buffers.get(name, 0.0) + buffer.rounded(rounding)
+        allowed = 2 * headroom(buffer.count) * plain.buffers.get(name, 0.0) + buffer.rounded(rounding)
         worst = max(worst, _share(buffer.error, allowed, buffer.change or 1.0, f"buffer {name}"), key=_nan_first)
     size, loss_size = math.sqrt(square), abs(reference.loss) or 1.0
     _, worst_error, worst_allowed, worst_name = worst
     return Deviation(
         loss=abs(found.loss - reference.loss) / loss_size,
-        loss_allowed=2 * _headroom(1) * plain.loss / loss_size + rounding,
+        loss_allowed=2 * headroom(1) * plain.loss / loss_size + rounding,
         gradient=math.sqrt(error_square) / size if size else math.inf,
         gradient_allowed=2 * math.sqrt(allowed_square) / size + rounding if size else 0.0,
         scale=abs(product / square) if square else 0.0,
-        scale_allowed=2 * _headroom(1) * plain.scale + rounding / 2,
+        scale_allowed=2 * headroom(1) * plain.scale + rounding / 2,
         worst=worst_error,
         worst_allowed=worst_allowed,
         worst_name=worst_name,
@@ -292,10 +289,6 @@ def _share(error: float, allowed: float, size: float, name: str) -> tuple[float,
 
 def _nan_first(share: tuple[float, float, float, str]) -> float:
     return math.inf if math.isnan(share[0]) else share[0]
-
-
-def _headroom(count: float) -> float:
-    return 1 + HEADROOM / math.sqrt(2 * count)
 
 
 def dense(gradient: Tensor) -> Tensor:

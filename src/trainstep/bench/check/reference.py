@@ -30,6 +30,7 @@ from trainstep.bench.check.reproducible import REPEATS, check_same_gradients, ch
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.bench.check.updates import take_updates
 from trainstep.bench.outcome import Failure, attempt
+from trainstep.budgets import FLOAT32_LOSES as FLOAT32_LOSES
 from trainstep.casting import autocast_dtype, cast_parameters
 from trainstep.config import StepConfig
 from trainstep.precision import PrecisionName
@@ -325,11 +326,6 @@ class Reference:
 
 OWN_ARITHMETIC = "with nothing else changed: by the model's own arithmetic there, or torch's"
 """Ends what is said of a precision that takes a plain step further than its roundings."""
-
-FLOAT32_LOSES = 6.0
-"""Tensor cores multiply float32 as three products of TF32, as fused attention does on a GPU, and cut sums off where
-others round. On an H200, gradients of q by PyTorch's fused attention in float32 were off by up to 5.3 times what the
-plain formula was, in a model of 2.7 B after ten updates (docs/lab-log.md, 2026-11-23)."""
 
 FLOAT32_AT_MOST = 1e-3
 """Float64's gradients further from float32's than this are of a model that computes something else in float64."""

@@ -1,0 +1,115 @@
+"""Do two rows train alike? Their losses, step by step, held against what rounding may do to them.
+
+Of one seed, two forms of one training start from the same weights and see the same batches, warm-up included. Rounding
+takes their losses apart in two ways. A loss is a mean over the batch's tokens, each off independently, so it is off by
+that over the square root of their number. And gradients are off by a part of themselves, so updates are, and so is what
+training has made of the loss so far: a step that never updates is off by all of that. Either part is what checks allow
+a single number, `budgets.headroom` times one rounding, of the coarser of the two precisions.
+
+Losses within this budget are a necessary sign and no proof: the gradient of one parameter that is dropped, or a weight
+decay that is left out, may move them by less than rounding does. `bench.check.step` judges gradients and updates.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from trainstep.budgets import FLOAT32_LOSES, VACUOUS, headroom
+from trainstep.precision import PRECISIONS
+from trainstep.records import Row
+from trainstep.report.numbers import number
+
+WRITTEN = 1e-5
+"""By how much two numbers that files have with six significant digits may seem apart, relative."""
+NOT_TRAINING = ("forward", "forward-backward")
+"""Modes that update nothing, so that losses are of the initial weights throughout."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """How far the losses of two rows are apart, at the step that uses most of what is allowed."""
+
+    difference: float | None = None
+    """Relative to the old one; infinite if either is not finite. None where they cannot be compared."""
+    allowed: float | None = None
+    """The same of what rounding may do."""
+    not_told: str = ""
+    """Why they do not tell whether both train alike; empty where they do."""
+
+    @property
+    def differ(self) -> bool:
+        """Whether they are further apart than rounding may take them."""
+        return self.difference is not None and self.allowed is not None and not self.difference <= self.allowed
+
+    @property
+    def severity(self) -> tuple[bool, bool, float, float]:
+        """Larger where it is worse: losses that differ, then those that do not tell, then those that are near it."""
+        allowed = self.allowed or 1.0
+        return self.differ, bool(self.not_told), (self.difference or 0.0) / allowed, allowed
+
+
+def tokens_of(row: Row) -> float | None:
+    """Tokens per step, to five digits; None where a row does not say."""
+    per_second, step_ms = row.values.get("tokens_per_s"), row.values.get("step_ms")
+    if not isinstance(per_second, (int, float)) or not isinstance(step_ms, (int, float)):
+        return None
+    return per_second * step_ms / 1e3
+
+
+def hold(old: Row, new: Row) -> Losses:
+    """Hold the losses of `new` against those of `old`, as far as both have them."""
+    if why_not := _incomparable(old, new):
+        return Losses(not_told=why_not)
+    before, after = (row.samples["training_loss"] for row in (old, new))
+    part = max(map(_part, (old, new)))
+    tokens = tokens_of(old) or 1.0
+    moved, found = 0.0, list[Losses]()
+    for expected, own in zip(before, after, strict=False):
+        if expected is None or own is None or not math.isfinite(expected - own):
+            return Losses(math.inf, found[-1].allowed if found else WRITTEN)
+        moved = max(moved, abs(expected - before[0]))
+        size = abs(expected) or 1.0
+        allowed = part * (abs(expected) / math.sqrt(tokens) + moved) / size + WRITTEN
+        found.append(Losses(abs(expected - own) / size, allowed))
+    worst = max(found, key=lambda each: each.severity)
+    if worst.differ:
+        return worst
+    share, most = moved / (abs(before[0]) or 1.0), max(each.allowed or 0.0 for each in found)
+    return replace(worst, not_told=_not_checked(old, new) or _too_little(old, share, most))
+
+
+def _incomparable(old: Row, new: Row) -> str:
+    """Why the two are no losses of the same batches and weights; empty where they are."""
+    seeds = [row.case.get("seed") for row in (old, new)]
+    if seeds[0] != seeds[1]:
+        return f"seeds {number(seeds[0])} and {number(seeds[1])}"
+    for which, row in (("old", old), ("new", new)):
+        if not row.samples.get("training_loss"):
+            return f"no losses in the {which} row"
+        if row.values.get("batches"):
+            return "every build has other batches"
+        if row.values.get("compared"):
+            return "random numbers differ"
+        if row.case.get("precision") not in PRECISIONS:
+            return f"the {which} row's precision is unknown"
+    return ""
+
+
+def _part(row: Row) -> float:
+    """The part of a single number that the row's precision may take it off by."""
+    name = str(row.case["precision"])
+    return headroom(1) * PRECISIONS[name].one_rounding * (FLOAT32_LOSES if name == "fp32" else 1.0)
+
+
+def _not_checked(old: Row, new: Row) -> str:
+    """Which row was not checked by itself, and why; empty where both were."""
+    told = ((which, row.values.get("not_checked")) for which, row in (("old", old), ("new", new)))
+    return next((f"{which} row: {reason}" for which, reason in told if reason), "")
+
+
+def _too_little(old: Row, moved: float, allowed: float) -> str:
+    """What to say where training moved the losses so little that a step that never updates may be within the budget."""
+    if old.case.get("mode") in NOT_TRAINING or allowed < VACUOUS * moved:
+        return ""
+    return f"training moved the loss by {number(moved, 2)}, of {number(allowed, 2)} allowed"
