@@ -144,6 +144,15 @@ def test_rows_that_failed_or_stand_alone_are_left_out():
     assert len(compare(old, new)) == 1
 
 
+def test_a_case_that_went_wrong_is_named_where_nothing_is_left_to_compare():
+    wrong = replace(step(1.0), status="wrong", reason="gradients off by 5", samples={})
+    said = "workload small.*measured in the first file, wrong \\(gradients off by 5\\) in the second"
+    with pytest.raises(UsageError, match=f"no timed step in the second file.*{said}"):
+        compare([step(1.0)], [wrong])
+    with pytest.raises(UsageError, match=f"no measured case in common.*{said}"):
+        compare([step(1.0)], [wrong, step(1.0, precision="tf32"), step(1.0, precision="bf16")])
+
+
 def test_nothing_in_common():
     with pytest.raises(UsageError, match="no measured case in common"):
         compare([step(1.0)], [step(1.0, precision="bf16")])

@@ -9,14 +9,17 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from trainstep.commands.options import Common, commas
-from trainstep.commands.output import console_for_output, show_table
+from trainstep.commands.output import NOTHING_RAN, console_for_output, show_table
 from trainstep.errors import UsageError
 from trainstep.stats import RUN_SPREAD
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(Common):
-    """Compare two result files: a ratio with its interval per matching row, and a verdict where it is due."""
+    """Compare two result files: a ratio with its interval per matching row, and a verdict where it is due.
+
+    The exit code is 1 where a case that the first file has times of went wrong, or failed, in the second.
+    """
 
     old: Positional[Path]
     """results.jsonl of the run before."""
@@ -31,10 +34,18 @@ class Compare(Common):
     def run(self) -> int:
         from trainstep.records import collection_paused, read_records
         from trainstep.report.compare import compare, comparison_table
+        from trainstep.report.matching import other_conditions, unmatched
 
         if not 0 <= self.spread < math.inf:
             raise UsageError(f"spread is {self.spread}; expected a share of 0 or more, as 0.03 for 3 %")
         with collection_paused():
-            comparisons = compare(read_records(self.old), read_records(self.new), self.spread, self.across)
-            show_table(console_for_output(), comparison_table(comparisons, f"{self.old} → {self.new}"))
-        return 0
+            old, new = read_records(self.old), read_records(self.new)
+            comparisons = compare(old, new, self.spread, self.across)
+            console = console_for_output()
+            show_table(console, comparison_table(comparisons, f"{self.old} → {self.new}"))
+            if conditions := other_conditions(old, new):
+                console.print(f"• Not measured under the same conditions: {'; '.join(conditions)}.")
+            left_out = unmatched(old, new, self.across)
+            for each in left_out:
+                console.print(f"• Left out: {each}.")
+        return NOTHING_RAN if any(each.is_lost for each in left_out) else 0

@@ -13,21 +13,14 @@ from dataclasses import dataclass
 from trainstep.errors import UsageError
 from trainstep.records import Row, Scalar
 from trainstep.report.losses import WRITTEN, Losses, hold, tokens_of
+from trainstep.report.matching import ACROSS, MATCHED_BY, CaseKey, is_measured, key_of, told, unmatched, without
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, text_table
 from trainstep.stats import RUN_SPREAD, WITHIN_RUN, Interval, Ratio, ratio_interval_of, ratio_of_runs, verdict
 
-ACROSS = (
-    *("workload", "batch", "context", "precision", "compile", "attention", "loss", "fused", "optimizer"),
-    *("checkpointing", "mode", "warmup", "timing"),
-)  # The columns in which compared rows may be allowed to differ
-MATCHED_BY = {"step": ACROSS, "rung": ("workload", "batch", "context", "rung"), "sweep": ()}
-"""The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all."""
 LOSSES = ("losses differ by", "allowed")
 LOSSES_DIFFER, TOKENS_DIFFER = "losses differ", "tokens differ"
 """What is said in the place of a verdict on times."""
-
-CaseKey = tuple[tuple[str, Scalar], ...]
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,7 @@ def compare(
         which = "the first file" if after else "the second file" if before else "either file"
         raise UsageError(
             f"no timed step in {which}: compare reads measured rows of the kinds {', '.join(MATCHED_BY)}, which "
-            "the commands bench, analyze and sweep write"
+            f"the commands bench, analyze and sweep write{_lost(old, new, across)}"
         )
     shared = [key for key in before if key in after]
     if not shared:
@@ -77,8 +70,14 @@ def compare(
         raise UsageError(
             "the two files have no measured case in common "
             f"(the first has {len(before)} cases, the second {len(after)}){advice if differing else ''}"
+            f"{_lost(old, new, across)}"
         )
     return [_compare_case(key, before[key], after[key], spread) for key in shared]
+
+
+def _lost(old: Sequence[Row], new: Sequence[Row], across: Collection[str]) -> str:
+    """Ends an error with the first case that the second file has without times; empty where there is none."""
+    return next((f"; {each}" for each in unmatched(old, new, across) if each.is_lost), "")
 
 
 def _cases(records: Sequence[Row], across: Collection[str]) -> dict[CaseKey, list[Row]]:
@@ -86,7 +85,7 @@ def _cases(records: Sequence[Row], across: Collection[str]) -> dict[CaseKey, lis
         raise UsageError(f"cannot compare across {unknown[0]!r}; expected some of {', '.join(ACROSS)}")
     found: dict[CaseKey, list[Row]] = {}
     for key, passes in _passes(records).items():
-        kept = tuple((name, value) for name, value in key if name not in across)
+        kept = without(key, across)
         if kept in found:
             raise UsageError(
                 f"--across {','.join(across)} would take several cases of one file for the same; give files in which "
@@ -116,17 +115,14 @@ def repeatability(records: Sequence[Row], spread: float = RUN_SPREAD) -> list[Co
 def _passes(records: Iterable[Row]) -> dict[CaseKey, list[Row]]:
     found: dict[CaseKey, list[Row]] = {}
     for record in records:
-        if record.kind in MATCHED_BY and record.status == "ok" and record.samples.get("step"):
+        if is_measured(record):
             if bad := [x for x in record.samples["step"] if x is None or not 0 < x < math.inf]:
-                told = ", ".join(f"{name} {number(value)}" for name, value in record.case.items())
+                case = told(tuple(record.case.items()))
                 raise UsageError(
-                    f"the {record.kind} row of {told} has samples that are no times: {bad[0]}; expected milliseconds "
+                    f"the {record.kind} row of {case} has samples that are no times: {bad[0]}; expected milliseconds "
                     "above 0"
                 )
-            case = record.case
-            names = MATCHED_BY[record.kind] or sorted(case)
-            key = (("kind", record.kind), *zip(names, map(case.get, names), strict=True))
-            found.setdefault(key, []).append(record)
+            found.setdefault(key_of(record), []).append(record)
     return found
 
 
