@@ -276,6 +276,44 @@ def test_steps_of_other_numbers_of_tokens_get_no_verdict_on_times():
     assert "tokens per step" not in shown(alike)
 
 
+def preparing(median, batch_ms, n=10, **changes):
+    row = step(median, n=n, **changes)
+    return replace(row, samples={**row.samples, "batch": [batch_ms * (1 + at / 1000) for at in range(n)]})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict"),
+    [
+        ((100.0, 1.0), (50.0, 1.0), "faster"),
+        ((100.0, 1.0), (50.0, 51.0), "moved to batch"),
+        ((100.0, 1.0), (50.0, 60.0), "moved to batch"),
+        ((100.0, 1.0), (50.0, 46.0), "faster"),  # 5 % are left, and 2 % may be of the run
+        ((100.0, 1.0), (50.0, 50.0), "moved to batch"),  # 1 % is left
+        ((100.0, 500.0), (50.0, 505.0), "faster"),  # within what runs differ by
+        ((50.0, 1.0), (100.0, 51.0), "slower"),
+        ((100.0, 51.0), (100.0, 1.0), "inconclusive"),
+    ],
+)
+def test_what_the_batch_takes_longer_is_not_gained(old, new, verdict):
+    (only,) = compare([preparing(*old)], [preparing(*new, seed=1)])
+    assert only.verdict == verdict
+    assert only.batch == pytest.approx((old[1], new[1]), rel=0.01)
+
+
+def test_batches_are_shown_where_both_rows_have_their_times():
+    (both,) = compare([preparing(100.0, 1.0)], [preparing(50.0, 60.0)])
+    cells = shown(both)
+    assert (cells["batch (ms)"], cells["verdict"]) == ("1.00 → 60.3", "moved to batch")
+    (one,) = compare([step(100.0)], [preparing(50.0, 60.0)])
+    assert (one.batch, one.verdict) == (None, "faster")
+    assert "batch (ms)" not in shown(one)
+    several = [preparing(50.0, 60.0, run=number) for number in (0, 1)]
+    (runs,) = compare([preparing(100.0, 1.0, run=number) for number in (0, 1)], several)
+    assert (runs.speedup.between_runs, runs.verdict) == (True, "moved to batch")
+    with pytest.raises(UsageError, match="samples that are no times: 0"):
+        compare([step(1.0)], [preparing(1.0, 0.0)])
+
+
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, 0.0, -1.0])
 def test_samples_that_are_no_times_get_no_verdict(bad):
     row = step(100.0)

@@ -21,6 +21,10 @@ WATCHDOG_S = 0.25
 """Two looks of NCCL's watchdog at what has ended, and some time on top (ProcessGroupNCCL looks every 100 ms)."""
 
 
+class WrongError(Exception):
+    """A case does not compute what it says, so that its times would be of something else: a row with status wrong."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a case has no result."""
@@ -63,6 +67,8 @@ def caught(work: Callable[[], Result]) -> Result | Failure:
         return Failure("unsupported", one_line(error))
     except UsageError:
         raise
+    except WrongError as error:
+        return Failure("wrong", one_line(error))
     except Exception as error:
         return classify(error)
 

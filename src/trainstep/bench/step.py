@@ -17,6 +17,7 @@ from trainstep.batches import count_tokens, tensors_of
 from trainstep.bench.cases import expand
 from trainstep.bench.check.step import StepCheck, Verdict, plain_form
 from trainstep.bench.outcome import Failure, attempt, failed_row
+from trainstep.bench.preparing import Preparing, check_batches_leave_weights
 from trainstep.config import PHASES_OF_MODE, PhaseContext, StepConfig, StepMode
 from trainstep.errors import UsageError
 from trainstep.hardware import find_device
@@ -167,6 +168,8 @@ class StepMeasurement:
     device: torch.device
     gpu_state: Mapping[str, Scalar]
     """Clocks, power and throttling right after the last step."""
+    batch_ms: Sequence[float] = ()
+    """Milliseconds to make the batch after each step ready; empty where sustained, whose steps' times have that."""
 
 
 def measure_step(
@@ -210,23 +213,33 @@ def measure_training_step(
     *,
     sustained: bool = False,
 ) -> StepMeasurement:
-    """Measure a step that is already built; every step takes the next batch, so it trains as it goes."""
+    """Measure a step that is already built; every step takes the next batch, so it trains as it goes.
+
+    Raises:
+        WrongError: making a batch changes weights or optimizer state.
+    """
     runner = StepRunner(step, mode)
     clock = device_clock(step.device)
-    take = time_window if sustained else time_steps
-    timing = take(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
+    preparing = Preparing(runner.prepare_next, clock)
+    if sustained:
+        timing = time_window(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
+    else:
+        timing = time_steps(runner.run, device=clock, warmup=warmup, steps=steps, after_step=preparing)
     state = gpu_state(step.device)
     flops, uncounted = _count_flops(step, source, runner.batch, mode)
+    memory = step_peaks(step, runner.batch, mode)
+    check_batches_leave_weights(step, runner.batch, mode)
     return StepMeasurement(
         timing=timing,
         losses=tuple(map(float, runner.losses)),
-        memory=step_peaks(step, runner.batch, mode),
+        memory=memory,
         optimizer_bytes=sum(tensor.nbytes for tensor in optimizer_state_tensors(step.optimizer)),
         tokens=count_tokens(runner.batch),
         flops=flops,
         uncounted=uncounted,
         device=step.device,
         gpu_state=state,
+        batch_ms=preparing.ms,
     )
 
 
@@ -313,10 +326,17 @@ def _record(case: StepCase, result: StepMeasurement | Failure, judged: Verdict |
         return dataclasses.replace(failed_row(StepRow, case.columns(), result, environment), **check)
     window = result.timing.window(case.warmup, case.steps)
     assert set(window.samples[0].laps) == set(PHASES_OF_MODE[case.mode]), "a phase went unmeasured"
+    fields = measured_fields(result, window, case.config.precision)
+    samples: dict[str, Sequence[float]] = dict(phase_samples(window))
+    if batch_ms := result.batch_ms[case.warmup : case.warmup + case.steps]:
+        samples["batch"] = batch_ms
+        fields["times"]["batch"] = Times.of(summarize(batch_ms), spread=False)
+    if result.losses:
+        samples["training_loss"] = result.losses
     return StepRow(
         **case.columns(),
-        **measured_fields(result, window, case.config.precision),
+        **fields,
         **check,
-        samples=phase_samples(window) | ({"training_loss": result.losses} if result.losses else {}),
+        samples=samples,
         environment=environment,
     )

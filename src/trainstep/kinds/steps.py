@@ -55,7 +55,11 @@ class Checked(Row):
 
 
 class StepRow(MeasuredStep, Checked, kind="step"):
-    """One case of `bench step`. Samples: milliseconds by phase, and `training_loss` of every step, warm-up included."""
+    """One case of `bench step`. Samples: milliseconds by phase, and `training_loss` of every step, warm-up included.
+
+    Beside the phases there is "batch": the host's time to make the next batch ready, which is outside of the step. A
+    sustained step has none, as its time has it inside.
+    """
 
     mode: str | None = setting(None)
     warmup: int | None = setting(None)

@@ -272,6 +272,7 @@ _WORDS = {
     "achieved_tflops": "Achieved",
     "utilisation": "Of the device’s peak",
     "wait_ms": "Host waits",
+    "batch_ms": "Next batch",
     "torch": "PyTorch",
     "trainstep": "trainstep",
     "cuda": "CUDA",

@@ -19,7 +19,7 @@ from trainstep.report.tables import Table, text_table
 from trainstep.stats import RUN_SPREAD, WITHIN_RUN, Interval, Ratio, ratio_interval_of, ratio_of_runs, verdict
 
 LOSSES = ("losses differ by", "allowed")
-LOSSES_DIFFER, TOKENS_DIFFER = "losses differ", "tokens differ"
+LOSSES_DIFFER, TOKENS_DIFFER, BATCH_GREW = "losses differ", "tokens differ", "moved to batch"
 """What is said in the place of a verdict on times."""
 
 
@@ -36,8 +36,11 @@ class Comparison:
     """Of the later rows against the first old one, in the row where they are worst."""
     tokens: tuple[float, float] | None
     """Tokens per step, old and new, where they differ."""
+    batch: tuple[float, float] | None
+    """Milliseconds to make the next batch, old and new, where rows have them."""
     verdict: str
-    """faster, slower or inconclusive; where that would be of other work, "losses differ" or "tokens differ"."""
+    """faster, slower or inconclusive. Where that would be of other work, "losses differ" or "tokens differ"; where the
+    batch takes as much longer as the step takes less, so that nothing is left to call faster, "moved to batch"."""
 
 
 def compare(
@@ -116,7 +119,8 @@ def _passes(records: Iterable[Row]) -> dict[CaseKey, list[Row]]:
     found: dict[CaseKey, list[Row]] = {}
     for record in records:
         if is_measured(record):
-            if bad := [x for x in record.samples["step"] if x is None or not 0 < x < math.inf]:
+            times = (*record.samples["step"], *record.samples.get("batch", ()))
+            if bad := [each for each in times if each is None or not 0 < each < math.inf]:
                 case = told(tuple(record.case.items()))
                 raise UsageError(
                     f"the {record.kind} row of {case} has samples that are no times: {bad[0]}; expected milliseconds "
@@ -127,14 +131,27 @@ def _passes(records: Iterable[Row]) -> dict[CaseKey, list[Row]]:
 
 
 def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: float) -> Comparison:
-    before, after = ([row.samples["step"] for row in rows] for rows in (old, new))
+    (_, kind), *case = key
+    ratio, old_ms, new_ms = _ratio_of(old, new, "step", spread)
+    losses = max((hold(old[0], row) for row in (*old[1:], *new)), key=lambda each: each.severity)
+    tokens, batch = _other_tokens(old[0], new[0]), None
+    said: str = verdict(ratio)
+    if all(row.samples.get("batch") for row in (*old, *new)):
+        of_batch, before, after = _ratio_of(old, new, "batch", spread)
+        batch = before, after
+        grown_ms = after - before if verdict(of_batch) == "slower" else 0.0
+        if said == "faster" and not _is_left(ratio, new_ms, grown_ms):
+            said = BATCH_GREW
+    said = LOSSES_DIFFER if losses.differ else TOKENS_DIFFER if tokens else said
+    return Comparison(str(kind), dict(case), ratio, old_ms, new_ms, losses, tokens, batch, said)
+
+
+def _ratio_of(old: Sequence[Row], new: Sequence[Row], name: str, spread: float) -> tuple[Ratio, float, float]:
+    """Of one kind of samples: old over new, and the medians of both in milliseconds."""
+    before, after = ([row.samples[name] for row in rows] for rows in (old, new))
     are_runs = all(len({row.case.get("run") for row in rows} - {None}) == len(rows) > 1 for rows in (old, new))
     ratio = ratio_of_runs(before, after) if are_runs else _ratio_of_passes(before, after, spread)
-    (_, kind), *case = key
-    losses = max((hold(old[0], row) for row in (*old[1:], *new)), key=lambda each: each.severity)
-    tokens = _other_tokens(old[0], new[0])
-    said = LOSSES_DIFFER if losses.differ else TOKENS_DIFFER if tokens else verdict(ratio)
-    return Comparison(str(kind), dict(case), ratio, _median(before), _median(after), losses, tokens, said)
+    return ratio, _median(before), _median(after)
 
 
 def _ratio_of_passes(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], spread: float) -> Ratio:
@@ -150,6 +167,12 @@ def _ratio_of_passes(before: Sequence[Sequence[float]], after: Sequence[Sequence
 
 def _median(passes: Sequence[Sequence[float]]) -> float:
     return statistics.median(sample for each in passes for sample in each)
+
+
+def _is_left(speedup: Ratio, new_ms: float, grown_ms: float) -> bool:
+    """Whether a step is faster even if it took what the batch takes longer."""
+    assert speedup.interval is not None, "without one nothing was called faster"
+    return speedup.interval.low * new_ms / (new_ms + grown_ms) > 1
 
 
 def _other_tokens(old: Row, new: Row) -> tuple[float, float] | None:
@@ -174,6 +197,7 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
     differing = [name for name in names if len({each.case.get(name) for each in comparisons}) > 1]
     shown = differing or [name for name in ("workload",) if name in names]
     tokens = ["tokens per step"] if any(each.tokens for each in comparisons) else []
+    batches = ["batch (ms)"] if any(each.batch for each in comparisons) else []
 
     def interval(ratio: Ratio) -> str:
         if ratio.interval is None:
@@ -188,7 +212,19 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
         if each.losses.not_told:
             losses = losses[0], f"not checked: {each.losses.not_told}"
         work = [" → ".join(f"{count:,.0f}" for count in each.tokens or ())] if tokens else []
+        batch = [" → ".join(number(ms) for ms in each.batch or ())] if batches else []
         settings = (number(each.case.get(name)) for name in shown)
-        rows.append((each.kind, *settings, *times, *work, *losses, _said(each)))
-    columns = ("kind", *shown, "old (ms)", "new (ms)", "speed-up", "95 % interval", *tokens, *LOSSES, "verdict")
+        rows.append((each.kind, *settings, *times, *batch, *work, *losses, _said(each)))
+    columns = (
+        "kind",
+        *shown,
+        "old (ms)",
+        "new (ms)",
+        "speed-up",
+        "95 % interval",
+        *batches,
+        *tokens,
+        *LOSSES,
+        "verdict",
+    )
     return text_table("compare", caption, columns, rows)

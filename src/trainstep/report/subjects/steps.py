@@ -39,6 +39,7 @@ STEPS = define(
     columns.median("step [95 %]", "step"),
     *(columns.files_only(columns.mean(f"{name}, mean ± std", name)) for name in (*PHASES, "step")),
     columns.value("host waits", "wait_ms", brief=False, page=False),
+    columns.value("next batch", "batch_ms", brief=False, page=False),
     columns.value("first step", "first_step_ms", page=False),
     *columns.values({"tokens/s": "tokens_per_s", "TFLOP/s": "achieved_tflops"}, brief=False),
     columns.value("utilisation (%)", "utilisation", brief=False, page=False),
@@ -276,7 +277,7 @@ def phases(rows: Sequence[Row]) -> Section | None:
         )
     legend = [("accent", "time on the device"), ("neutral", "time to issue it")] if has_issue else []
     drawn = partial(bars, [_phase_bar(step, name, total) for name in names], "ms per step")
-    facts = ("tokens_per_s", "achieved_tflops", "utilisation", "wait_ms", "first_step_ms", "model_tflop")
+    facts = ("tokens_per_s", "achieved_tflops", "utilisation", "wait_ms", "batch_ms", "first_step_ms", "model_tflop")
     blocks: list[Block] = [
         Charts([Chart("phases", "Phases of one step", "", drawn, legend)]),
         Table("The step and its phases", titles, table_rows, name="phases"),
