@@ -142,6 +142,23 @@ def test_starts_that_write_no_row_leave_the_former_files(tmp_path):
     assert read_records(tmp_path / "results.previous.jsonl")[0].case["workload"] == "old"
 
 
+def test_a_file_that_an_editor_marked_as_utf_8_is_read(tmp_path):
+    path = tmp_path / "results.jsonl"
+    write_whole(path, [record(), record()])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_records(path) == [record(), record()]
+
+
+@pytest.mark.parametrize("times", [[True] * 7, [1.0, False], [1, True]])
+def test_samples_that_are_true_or_false_are_no_numbers(tmp_path, times):
+    path = tmp_path / "results.jsonl"
+    write_whole(path, [record(samples={"step": times})])
+    with pytest.raises(UsageError, match="line 1: the samples of step are no list of finite numbers"):
+        read_records(path)
+    write_whole(path, [record(series={"kept": times})])
+    assert list(read_records(path)[0].series["kept"]) == times
+
+
 def test_an_empty_file_is_not_rotated(tmp_path):
     path = tmp_path / "results.jsonl"
     (tmp_path / "results.previous.jsonl").write_text("good")

@@ -192,7 +192,8 @@ def read_records(path: Path) -> list[Row]:
     if path.is_dir():
         raise UsageError(f"{path} is a folder; expected its {path / 'results.jsonl'}")
     try:
-        with collection_paused(), path.open(encoding="utf-8", newline="\n") as file:  # names may hold other line ends
+        # Editors may put a mark before the first line; names may hold other line ends.
+        with collection_paused(), path.open(encoding="utf-8-sig", newline="\n") as file:
             rows = [row for number, line in enumerate(file, start=1) for row in _rows_of_line(path, number, line)]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read results from {path}: {error}") from error

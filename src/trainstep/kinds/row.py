@@ -246,7 +246,7 @@ def _are_all(values: Collection[object], is_one: Callable[[object], bool]) -> bo
     """Whether `is_one`, `_is_number` or `_is_scalar`, is true of all; looked at by type, as a finite sum has finite
     terms."""
     kinds = set(map(type, values))
-    if not kinds <= _SCALARS or (str in kinds and is_one is _is_number):
+    if not kinds <= _SCALARS or (not kinds.isdisjoint(_NO_NUMBERS) and is_one is _is_number):
         return all(map(is_one, values))
     floats: list[Any] = [value for value in values if type(value) is float] if float in kinds else []
     whole: list[Any] = [value for value in values if type(value) is int] if int in kinds else []
@@ -255,20 +255,21 @@ def _are_all(values: Collection[object], is_one: Callable[[object], bool]) -> bo
 
 
 _SCALARS = frozenset([str, bool, NoneType, float, int])
+_NO_NUMBERS = frozenset([str, bool])
 
 
 def _is_number(value: object) -> bool:
-    """A number; None stands for one that is not finite."""
+    """A number, which true and false are not; None stands for one that is not finite."""
     kind = type(value)
     if kind is float:
         return math.isfinite(value)  # type: ignore[arg-type]
     if kind is int:
         return -_LARGEST < value < _LARGEST  # type: ignore[operator]
-    return value is None or kind is bool or (isinstance(value, float) and math.isfinite(value))
+    return value is None or (isinstance(value, float) and math.isfinite(value))
 
 
 def _is_scalar(value: object) -> bool:
-    return type(value) is str or _is_number(value) or isinstance(value, str)
+    return type(value) is str or _is_number(value) or isinstance(value, (str, bool))
 
 
 def _shown(value: object) -> str:

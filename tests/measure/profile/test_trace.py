@@ -93,8 +93,19 @@ def cut(data):
         (cut(json.dumps(GPU).encode()), "cut short"),
         (cut(gzip.compress(json.dumps(GPU).encode())), "cut short"),
         (gzip.compress(json.dumps(GPU).encode())[:-8] + b"damaged!", "damaged"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}', "not as torch.profiler writes it"),
-        (b'{"traceEvents": [3]}', "not as torch.profiler writes it"),
+        (
+            b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}',
+            "the event k of category kernel at ts None has no 'ts'; expected events as torch.profiler's",
+        ),
+        (
+            b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1.0, "duration": 2}]}',
+            "the event k of category kernel at ts 1.0 has no 'dur'; expected events",
+        ),
+        (
+            b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1.0, "dur": "long"}]}',
+            "the event k of category kernel at ts 1.0 cannot be read: could not convert string to float: 'long'",
+        ),
+        (b'{"traceEvents": [3]}', "an event cannot be read: 'int' object has no attribute 'get'"),
     ],
 )
 def test_what_is_no_trace_is_said_in_one_line(tmp_path, content, says):

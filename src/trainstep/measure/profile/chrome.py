@@ -80,10 +80,19 @@ def read_chrome_trace(path: Path) -> Trace:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{path}: an event is not as torch.profiler writes it ({error!r})") from error
+        expected = "expected events as torch.profiler's export_chrome_trace writes them"
+        raise UsageError(f"{path}: {_said(collected.event, error)}; {expected}") from error
     finally:
         gc.enable()
     raise UsageError(f"{path} is not a trace of torch.profiler: it has no list of traceEvents")
+
+
+def _said(event: dict[str, Any] | None, error: Exception) -> str:
+    """What is wrong with which event, None where one is no object."""
+    if event is None:
+        return f"an event cannot be read: {error}"
+    name = f"the event {event.get('name')} of category {event.get('cat')} at ts {event.get('ts')}"
+    return f"{name} has no {error}" if isinstance(error, KeyError) else f"{name} cannot be read: {error}"
 
 
 def _pickle_hint(path: Path) -> str:
@@ -97,6 +106,8 @@ class _Collector:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.event: dict[str, Any] | None = None
+        """The one that is read, for errors to name."""
         self._base: float | None = None
         self._ranges: list[Range] = []
         self._work: list[_Found] = []
@@ -114,8 +125,12 @@ class _Collector:
         """Keep what is needed of these events."""
         spans = [event for event in events if event.get("ph") == "X" and event.get("cat") != "Trace"]
         if self._base is None and spans:
-            self._base = _first([float(event["ts"]) for event in spans])
+            starts = []
+            for self.event in spans:
+                starts.append(float(self.event["ts"]))
+            self._base = _first(starts)
         for event in spans:
+            self.event = event
             category = str(event.get("cat", "")).lower()
             if category in _OPERATORS or category == "user_annotation":
                 self._add_range(event, is_operator=category in _OPERATORS)
@@ -125,6 +140,7 @@ class _Collector:
                 self._add_launch(event)
             elif category not in _NOT_READ:
                 self._unknown[category] += 1
+        self.event = None
         if len(self._ranges) + len(self._work) + len(self._launches) > MOST:
             size = self._path.stat().st_size / 2**30
             raise UsageError(
