@@ -254,14 +254,14 @@ def test_losses_that_tell_nothing_are_said_beside_the_verdict():
     seeds = replace(training([4.0, 2.1]), seed=7)
     unchecked = replace(training([4.0, 2.0]), not_checked="not asked for")
     without = replace(step(90.0), samples={"step": step(90.0).samples["step"]})
-    for row, reason in (
-        (seeds, "seeds – and 7"),
-        (unchecked, "new row: not asked for"),
-        (without, "no losses in the new row"),
+    for row, apart, reason in (
+        (seeds, "–", "seeds – and 7"),
+        (unchecked, "0", "new row: not asked for"),
+        (without, "–", "no losses in the new row"),
     ):
         (only,) = compare([training([4.0, 2.0], 200.0)], [row])
         cells = shown(only)
-        assert cells["allowed"] == f"not checked: {reason}"
+        assert (cells["losses differ by"], cells["allowed"]) == (apart, f"not checked: {reason}")
         assert cells["verdict"] == "faster within this run, not checked"
 
 
@@ -274,6 +274,17 @@ def test_steps_of_other_numbers_of_tokens_get_no_verdict_on_times():
     (alike,) = compare([rows[0]], [replace(half, tokens_per_s=96_001 / 0.1)])
     assert alike.verdict == "faster", "six digits are written"
     assert "tokens per step" not in shown(alike)
+    (apart,) = compare([rows[0]], [replace(half, tokens_per_s=96_002.4 / 0.1)])
+    assert apart.verdict == "tokens differ"
+    table = comparison_table([other, alike], "")
+    assert [texts[table.columns.index("tokens per step")] for texts in table.texts()] == ["96,000 → 48,000", ""]
+    later = [rows[0], replace(rows[1], repeat=1)]
+    assert [compare(*pair)[0].verdict for pair in ((later, rows[:1]), (rows[:1], later))] == ["tokens differ"] * 2
+
+
+def test_no_pass_may_have_other_losses_than_the_first():
+    passes = [training(losses, repeat=at) for at, losses in enumerate(([4.0, 2.0], [4.0, 2.1], [4.0, 2.0]))]
+    assert [compare(*pair)[0].verdict for pair in ((passes, passes[:1]), (passes[:1], passes))] == ["losses differ"] * 2
 
 
 def preparing(median, batch_ms, n=10, **changes):
@@ -287,7 +298,7 @@ def preparing(median, batch_ms, n=10, **changes):
         ((100.0, 1.0), (50.0, 1.0), "faster"),
         ((100.0, 1.0), (50.0, 51.0), "moved to batch"),
         ((100.0, 1.0), (50.0, 60.0), "moved to batch"),
-        ((100.0, 1.0), (50.0, 46.0), "faster"),  # 5 % are left, and 2 % may be of the run
+        ((100.0, 20.0), (50.0, 65.0), "faster"),  # 5 % are left, and 2 % may be of the run
         ((100.0, 1.0), (50.0, 50.0), "moved to batch"),  # 1 % is left
         ((100.0, 500.0), (50.0, 505.0), "faster"),  # within what runs differ by
         ((50.0, 1.0), (100.0, 51.0), "slower"),
@@ -300,11 +311,19 @@ def test_what_the_batch_takes_longer_is_not_gained(old, new, verdict):
     assert only.batch == pytest.approx((old[1], new[1]), rel=0.01)
 
 
+def test_a_step_that_only_breaks_even_with_its_batch_is_not_faster():
+    old, new = step(100.0, spread=0.0), step(50.0, spread=0.0)
+    old, new = (replace(each, samples={**each.samples, "batch": [ms] * 10}) for each, ms in ((old, 1.0), (new, 51.0)))
+    (only,) = compare([old], [new], spread=0.0)
+    assert only.verdict == "moved to batch"
+
+
 def test_batches_are_shown_where_both_rows_have_their_times():
     (both,) = compare([preparing(100.0, 1.0)], [preparing(50.0, 60.0)])
     cells = shown(both)
     assert (cells["batch (ms)"], cells["verdict"]) == ("1.00 → 60.3", "moved to batch")
     (one,) = compare([step(100.0)], [preparing(50.0, 60.0)])
+    assert "batch (ms)" in comparison_table([both, one], "").columns
     assert (one.batch, one.verdict) == (None, "faster")
     assert "batch (ms)" not in shown(one)
     several = [preparing(50.0, 60.0, run=number) for number in (0, 1)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from trainstep.kinds import row_of
-from trainstep.report.losses import hold, tokens_of
+from trainstep.report.losses import Losses, hold, tokens_of
 
 DOWN = [4.0 * 0.99**at for at in range(15)]
 """Losses that training moves by 13 % in fifteen steps."""
@@ -101,3 +101,34 @@ def test_a_row_that_was_not_checked_says_so_unless_its_losses_differ():
 def test_tokens_per_step_follow_from_the_rate_and_the_median():
     assert tokens_of(row(DOWN, tokens=96)) == pytest.approx(96)
     assert tokens_of(row(DOWN)) is None
+    assert tokens_of(replace(row(DOWN), tokens_per_s=960.0)) is None
+
+
+@pytest.mark.parametrize(("by", "differ"), [(0.95e-5, False), (1.05e-5, True)])
+def test_six_digits_are_written(by, differ):
+    flat = [4.0, 4.0]
+    assert hold(row(flat, tokens=10**6), row([4.0, 4.0 * (1 + by)], tokens=10**6)).differ is differ
+
+
+@pytest.mark.parametrize(("by", "differ"), [(2.6e-4, False), (3.0e-4, True)])
+def test_float32_may_lose_six_times_as_much_of_what_training_moved(by, differ):
+    """(1 + 4/√2) · 2⁻²³ · 6 = 2.7e-6 of a loss that has fallen by a hundred times what is left, and six digits."""
+    fallen = [101.0, 1.0]
+    assert hold(row(fallen, tokens=10**6), row([101.0, 1 + by], tokens=10**6)).differ is differ
+
+
+def test_a_loss_of_zero_is_off_by_what_the_other_is():
+    assert hold(row([0.0, 0.0]), row([0.0, 0.25])).difference == 0.25
+
+
+def test_shown_is_the_step_that_uses_most_of_what_it_may():
+    found = hold(row(DOWN, tokens=96), row([DOWN[0] * 1.0025, *DOWN[1:-1], DOWN[-1] * 1.003], "bf16", 96))
+    assert found.difference == pytest.approx(0.0025)
+    assert not found.differ
+
+
+def test_what_differs_is_worse_than_what_does_not_tell():
+    differs, untold, near, far = Losses(0.2, 0.1), Losses(0.0, 0.1, "why"), Losses(0.09, 0.1), Losses(0.1, 0.2)
+    assert sorted([untold, far, differs, near], key=lambda each: each.severity) == [far, near, untold, differs]
+    assert Losses(not_told="seeds").severity > near.severity
+    assert not Losses(0.1, 0.1).differ

@@ -133,8 +133,9 @@ def _passes(records: Iterable[Row]) -> dict[CaseKey, list[Row]]:
 def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: float) -> Comparison:
     (_, kind), *case = key
     ratio, old_ms, new_ms = _ratio_of(old, new, "step", spread)
-    losses = max((hold(old[0], row) for row in (*old[1:], *new)), key=lambda each: each.severity)
-    tokens, batch = _other_tokens(old[0], new[0]), None
+    losses = max((hold(old[0], row) for row in (*old, *new)), key=lambda each: each.severity)
+    tokens = next((found for row in (*old, *new) if (found := _other_tokens(old[0], row))), None)
+    batch = None
     said: str = verdict(ratio)
     if all(row.samples.get("batch") for row in (*old, *new)):
         of_batch, before, after = _ratio_of(old, new, "batch", spread)

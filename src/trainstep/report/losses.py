@@ -45,8 +45,9 @@ class Losses:
     @property
     def severity(self) -> tuple[bool, bool, float, float]:
         """Larger where it is worse: losses that differ, then those that do not tell, then those that are near it."""
-        allowed = self.allowed or 1.0
-        return self.differ, bool(self.not_told), (self.difference or 0.0) / allowed, allowed
+        if self.difference is None or self.allowed is None:
+            return False, True, 0.0, 0.0
+        return self.differ, bool(self.not_told), self.difference / self.allowed, self.allowed
 
 
 def tokens_of(row: Row) -> float | None:
@@ -64,19 +65,17 @@ def hold(old: Row, new: Row) -> Losses:
     before, after = (row.samples["training_loss"] for row in (old, new))
     part = max(map(_part, (old, new)))
     tokens = tokens_of(old) or 1.0
-    moved, found = 0.0, list[Losses]()
+    moved, most, found = 0.0, (0.0, WRITTEN), list[Losses]()
     for expected, own in zip(before, after, strict=False):
         if expected is None or own is None or not math.isfinite(expected - own):
-            return Losses(math.inf, found[-1].allowed if found else WRITTEN)
+            return Losses(math.inf, WRITTEN)
         moved = max(moved, abs(expected - before[0]))
         size = abs(expected) or 1.0
         allowed = part * (abs(expected) / math.sqrt(tokens) + moved) / size + WRITTEN
+        most = max(most, (moved / size, allowed))
         found.append(Losses(abs(expected - own) / size, allowed))
     worst = max(found, key=lambda each: each.severity)
-    if worst.differ:
-        return worst
-    share, most = moved / (abs(before[0]) or 1.0), max(each.allowed or 0.0 for each in found)
-    return replace(worst, not_told=_not_checked(old, new) or _too_little(old, share, most))
+    return worst if worst.differ else replace(worst, not_told=_not_checked(old, new) or _too_little(old, *most))
 
 
 def _incomparable(old: Row, new: Row) -> str:
@@ -109,7 +108,12 @@ def _not_checked(old: Row, new: Row) -> str:
 
 
 def _too_little(old: Row, moved: float, allowed: float) -> str:
-    """What to say where training moved the losses so little that a step that never updates may be within the budget."""
+    """What to say where training moved losses so little that a step that never updates may be within the budget.
+
+    Args:
+        moved: by the most, relative to a loss.
+        allowed: there.
+    """
     if old.case.get("mode") in NOT_TRAINING or allowed < VACUOUS * moved:
         return ""
     return f"training moved the loss by {number(moved, 2)}, of {number(allowed, 2)} allowed"
