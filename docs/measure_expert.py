@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -88,12 +89,12 @@ def rows_of(script: Script, out: Path, options: Sequence[str], until_s: float | 
 
 
 def by_expert(pair: Pair, out: Path, steps: int) -> list[float]:
-    """Milliseconds of the timed steps of one run of the expert's."""
+    """Milliseconds of a step of one run of the expert's, alone in a list: by its total, as a ladder's run has it."""
     options = ["--steps", str(steps), "--profiled-steps", "0", "--no-memory"]
     (row,) = of_kind(rows_of(replace(pair.plain, arguments=pair.expert), out, options), ScriptRow)
     if row.status != "ok":
         raise SystemExit(f"the expert's script: {row.reason}")
-    return row.samples["step"]
+    return [statistics.fmean(row.samples["step"])]
 
 
 def top_of(rungs: Sequence[ScriptRungRow]) -> ScriptRungRow:
@@ -120,7 +121,7 @@ def measure(
     experts += [by_expert(pair, out / f"expert-{number}", steps) for number in range(runs, 2 * runs)]
     top = top_of(rungs)
     # the ladder's speed over the expert's: above 1 the ladder is faster
-    speed = ratio_of_runs(experts, [[median] for median in top.samples["runs"]])
+    speed = ratio_of_runs(experts, [[ms] for ms in top.samples["runs"]])
     return {
         "what": pair.plain.what,
         "by_hand": pair.by_hand,

@@ -199,3 +199,28 @@ def test_how_a_script_ended():
 def test_lines_are_shown_shortly():
     assert shown_line("/home/me/project/train.py", 3) == "train.py:3"
     assert shown_line("/usr/lib/python3/site-packages/transformers/trainer.py", 5) == "transformers/trainer.py:5"
+
+
+def test_what_lay_ready_in_loaders_is_counted_by_how_it_shrank_in_timed_steps():
+    log = gpu_log(batches=1)
+    for step, stock in zip(log.steps, (7, 7, 8, *range(7, 1, -1), 8, *[1] * 10), strict=True):
+        step["stock"] = stock
+    log.steps[9]["evaluations"] = 1  # in which workers went on
+    (row,) = of_kind(script_records([log], "train.py", 0), ScriptRow)
+    assert (row.n, row.batches, row.from_stock) == (16, 16, 6 + 7), "eight to two, and eight to one"
+
+
+def test_steps_in_which_code_is_compiled_are_timed_where_most_are_such():
+    def compiled_in(*numbers):
+        log = gpu_log()
+        log.recompilations += [{"step": number} | NOTHING for number in numbers]
+        (row,) = of_kind(script_records([log], "train.py", 0), ScriptRow)
+        return row.n, row.compiled
+
+    assert compiled_in(1, 2) == (17, 0), "among those that are left out anyway"
+    assert compiled_in(1, 8, 8, 9) == (15, 2)
+    assert compiled_in(*range(1, 11)) == (10, 7), "half of them are not most"
+    assert compiled_in(*range(1, 12)) == (17, 0)
+
+
+NOTHING = {"function": "forward", "called": ["train.py", 3, "main"], "user": ["", 0], "reason": None, "seconds": 1.0}

@@ -37,10 +37,13 @@ class ScriptRow(OfScript, Timed, kind="script"):
     left_out: int | None = None  # the first steps, which also pay for what happens once
     skipped: int | None = None  # by a gradient scaler; not among those that are timed
     evaluated: int | None = None  # with an evaluation in between; not timed unless most steps have one
+    compiled: int | None = None  # in which torch.compile compiled something; not timed unless most steps are such
     instrumented: int | None = None  # profiled, or recorded otherwise, or after the profiler on a GPU; not timed
     forwards: float | None = None  # per step
     backwards: float | None = None
     samples_per_step: float | None = None  # in loaders' batches, the median; None with an evaluation in most steps
+    batches: int | None = None  # that loaders gave in the timed steps
+    from_stock: int | None = None  # by how many what lay ready in loaders shrank in them; below 0 where it grew
     first_step_ms: float | None = None
     waits: float | None = None  # calls per step in which the host waits for the device, or on a CPU would
     latest_share: float | None = None  # of steps in which this rank's own part took longest
@@ -81,7 +84,9 @@ class RecompilationRow(OfScript, kind="recompilation"):
 class ScriptRungRow(OfScript, Timed, Checked, kind="script rung"):
     """One rung of a script's ladder: changes made from outside, whether training is the same, and what they bring.
 
-    Ratios are between runs. Samples: milliseconds of all runs' steps, the runs' medians, `training_loss` of one run.
+    Ratios are between runs. A run's step is its total over its steps (`Taken.ms_per_step`), and "step" the median
+    of these over the runs; rows of older versions have medians of steps in place of totals.
+    Samples: milliseconds of all runs' steps ("step"), the runs' own ("runs"), `training_loss` of one run.
     """
 
     rung: str = setting()

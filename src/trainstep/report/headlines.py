@@ -259,7 +259,7 @@ def _script_gain(records: Sequence[Row]) -> Headline | None:
         return None
     speedup, first = ratio_cell(top, "speedup"), kept[0]
     stats = [
-        ("Step", change_of(first, top, "step_ms", number, "ms"), "median of all runs’ steps"),
+        ("Step", change_of(first, top, "step_ms", number, "ms"), "median of the runs"),
         ("Peak memory", change_of(first, top, "peak_gib", gib, "") or UNMEASURED, "of one step"),
     ]
     bounds = _between_runs(speedup)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from trainstep.stats import summarize
 
 WARMUP = 3  # steps left out of many
 MANY = 10  # steps from which that many are; of fewer, the first alone
-USUAL = 0.5  # share of steps with an evaluation from which it is a part of the step
+USUAL = 0.5  # share of steps with an evaluation, or in which code is compiled, above which that is a part of the step
 INSTRUMENTED = frozenset({"profiled", "recorded", "after the profiler", "searched", "watched by the ladder"})
 """Tags of steps that are not as they would be without us."""
 HOW = {
@@ -85,12 +85,13 @@ def _step_row(
     own: Mapping[str, Any],
     how: Mapping[str, Any],
 ) -> ScriptRow:
-    counts = Counter[str]()
+    counts, compiled = Counter[str](), {each["step"] for each in log.recompilations}
     left_out = WARMUP if len(steps) >= MANY else min(1, len(steps) - 1)
-    is_usual = sum("evaluations" in step for step in steps) > USUAL * len(steps)
+    apart = [_what_is_apart(step, compiled) for step in steps]
+    usual = {what for what in ("evaluated", "compiled") if sum(what in each for each in apart) > USUAL * len(steps)}
     kept = []
-    for step in steps[left_out:]:
-        why = _why_not_timed(step, is_usual)
+    for step, own_apart in zip(steps[left_out:], apart[left_out:], strict=True):
+        why = next((what for what in own_apart if what not in usual), "")
         counts[why] += 1
         if not why:
             kept.append(step)
@@ -111,11 +112,14 @@ def _step_row(
         left_out=left_out,
         skipped=counts["skipped"],
         evaluated=counts["evaluated"],
+        compiled=counts["compiled"],
         instrumented=counts["instrumented"],
         notes=tuple(dict.fromkeys(log.notes)) or None,
         forwards=statistics.median([step["forwards"] for step in kept]) if kept else None,
         backwards=statistics.median([step["backwards"] for step in kept]) if kept else None,
         samples_per_step=_samples_per_step(kept),
+        batches=sum(step.get("batches", 0) for step in kept),
+        from_stock=_taken_from_stock(log, kept),
         first_step_ms=sum(steps[0]["host"].values()),
         waits=sum(calls for step in kept for _, calls, _ in step.get("waits", ())) / len(kept) if kept else None,
         hooks_ms=log.facts.get("cost_ms"),
@@ -139,12 +143,21 @@ def _most_common(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {why}" for why, count in counts.most_common() if why) or "none came after the warm-up"
 
 
-def _why_not_timed(step: Mapping[str, Any], evaluates: bool) -> str:
-    if INSTRUMENTED & set(step.get("tags", ())):
-        return "instrumented"
-    if step.get("skipped"):
-        return "skipped"
-    return "evaluated" if "evaluations" in step and not evaluates else ""
+def _taken_from_stock(log: RankLog, steps: Sequence[Mapping[str, Any]]) -> int:
+    """By how many batches what lay ready in loaders shrank in these steps; below 0 where it grew."""
+    stock = {step["number"]: step.get("stock", 0) for step in log.steps}
+    return sum(stock.get(step["number"] - 1, 0) - stock[step["number"]] for step in steps)
+
+
+def _what_is_apart(step: Mapping[str, Any], compiled: Collection[int]) -> list[str]:
+    """Why a step is not as the others, the weightiest first."""
+    found = {
+        "instrumented": INSTRUMENTED & set(step.get("tags", ())),
+        "skipped": step.get("skipped"),
+        "evaluated": "evaluations" in step,
+        "compiled": step["number"] in compiled,
+    }
+    return [what for what, is_so in found.items() if is_so]
 
 
 def _times_of(step: Mapping[str, Any]) -> dict[str, float]:

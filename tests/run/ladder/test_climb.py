@@ -217,3 +217,16 @@ def test_what_cannot_be_in_a_script_costs_no_run(monkeypatch):
     assert not any(script.asked[before:]), "no run with a change"
     assert [rows[name].verdict for name in names] == ["not tried"] * 4
     assert not ladder.settings["reads"], "the first run saw none"
+
+
+@pytest.mark.parametrize(("fourth", "verdict"), [(37.0, "inconclusive"), (17.0, "faster")])
+def test_workers_that_bring_batches_in_bursts_are_as_fast_as_their_totals(fourth, verdict):
+    """Three steps of four wait for nothing: their median says nothing of the loop."""
+    ms = (1.0, 1.0, 1.0, fourth)
+    _, rows = climbed(Given(**{"loader workers": {"step_ms": ms * 4}}), WORKERS)
+    row = rows["loader workers"]
+    assert (row.verdict, row.kept) == (verdict, verdict == "faster")
+    assert row.gain == pytest.approx(10.0 * 4 / sum(ms))
+    assert row.step_ms == pytest.approx(sum(ms) / 4), "what is shown is what the ratio is of"
+    assert row.samples["runs"] == [row.step_ms] * row.runs
+    assert row.samples["step"] == list(ms) * 4 * row.runs

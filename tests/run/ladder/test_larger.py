@@ -152,3 +152,9 @@ def test_a_rung_without_a_run_beside_it_has_no_time(name):
     _, rows = climbed(script, BY_NAME[name])
     assert (rows[name].status, rows[name].kept, rows[name].speedup) == ("failed", False, None)
     assert "no run of one side came to its end" in rows[name].reason
+
+
+def test_samples_per_second_are_of_totals():
+    row = climbed(given(larger={"step_ms": (1.0, 1.0, 1.0, 57.0)}), LARGER)[1]["larger batch"]
+    assert row.samples_per_s == pytest.approx(16e3 / 15)
+    assert row.throughput == pytest.approx(20 / 15)

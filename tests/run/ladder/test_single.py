@@ -4,6 +4,8 @@ import math
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.run.measuring import SCRIPTS, alone
 from trainstep.run import supervise
 from trainstep.run.ladder import ranks, single
@@ -63,3 +65,42 @@ def test_later_runs_may_take_ten_times_the_first_and_those_under_roundings_any_t
     script.own_s = 3.0
     script.run("it")
     assert limits[-1] == 120.0, "two minutes at least"
+
+
+LOADED_AHEAD = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, place):
+        import time
+        time.sleep({seconds})
+        return torch.ones(2) * place
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for place, batch in enumerate(DataLoader(Slow(), batch_size=1, num_workers=2, prefetch_factor={ahead})):
+    if place == 2:
+        import time
+        time.sleep(2 * {seconds} * {ahead})  # as where copies are made: meanwhile all that may be is fetched
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("ahead", "is_enough"), [(2, True), (16, False)])
+def test_a_short_run_does_not_live_on_what_workers_fetched_ahead(tmp_path, ahead, is_enough):
+    """Two workers load a batch every 50 ms; four that were ready would make 17 steps as fast as 13."""
+    file = tmp_path / "ahead.py"
+    file.write_text(LOADED_AHEAD.format(seconds=0.1, ahead=ahead))
+    taken = Script(alone([str(file)]), tmp_path / "runs", 20).run("it", is_judged=False)
+    assert len(taken.step_ms) == 17
+    if is_enough:
+        assert taken.failure == ""
+        assert taken.from_stock == pytest.approx(4 / 17, abs=1.1 / 17)
+        assert taken.ms_per_step == pytest.approx(50, rel=0.1)
+    else:
+        assert taken.failure.startswith("loaders' workers had ")
+        assert taken.failure.endswith("take more updates than 20 (--steps)")

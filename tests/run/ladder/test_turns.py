@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainstep.run.ladder.single import Taken
-from trainstep.run.ladder.turns import in_turns
+from trainstep.run.ladder.turns import in_turns, times
 from trainstep.run.watch.log import RankLog
 
 
@@ -55,3 +55,15 @@ def test_runs_that_fail_do_not_count_and_end_it_where_a_side_has_too_few():
     assert (order, len(before), len(own)) == ("BAAB", 1, 2)
     order, (before, own) = turns(5.0, fails=(1, 4))
     assert (len(before), len(own)) == (2, 0)
+
+
+def run_of(*ms, **more):
+    return Taken(Path(), 0, RankLog({}), step_ms=ms, first_step_ms=1.0, failure="", captured=None, **more)
+
+
+def test_a_run_counts_by_its_total_of_which_waiting_for_a_burst_of_batches_is_a_part():
+    assert times([run_of(1.0, 1.0, 1.0, 37.0, 1.0, 1.0, 1.0, 37.0)]) == [(10.0,)]
+
+
+def test_steps_whose_batches_were_loaded_before_are_not_counted():
+    assert times([run_of(5.0, 5.0, 5.0, 5.0, from_stock=0.5)]) == [(10.0,)]

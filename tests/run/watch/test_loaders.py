@@ -1,6 +1,13 @@
 """What is said of the loaders that a script took batches from, and of how long it waited for them."""
 
-from trainstep.run.watch.loaders import main_loader, share_of_waiting
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainstep.run.watch.lines import Place
+from trainstep.run.watch.loaders import Loaders, main_loader, share_of_waiting
 
 
 def test_the_loader_that_most_batches_came_from_is_the_one_that_is_named():
@@ -19,3 +26,21 @@ def test_what_share_of_a_run_waits_for_data_is_the_devices_where_there_is_one():
     assert share_of_waiting(steps) == 0.3
     assert share_of_waiting([{"host": {"other": 1.0}}] * 2) == 0.0
     assert share_of_waiting(steps[:1]) is None
+
+
+@pytest.mark.parametrize(("workers", "most"), [(0, 0), (1, 2), (2, 4)])
+def test_batches_that_lie_ready_are_those_that_workers_loaded_and_nobody_took(workers, most):
+    loaders, loader = Loaders(lambda: None), DataLoader(TensorDataset(torch.arange(6)), num_workers=workers)
+    assert loaders.stock() == 0
+    iterator = iter(loader)
+    loaders.begins(loader, iterator, Place("train.py", 3, "main"))
+    found = []
+    for _ in range(6):
+        deadline, left = time.monotonic() + 30.0, min(most, 6 - len(found))
+        while loaders.stock() < left and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert loaders.stock() == left
+        found.append(int(next(iterator)[0]))
+    assert found == list(range(6))
+    assert next(iterator, None) is None
+    assert loaders.stock() == 0, "its workers have ended"

@@ -244,3 +244,16 @@ def test_waits_belong_to_the_step_they_are_in(script):
     script.update(1.0, optimizer=2)
     (step,) = script.done()
     assert step.waits == {7: [2, 2.0], 8: [1, 1.0]}
+
+
+def test_a_step_has_the_batches_that_came_in_it_and_what_lies_ready_when_it_ends():
+    script, ready = Script(), iter([3, 1, 5])
+    script.finder.in_stock = lambda: next(ready)
+    for _ in range(2):
+        script.micro_batch()
+        script.finder.took(8)
+        script.finder.took(8)
+        script.update(1.0)
+    script.finder.took(8)
+    script.update(1.0, optimizer=2)  # with no backward pass between them it belongs to the same step
+    assert [(step.batches, step.samples, step.stock) for step in script.done()] == [(2, 16, 3), (3, 24, 5)]

@@ -52,7 +52,8 @@ SCRIPT = define(
     columns.value("latest (%)", "latest_share", brief=False),
     columns.value("measuring", "hooks_ms", brief=False),
     *columns.values({"seen": "steps_seen", "left out": "left_out", "skipped": "skipped"}, brief=False),
-    *columns.values({"evaluated": "evaluated", "instrumented": "instrumented"}, brief=False),
+    *columns.values({"evaluated": "evaluated", "compiled": "compiled", "instrumented": "instrumented"}, brief=False),
+    *columns.values({"batches": "batches", "loaded before": "from_stock"}, brief=False),
     columns.OUTCOME,
 )
 WAITS = define(
@@ -289,7 +290,11 @@ def script(rows: Sequence[Row]) -> Section | None:
         clock = "the device's events" if first.on_gpu else "the host's clock"
         left = [f"the first {number(first.left_out)} steps"] + [
             f"{number(first.values[name])} that {what}"
-            for name, what in (("skipped", "a scaler skipped"), ("evaluated", "were evaluated in"))
+            for name, what in (
+                ("skipped", "a scaler skipped"),
+                ("evaluated", "were evaluated in"),
+                ("compiled", "code was compiled in"),
+            )
             if first.values.get(name)
         ]
         left += ["those that instruments looked into"] if first.instrumented else []

@@ -179,7 +179,7 @@ def script_ladder(rows: Sequence[Row]) -> Section | None:
     falls = _falls([row for row in rungs(rows) if row.status == "ok" and "step" in row.times])
     blocks: list[Block] = []
     if len(falls) > 1:
-        title, caption = "From the script as it is to what was kept", "Each bar is the median of all runs' steps."
+        title, caption = "From the script as it is to what was kept", "Each bar is the median of the runs."
         blocks.append(Charts([Chart("script-ladder", title, caption, partial(waterfall, falls, "ms per step"))]))
     blocks.append(make_table(LADDER, every, "page"))
     lead = (

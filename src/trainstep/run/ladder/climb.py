@@ -146,7 +146,7 @@ class Ladder:
             return False
         its_place_is_taken = any(rung.name in each.instead_of for each in self.kept)
         takes_a_place = not left.kept.issuperset(now.intersection(rung.instead_of))
-        return not (its_place_is_taken or takes_a_place) and left.saved_ms > RUN_SPREAD * self._top.median_ms
+        return not (its_place_is_taken or takes_a_place) and left.saved_ms > RUN_SPREAD * self._top.ms_per_step
 
     def _left_together(self) -> list[Rung]:
         """Several rungs that go with what was kept and may save something together, by as much as each may have; none
@@ -159,7 +159,7 @@ class Ladder:
             for rung in self.rungs
             if rung.name in may_save and rung.name not in taken and kept.isdisjoint(rung.instead_of)
         )
-        is_something = sum(may_save[rung.name] for rung in found) > RUN_SPREAD * self._top.median_ms
+        is_something = sum(may_save[rung.name] for rung in found) > RUN_SPREAD * self._top.ms_per_step
         is_new = (kept, frozenset(rung.name for rung in found)) not in self._tried_together
         return found if len(found) > 1 and is_something and is_new else []
 
@@ -272,7 +272,7 @@ class Ladder:
         elif rungs[0].trades and _is_smaller(taken, self._top):
             self._smaller = together, taken
         if not keep and gain.interval is not None and len(rungs) == 1:
-            at_most = statistics.median(run.median_ms for run in before) * (1 - 1 / gain.interval.high)
+            at_most = statistics.median(run.ms_per_step for run in before) * (1 - 1 / gain.interval.high)
             self._left[name] = Left(frozenset(each.name for each in self.kept), at_most)
         return self._row(
             name,

@@ -81,8 +81,8 @@ def why_not_told(before: Taken, own: Taken) -> str:
 
 
 def ms_per_sample(runs: Sequence[Taken]) -> list[Sequence[float]]:
-    """Of each run's steps, to be held against those of another batch."""
-    return [[ms / (run.samples_per_step or math.nan) for ms in run.step_ms] for run in runs]
+    """Of each run, to be held against those of another batch."""
+    return [(run.ms_per_step / (run.samples_per_step or math.nan),) for run in runs]
 
 
 def throughput_fields(before: Sequence[Taken], own: Sequence[Taken], ratio: Ratio) -> dict[str, Any]:

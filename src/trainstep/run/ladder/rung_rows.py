@@ -34,9 +34,10 @@ def rung_row(
     times: dict[str, Any] = {}
     if runs:
         samples = [each for run in runs for each in run.step_ms]
+        by_run = [run.ms_per_step for run in runs]
         times = {
-            "times": {"step": Times.of(summarize(samples))},
-            "samples": {"step": samples, "runs": [run.median_ms for run in runs]},
+            "times": {"step": Times.of(summarize(by_run))},
+            "samples": {"step": samples, "runs": by_run},
             "n": len(samples),
             "first_step_ms": statistics.median([run.first_step_ms or 0.0 for run in runs]),
         }

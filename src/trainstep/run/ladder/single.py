@@ -25,6 +25,8 @@ from trainstep.run.watch.log import RankLog, log_path, read_log
 
 LEAST_S, SLOWEST = 120.0, 10.0
 """Seconds after which a later run is ended, and times what the script took as it is; the longer counts."""
+MOST_FROM_STOCK = 0.5
+"""Share of a run's batches that may have been loaded before it was timed; with more, it says too little of loading."""
 TOLD_S = 10.0
 """Seconds from which it is told what a run took."""
 TOLD = 200
@@ -47,10 +49,17 @@ class Taken:
     samples_per_step: float | None = None
     """In loaders' batches, where that is known."""
 
+    from_stock: float = 0.0
+    """Share of the timed steps' batches that loaders' workers had ready before, and loaded no others for."""
+
     @property
-    def median_ms(self) -> float:
-        """Of its timed steps."""
-        return statistics.median(self.step_ms)
+    def ms_per_step(self) -> float:
+        """Milliseconds: the total of its timed steps over the number of those whose batches were loaded meanwhile.
+
+        A total, as batches may come in bursts, and the median be of steps that wait for none; loaded meanwhile, as a
+        short run would live on what workers fetched ahead while nothing was timed.
+        """
+        return statistics.fmean(self.step_ms) / (1 - self.from_stock)
 
 
 class Interrupted(Exception):
@@ -172,10 +181,17 @@ class Script:
             failure = next((row.reason for row in rows if row.status != "ok"), "")
             failure = failure or f"it ended with exit code {code}: {rows[0].ended}"
             failure += _last_words(order.output(0)) if code else ""
+        batches = sum(row.batches or 0 for row in timed)
+        from_stock = max(0, sum(row.from_stock or 0 for row in timed)) / batches if batches else 0.0
+        if not failure and from_stock > MOST_FROM_STOCK:
+            failure = (
+                f"loaders' workers had {from_stock:.0%} of the batches ready before the steps that took them were "
+                f"timed, where at most {MOST_FROM_STOCK:.0%} may be: take more updates than {self.steps} (--steps)"
+            )
         counts = [row.samples_per_step or 0.0 for row in timed]
         samples = sum(counts) if any(counts) else None
         first = timed[0].first_step_ms if timed else None
-        return Taken(folder, code, log, step_ms, first, failure, captured, samples)
+        return Taken(folder, code, log, step_ms, first, failure, captured, samples, from_stock)
 
     def _captured(self, order: Order) -> Captured | None:
         """What all ranks are judged by; None where one left nothing."""

@@ -11,12 +11,12 @@ from trainstep.stats import Ratio, ratio_of_runs, verdict
 MOST_ROUNDS = 3
 """Times that B A A B is run, at most."""
 AsShown = Callable[[Sequence[Taken]], list[Sequence[float]]]
-"""Runs → the times of each that are held against those of others."""
+"""Runs → the time of each that is held against those of others."""
 
 
 def times(runs: Sequence[Taken]) -> list[Sequence[float]]:
-    """Milliseconds of each run's steps."""
-    return [run.step_ms for run in runs]
+    """Milliseconds of a step of each run, by its total."""
+    return [(run.ms_per_step,) for run in runs]
 
 
 def in_turns(

@@ -57,6 +57,7 @@ class Session:
         self.finder = StepFinder(self._mark, untraced(self._queue))
         self.finder.on_end = self._step_ended
         self.hooks = Hooks(self.finder, Lines(self._new_line))
+        self.finder.in_stock = self.hooks.loaders.stock
         self.on_stop: Callable[[], object] = lambda: None  # called before the script is ended
         self._recompilations = Recompilations(log)
         self._queued: deque[Step] = deque()
@@ -126,8 +127,7 @@ class Session:
 
     def _step_ended(self) -> None:
         """An optimizer has stepped: what instruments do happens at this border."""
-        if self._recompilations.look(self.finder.ended):
-            self.finder.tag("compiled")
+        self._recompilations.look(self.finder.ended)
         if self._instruments is not None:
             self._instruments.at_border(self.finder.ended)
 
@@ -220,6 +220,10 @@ class Session:
             times += f', "device": {_numbers(device)}'
         if step.samples:
             entry["samples"] = step.samples
+        if step.batches:
+            entry["batches"] = step.batches
+        if step.stock:
+            entry["stock"] = step.stock
         if step.evaluations:
             entry["evaluations"] = step.evaluations
         if step.is_skipped:

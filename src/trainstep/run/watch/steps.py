@@ -38,6 +38,8 @@ class Step:
     backwards: int = 0
     evaluations: int = 0
     samples: int = 0  # in the batches that loaders gave
+    batches: int = 0  # that loaders gave
+    stock: int = 0  # batches that lay ready in loaders at its end
     is_skipped: bool = False  # whether a scaler left the update out
     tags: set[str] = field(default_factory=set)  # what an instrument did meanwhile
     waits: dict[int, list[float]] = field(default_factory=dict)  # line → [calls, milliseconds]
@@ -56,6 +58,7 @@ class StepFinder:
         self.mark, self.on_step = mark, on_step
         self.listeners: list[Callable[[str], object]] = []  # called with each phase that begins
         self.on_end: Callable[[], object] = lambda: None  # called when an optimizer step has ended
+        self.in_stock: Callable[[], int] = lambda: 0  # batches that lie ready in loaders
         self.marks = 0  # made so far
         self.ended = 0  # steps that have ended so far
         self.steps_taken = 0  # times that an optimizer stepped
@@ -170,6 +173,8 @@ class StepFinder:
             last.forwards += open_.forwards
             last.evaluations += open_.evaluations
             last.samples += open_.samples
+            last.batches += open_.batches
+            last.stock = self.in_stock()
             last.tags |= open_.tags
             for line, (calls, ms) in open_.waits.items():
                 add_wait(last.waits, line, calls, ms)
@@ -177,7 +182,7 @@ class StepFinder:
             self.settle()
             self.ended += 1
             open_.number, open_.end, open_.is_skipped = self.ended, end, is_skipped
-            open_.updated = [name]
+            open_.updated, open_.stock = [name], self.in_stock()
             self._last = open_
         self._current = next((each or self._between for each in reversed(self._stack)), self._between)
         self._open = Step(0, [(self._current, end)], None, [])
@@ -192,6 +197,7 @@ class StepFinder:
         """A batch of so many samples came from a loader."""
         if self._open is not None:
             self._open.samples += samples
+            self._open.batches += 1
 
     def tag(self, what: str) -> None:
         """Note that an instrument does something in the step under way."""
