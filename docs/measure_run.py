@@ -41,6 +41,7 @@ from trainstep.kinds import ScriptRow, ScriptRungRow
 from trainstep.measure.environment import describe
 from trainstep.records import Row, of_kind, read_records
 from trainstep.report.subjects import run as subject
+from trainstep.report.subjects.uneven import share_of
 from trainstep.run.watch.log import log_path, read_log
 
 ROOT = Path(__file__).parents[1]
@@ -256,7 +257,7 @@ def measure(script: Script, limit_s: float, *, once: bool = False) -> dict[str, 
                 "seen": row.steps_seen,
                 "timed": row.n,
                 "step_ms": row.step_ms,
-                "shares": {name: subject.share_of(row, name) for name in subject.PHASES if name in row.times},
+                "shares": {name: share_of(row, name) for name in subject.PHASES if name in row.times},
                 "apart": phase,
                 "apart_share": share,
             }

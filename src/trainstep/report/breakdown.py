@@ -19,6 +19,7 @@ from trainstep.report.numbers import as_float
 from trainstep.report.subjects import run
 from trainstep.report.subjects.ladder_findings import climbs, disputing, kept_rungs, with_controls
 from trainstep.report.subjects.steps import analysed_step, is_same_step
+from trainstep.report.subjects.uneven import as_told, is_uneven
 
 MOST_GROUPS = 6  # modules with a colour of their own; the rest is "other modules"
 IDLE, BESIDE, OTHERS, UNPLACED = "device idle", "outside of operators", "other modules", "in no known module"
@@ -154,10 +155,11 @@ def _timed(rows: Sequence[Row]) -> tuple[Stack, str] | None:
     climb = kept_rungs(next(iter(climbs(rows).values()), []))
     alone = [row for row in of_kind(rows, ParallelRow) if row.status == "ok" and row.scheme == "single"]
     steps: list[Timed] = [row for row in (*climb[:1], analysed_step(rows)) if row is not None]
-    said = "Medians of the step’s phases"
+    said, own = "Medians of the step’s phases", run.first_rank(rows)[:1]
+    of_script = "Means of the step’s phases" if any(map(is_uneven, own)) else said
     known: list[tuple[Timed, str, str, Mapping[str, str] | None]] = [
         *((row, _settings(row), f"{said}; no profile says which modules take them.", None) for row in steps),
-        *((row, row.updates or row.workload, f"{said}.", run.PHASES) for row in run.first_rank(rows)[:1]),
+        *((as_told(row), row.updates or row.workload, f"{of_script}.", run.PHASES) for row in own),
         *((row, f"one process: {_settings(row)}", f"{said}, without communication.", None) for row in alone[:1]),
     ]
     for row, name, caption, words in known:

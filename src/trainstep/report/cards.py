@@ -19,6 +19,7 @@ from trainstep.report.blocks import Card, Cards, Finding, Section, found, in_gib
 from trainstep.report.numbers import as_float
 from trainstep.report.subjects.ladder_findings import GAIN, base_name, base_names, changes, climbs, kept_rungs
 from trainstep.report.subjects.steps import analysed_step
+from trainstep.report.subjects.uneven import as_told
 from trainstep.report.tables import Table
 
 LEAST = 0.01  # share of the step or of the peak from which something is a card
@@ -364,7 +365,8 @@ def _measured(rows: Sequence[Row]) -> tuple[StepRow | None, ProfileRow | None, S
 
 
 def _whole(rows: Sequence[Row]) -> Whole:
-    step, profile, script = _measured(rows)
+    step, profile, seen = _measured(rows)
+    script = as_told(seen) if seen is not None else None
     rung = next((row for row in of_kind(rows, RungRow) if row.step_ms), None)
     timed = next((row.step_ms for row in (step, profile, script, rung) if row is not None and row.step_ms), None)
     pieces = belonging(rows, PieceRow, profile) if profile is not None else []

@@ -10,8 +10,9 @@ from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Headline, Section, found, listed, literal, span
 from trainstep.report.charts.rows import Bar, bars
-from trainstep.report.columns import Cell
+from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.numbers import number
+from trainstep.report.subjects.uneven import as_told, comes_in_bursts, is_uneven, mean_of, share_of
 from trainstep.report.tables import define, make_table
 
 PHASES = {
@@ -33,6 +34,17 @@ PER_STEP = 0.5  # Calls per step of a line that would wait on a GPU, from which 
 LATE = 0.05  # By how much a rank's own part must exceed the others' median to be late
 OVERHEAD = 0.02  # Share of the step that measuring may cost before it is remarked on
 
+
+def _mean_where_uneven(title: str, phase: str) -> Column:
+    """The mean beside the median, where the steps' mean is much above their median."""
+
+    def cell(row: Row) -> Cell:
+        is_told = isinstance(row, ScriptRow) and "step" in row.times and is_uneven(row)
+        return value_cell(row, f"{phase}_mean_ms") if is_told else Cell(number(None))
+
+    return Column(title, cell)
+
+
 SCRIPT = define(
     ScriptRow,
     "Steps of a script and their phases, ms",
@@ -40,6 +52,8 @@ SCRIPT = define(
     columns.count("n", "n"),
     *(columns.value(title, f"{name}_ms") for name, title in PHASES.items()),
     columns.median("step [95 %]", "step"),
+    _mean_where_uneven("waiting for data, mean", "data"),
+    _mean_where_uneven("step, mean", "step"),
     *(columns.files_only(columns.mean(f"{PHASES.get(name, name)}, mean ± std", name)) for name in (*PHASES, "step")),
     *columns.values({"issue": "issue_ms", "host waits": "wait_ms", "host ahead": "ahead_ms"}, brief=False),
     columns.value("waiting for launches, at most", "starved_ms", brief=False),
@@ -94,21 +108,21 @@ def first_rank(rows: Sequence[Row]) -> list[ScriptRow]:
     return [row for row in measured(rows) if not row.rank]
 
 
-def share_of(row: ScriptRow, phase: str) -> float:
-    """The phase's part of the step, by their medians."""
-    return row.times[phase].median / (row.step_ms or 1) if phase in row.times else 0.0
-
-
 def longest_phases(rows: Sequence[Row]) -> Iterator[Finding]:
     """What a step consists of."""
     for row in first_rank(rows):
         order = sorted((name for name in PHASES if name in row.times), key=lambda name: -share_of(row, name))
         first, second = [*order, order[0]][:2]
         whose = f" of {row.updates}" if row.updates else ""
-        said = f"A step{whose} takes {{step_ms:ms}} (median of {{n:n}}): {PHASES[first]} {{first_share:share}}" + (
+        told = as_told(row)
+        how = "median of {n:n}" if told is row else "mean of {n:n}; the median is {median_ms:ms}"
+        said = f"A step{whose} takes {{step_ms:ms}} ({how}): {PHASES[first]} {{first_share:share}}" + (
             f", {PHASES[second]} {{second_share:share}}." if second != first else "."
         )
-        figures: dict[str, Scalar] = {"step_ms": row.step_ms, "n": row.n, "first": first, "second": second}
+        figures: dict[str, Scalar] = {"step_ms": told.step_ms, "n": row.n, "first": first, "second": second}
+        figures |= {} if told is row else {"median_ms": row.step_ms}
+        if comes_in_bursts(row):
+            said += " Batches come in bursts: most steps wait for little, and some for many batches at once."
         shares = {"first_share": share_of(row, first), "second_share": share_of(row, second)}
         yield found("script.phases", said, **figures, **shares)
 
@@ -144,7 +158,7 @@ def overhead(rows: Sequence[Row]) -> Iterator[Finding]:
     for row in first_rank(rows)[:1]:
         if row.hooks_ms is None or row.step_ms is None:
             continue
-        share = row.hooks_ms / row.step_ms
+        share = row.hooks_ms / mean_of(row.times["step"])
         too_much = " That is more than it should be: steps this short are better measured several at a time."
         said = "Measuring costs about {hooks_ms:ms} a step, {share:share} of it." + too_much * (share > OVERHEAD)
         yield found("script.overhead", said, hooks_ms=row.hooks_ms, share=share)
@@ -157,10 +171,10 @@ def data_bound(rows: Sequence[Row]) -> Iterator[Finding]:
         if share >= DATA_BOUND:
             where = " (the loader at {loader})" if row.loader else ""
             said = (
-                f"A step waits {{data_ms:ms}} for its batch{where}, {{share:share}} of it: more workers in the "
-                "DataLoader, or less work per sample, would shorten it by up to that."
+                f"A step waits {{data_ms:ms}} on average for its batch{where}, {{share:share}} of it: more workers in "
+                "the DataLoader, or less work per sample, would shorten it by up to that."
             )
-            yield found("data.bound", said, data_ms=row.times["data"].median, share=share, loader=row.loader)
+            yield found("data.bound", said, data_ms=mean_of(row.times["data"]), share=share, loader=row.loader)
 
 
 def launch_bound(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -188,8 +202,8 @@ def waiting_lines(rows: Sequence[Row]) -> Iterator[Finding]:
         if row.ms_per_step is None:
             said = f"The host also waits for the device at {{line}}{from_line}, {{calls:n}} times in one step."
             yield found("waits.seen", said, **figures)
-        elif row.on_gpu and row.ms_per_step >= WAITING * (step.step_ms or 0):
-            share = row.ms_per_step / (step.step_ms or 1)
+        elif row.on_gpu and row.ms_per_step >= WAITING * mean_of(step.times["step"]):
+            share = row.ms_per_step / mean_of(step.times["step"])
             said = (
                 f"The host waits {{ms:ms}} a step for the device at {{line}}{from_line}, {{share:share}} of the step, "
                 "in {call}: until then it issues nothing. Read it less often, or later."
@@ -267,13 +281,16 @@ def headline(rows: Sequence[Row]) -> Headline | None:
     if row is None:
         return None
     order = sorted((name for name in PHASES if name in row.times), key=lambda name: -share_of(row, name))[:4]
+    told = as_told(row)
     stats = [
-        (PHASES[name].capitalize(), f"{number(row.times[name].median)} ms", f"{share_of(row, name):.0%} of the step")
+        (PHASES[name].capitalize(), f"{number(told.times[name].median)} ms", f"{share_of(row, name):.0%} of the step")
         for name in order
     ]
     whose = f"per step of {row.updates}" if row.updates else "per step"
     detail = f"median of {number(row.n)} steps: {span(row, 'step')}"
-    return Headline(Cell(f"{number(row.step_ms)} ms", row.step_ms, "step_ms"), whose, detail, stats)
+    detail = detail if told is row else f"mean of {number(row.n)} steps; {detail}"
+    name = "step_ms" if told is row else "step_mean_ms"
+    return Headline(Cell(f"{number(told.step_ms)} ms", told.step_ms, name), whose, detail, stats)
 
 
 def script(rows: Sequence[Row]) -> Section | None:
@@ -287,6 +304,7 @@ def script(rows: Sequence[Row]) -> Section | None:
     lead = ""
     if drawn:
         first = drawn[0]
+        averages = "Means" if is_uneven(first) else "Medians"
         clock = "the device's events" if first.on_gpu else "the host's clock"
         left = [f"the first {number(first.left_out)} steps"] + [
             f"{number(first.values[name])} that {what}"
@@ -299,24 +317,26 @@ def script(rows: Sequence[Row]) -> Section | None:
         ]
         left += ["those that instruments looked into"] if first.instrumented else []
         lead = (
-            f"Medians of {number(first.n)} steps by {clock}, from the end of one optimizer step to the end of the "
+            f"{averages} of {number(first.n)} steps by {clock}, from the end of one optimizer step to the end of the "
             f"next; left out are {listed(left)}. The script: {first.ended}."
         )
     return Section("script", "Script", "Where the script’s steps spend their time", lead, blocks)
 
 
 def _chart(row: ScriptRow, place: int) -> Chart:
-    names = [name for name in PHASES if name in row.times]
+    told = as_told(row)
+    times = told.times
     drawn = [
         Bar(
             PHASES[name],
-            row.times[name].median,
-            f"{number(row.times[name].median)} ms · {share_of(row, name):.0%}",
-            f"{span(row, name)}\n{share_of(row, name):.0%} of the step",
-            row.times[name].low,
-            row.times[name].high,
+            times[name].median,
+            f"{number(times[name].median)} ms · {share_of(row, name):.0%}",
+            f"{span(told, name)}\n{share_of(row, name):.0%} of the step",
+            times[name].low,
+            times[name].high,
         )
-        for name in names
+        for name in PHASES
+        if name in times
     ]
     title = f"A step of {row.updates}" if row.updates else "A step"
     return Chart(f"script-{place}", title, "", partial(bars, drawn, "ms per step"))

@@ -1,0 +1,87 @@
+"""Steps whose batches come in bursts: the median step is one that waits for nothing, and nothing is told by it."""
+
+import pytest
+
+from trainstep.kinds import ScriptRow
+from trainstep.records import Times
+from trainstep.report.breakdown import breakdown
+from trainstep.report.cards import cards
+from trainstep.report.headlines import headlines
+from trainstep.report.subjects import run
+from trainstep.report.subjects.uneven import as_told, comes_in_bursts, is_uneven, share_of
+from trainstep.report.tables import make_table
+from trainstep.stats import summarize
+
+
+def row(**phases):
+    """A script's steps, by the milliseconds of their phases."""
+    whole = [sum(each) for each in zip(*phases.values(), strict=True)]
+    times = {name: Times.of(summarize(ms)) for name, ms in {**phases, "step": whole}.items()}
+    return ScriptRow(workload="train.py", times=times, n=len(whole), left_out=3, on_gpu=False)
+
+
+BURSTS = row(data=[0.5, 0.5, 0.5, 62.5] * 6, forward=[1.0] * 24)
+SLOW_ONCE = row(data=[0.5] * 24, forward=[1.0] * 23 + [25.0])
+EVEN = row(data=[4.0] * 24, forward=[6.0] * 24)
+
+
+def said(rule, *rows):
+    return [finding.sentence for finding in rule(rows)]
+
+
+def test_what_a_step_takes_and_waits_for_is_told_by_sums():
+    (phases,) = said(run.longest_phases, BURSTS)
+    assert phases == (
+        "A step takes 17.0 ms (mean of 24; the median is 1.50 ms): waiting for data 94%, forward 5.9%. Batches come in "
+        "bursts: most steps wait for little, and some for many batches at once."
+    )
+    (bound,) = said(run.data_bound, BURSTS)
+    assert bound.startswith("A step waits 16.0 ms on average for its batch, 94% of it: more workers")
+
+
+def test_even_steps_are_told_by_their_median():
+    assert said(run.longest_phases, EVEN) == ["A step takes 10.0 ms (median of 24): forward 60%, waiting for data 40%."]
+
+
+def test_one_slow_step_is_no_burst_of_batches():
+    (phases,) = said(run.longest_phases, SLOW_ONCE)
+    assert phases.startswith("A step takes 2.50 ms (mean of 24; the median is 1.50 ms): forward 80%")
+    assert "bursts" not in phases
+    (bound,) = said(run.data_bound, SLOW_ONCE)
+    assert bound.startswith("A step waits 0.500 ms on average for its batch, 20% of it: more workers")
+
+
+@pytest.mark.parametrize(("last", "expected"), [(2.4, False), (2.6, True)])
+def test_from_a_quarter_on_the_mean_is_much_above_the_median(last, expected):
+    found = row(data=[0.5, 0.5, 0.5, last], forward=[1.5] * 4)
+    assert (is_uneven(found), comes_in_bursts(found)) == (expected, expected)
+
+
+def test_means_take_the_place_of_medians_together_with_their_intervals():
+    told = as_told(BURSTS)
+    assert (told.step_ms, told.times["step"].low, told.times["data"].median) == (17.0, None, 16.0)
+    assert as_told(EVEN) is EVEN
+    assert share_of(row(data=[0.0], forward=[0.0]), "data") == 0.0
+    assert share_of(EVEN, "copies") == 0.0
+
+
+def test_the_table_has_the_means_beside_the_medians_where_they_differ_much():
+    titles = [make_table(run.SCRIPT, [each], "terminal").columns for each in (BURSTS, EVEN)]
+    means = {"waiting for data, mean", "step, mean"}
+    assert means <= set(titles[0])
+    assert not means & set(titles[1])
+
+
+def test_the_page_s_top_and_its_bars_are_of_means():
+    (made,) = headlines([BURSTS], [])
+    assert (made.figure.value, made.figure.name) == (17.0, "step_mean_ms")
+    assert made.detail.startswith("mean of 24 steps; median of 24 steps: 1.50 ms")
+    assert made.stats[0] == ("Waiting for data", "16.0 ms", "94% of the step")
+    (stack,) = breakdown([BURSTS]).stacks
+    assert stack.total == pytest.approx(17.0)
+    assert breakdown([BURSTS]).caption.startswith("Means of")
+    assert breakdown([EVEN]).caption.startswith("Medians of")
+    section = run.script([BURSTS])
+    assert section.lead.startswith("Means of 24 steps")
+    findings = [finding for rule in run.RULES for finding in rule([BURSTS])]
+    assert "94%" in str(cards([BURSTS], findings, [section]).cards), "of a step of 17 ms, not of 1.5 ms"
