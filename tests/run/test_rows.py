@@ -203,11 +203,23 @@ def test_lines_are_shown_shortly():
 
 def test_what_lay_ready_in_loaders_is_counted_by_how_it_shrank_in_timed_steps():
     log = gpu_log(batches=1)
-    for step, stock in zip(log.steps, (7, 7, 8, *range(7, 1, -1), 8, *[1] * 10), strict=True):
-        step["stock"] = stock
+    for step, ready in zip(log.steps, (7, 7, 8, *range(7, 1, -1), 8, *[1] * 10), strict=True):
+        step["stock"] = [ready, 8]
     log.steps[9]["evaluations"] = 1  # in which workers went on
     (row,) = of_kind(script_records([log], "train.py", 0), ScriptRow)
     assert (row.n, row.batches, row.from_stock) == (16, 16, 6 + 7), "eight to two, and eight to one"
+
+
+@pytest.mark.parametrize(("ready", "expected"), [(8, 0), (0, 8)])
+def test_at_the_end_of_the_data_nothing_is_asked_for_and_what_lies_ready_must_shrink(ready, expected):
+    """Workers that keep up, and some that do not, up to the last eight batches of an epoch."""
+    log = gpu_log(batches=1)
+    for step, stock in zip(
+        log.steps, ([8, 8],) * 3 + ([ready, 8],) * 9 + (*([n, n] for n in range(7, -1, -1)),), strict=True
+    ):
+        step["stock"] = [min(ready, stock[0]), stock[1]] if step["number"] > 3 else stock
+    (row,) = of_kind(script_records([log], "train.py", 0), ScriptRow)
+    assert row.from_stock == expected
 
 
 def test_steps_in_which_code_is_compiled_are_timed_where_most_are_such():

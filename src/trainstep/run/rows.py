@@ -144,9 +144,15 @@ def _most_common(counts: Counter[str]) -> str:
 
 
 def _taken_from_stock(log: RankLog, steps: Sequence[Mapping[str, Any]]) -> int:
-    """By how many batches what lay ready in loaders shrank in these steps; below 0 where it grew."""
-    stock = {step["number"]: step.get("stock", 0) for step in log.steps}
-    return sum(stock.get(step["number"] - 1, 0) - stock[step["number"]] for step in steps)
+    """By how many batches what lay ready in loaders shrank in these steps; below 0 where it grew.
+
+    Steps in which no other batch was asked for in the place of one that was taken do not count: the data are at an end.
+    """
+    found, stock = 0, {step["number"]: step.get("stock", (0, 0)) for step in log.steps}
+    for number in (step["number"] for step in steps):
+        (before, asked_before), (ready, asked) = stock.get(number - 1, (0, 0)), stock[number]
+        found += before - ready if asked >= asked_before else 0
+    return found
 
 
 def _what_is_apart(step: Mapping[str, Any], compiled: Collection[int]) -> list[str]:

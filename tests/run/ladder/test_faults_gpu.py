@@ -3,6 +3,7 @@ gains that is mended by hand. Runs take turns until the gain is clear, as they d
 compiles in each step may be a quarter apart. A minute or two in all."""
 
 import json
+import statistics
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from trainstep.run.ladder.single import Script
 from trainstep.run.rows import script_records
 from trainstep.run.watch.log import log_path, read_log
 
-STEPS = 12
+STEPS = 30
 FILE = SCRIPTS / "faults.py"
 FAULTS = {
     "reads": (
@@ -79,4 +80,6 @@ def check(fault, folder):
     assert patched.kept, f"{patched.verdict} {patched.speedup} {patched.reason}"
     assert fixed.speedup_low <= patched.speedup_high, "intervals that hold between runs"
     assert patched.speedup_low <= fixed.speedup_high
-    assert 0.8 < patched.step_ms / fixed.step_ms < 1.25, "as fast as by hand: what it was before differs between runs"
+    # they took turns with the script, not with each other: what else the machine did then is less in a median step
+    by_hand, from_outside = (statistics.median(row.samples["step"]) for row in (patched, fixed))
+    assert 0.8 < by_hand / from_outside < 1.25, "as fast as by hand: what it was before differs between runs"

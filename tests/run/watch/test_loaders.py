@@ -31,16 +31,17 @@ def test_what_share_of_a_run_waits_for_data_is_the_devices_where_there_is_one():
 @pytest.mark.parametrize(("workers", "most"), [(0, 0), (1, 2), (2, 4)])
 def test_batches_that_lie_ready_are_those_that_workers_loaded_and_nobody_took(workers, most):
     loaders, loader = Loaders(lambda: None), DataLoader(TensorDataset(torch.arange(6)), num_workers=workers)
-    assert loaders.stock() == 0
+    assert loaders.stock() == (0, 0)
     iterator = iter(loader)
     loaders.begins(loader, iterator, Place("train.py", 3, "main"))
     found = []
     for _ in range(6):
         deadline, left = time.monotonic() + 30.0, min(most, 6 - len(found))
-        while loaders.stock() < left and time.monotonic() < deadline:
+        assert loaders.stock()[1] == left, "what is not there yet is asked for"
+        while loaders.stock()[0] < left and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert loaders.stock() == left
+        assert loaders.stock() == (left, left)
         found.append(int(next(iterator)[0]))
     assert found == list(range(6))
     assert next(iterator, None) is None
-    assert loaders.stock() == 0, "its workers have ended"
+    assert loaders.stock() == (0, 0), "its workers have ended"

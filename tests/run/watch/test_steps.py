@@ -247,7 +247,7 @@ def test_waits_belong_to_the_step_they_are_in(script):
 
 
 def test_a_step_has_the_batches_that_came_in_it_and_what_lies_ready_when_it_ends():
-    script, ready = Script(), iter([3, 1, 5])
+    script, ready = Script(), iter([(3, 4), (1, 4), (5, 6)])
     script.finder.in_stock = lambda: next(ready)
     for _ in range(2):
         script.micro_batch()
@@ -256,4 +256,4 @@ def test_a_step_has_the_batches_that_came_in_it_and_what_lies_ready_when_it_ends
         script.update(1.0)
     script.finder.took(8)
     script.update(1.0, optimizer=2)  # with no backward pass between them it belongs to the same step
-    assert [(step.batches, step.samples, step.stock) for step in script.done()] == [(2, 16, 3), (3, 24, 5)]
+    assert [(step.batches, step.samples, step.stock) for step in script.done()] == [(2, 16, (3, 4)), (3, 24, (5, 6))]

@@ -46,29 +46,32 @@ class Loaders:
         drawn = self._drawn.get(iterator)
         return drawn.popleft() if drawn else 0
 
-    def stock(self) -> int:
-        """Batches that lie ready in all of them."""
-        return sum(map(_ready_in, list(self._by_iterator)))
+    def stock(self) -> tuple[int, int]:
+        """Batches that lie ready in all of them, and those together with what workers were asked for and load."""
+        each = [_stock_of(iterator) for iterator in list(self._by_iterator)]
+        return sum(ready for ready, _ in each), sum(asked for _, asked in each)
 
     def found(self) -> list[dict[str, Any]]:
         """line, workers, is_pinned and batches of each."""
         return list(self._found.values())
 
 
-def _ready_in(iterator: Any) -> int:
-    """Batches that workers have loaded and nobody has taken: in torch's queues, or there before their turn.
+def _stock_of(iterator: Any) -> tuple[int, int]:
+    """Batches that workers have loaded and nobody has taken, in torch's queues or there before their turn; and those
+    together with what they have yet to load.
 
-    None where there are no workers, and on systems whose queues do not tell how much is in them.
+    Nothing where there are no workers, and on systems whose queues do not tell how much is in them.
     """
     names = ("_worker_result_queue", "_data_queue")  # the same one where no thread pins memory in between
     queues = {id(each): each for each in (getattr(iterator, name, None) for name in names) if each is not None}
     if not queues or iterator._shutdown:
-        return 0
+        return 0, 0
     try:
         waiting = sum(each.qsize() for each in queues.values())
     except NotImplementedError:  # macOS
-        return 0
-    return waiting + sum(len(each) > 1 for each in iterator._task_info.values())
+        return 0, 0
+    asked = iterator._task_info.values()
+    return waiting + sum(len(each) > 1 for each in asked), len(asked)
 
 
 def share_of_waiting(steps: Sequence[Mapping[str, Any]]) -> float | None:

@@ -222,7 +222,7 @@ class Session:
             entry["samples"] = step.samples
         if step.batches:
             entry["batches"] = step.batches
-        if step.stock:
+        if any(step.stock):
             entry["stock"] = step.stock
         if step.evaluations:
             entry["evaluations"] = step.evaluations

@@ -39,7 +39,7 @@ class Step:
     evaluations: int = 0
     samples: int = 0  # in the batches that loaders gave
     batches: int = 0  # that loaders gave
-    stock: int = 0  # batches that lay ready in loaders at its end
+    stock: tuple[int, int] = (0, 0)  # batches at its end: that lay ready in loaders, and with those that were asked for
     is_skipped: bool = False  # whether a scaler left the update out
     tags: set[str] = field(default_factory=set)  # what an instrument did meanwhile
     waits: dict[int, list[float]] = field(default_factory=dict)  # line → [calls, milliseconds]
@@ -58,7 +58,7 @@ class StepFinder:
         self.mark, self.on_step = mark, on_step
         self.listeners: list[Callable[[str], object]] = []  # called with each phase that begins
         self.on_end: Callable[[], object] = lambda: None  # called when an optimizer step has ended
-        self.in_stock: Callable[[], int] = lambda: 0  # batches that lie ready in loaders
+        self.in_stock: Callable[[], tuple[int, int]] = lambda: (0, 0)  # as a step's `stock`, now
         self.marks = 0  # made so far
         self.ended = 0  # steps that have ended so far
         self.steps_taken = 0  # times that an optimizer stepped
