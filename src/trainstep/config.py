@@ -309,7 +309,8 @@ CHANGES: Mapping[str, Change] = {
     "channels last": Change("model.to(memory_format=torch.channels_last)", "after the model is on its device"),
     "pinned memory": Change("DataLoader(…, pin_memory=True)", "and batches by .to(device, non_blocking=True)"),
     "loader workers": Change(
-        "DataLoader(…, num_workers=min(4, os.cpu_count()), persistent_workers=True)", "where the loader is made"
+        "DataLoader(…, num_workers=min(4, len(os.sched_getaffinity(0))))",
+        "where the loader is made; persistent_workers=True too where nothing changes the data set between epochs",
     ),
     "late reads": Change(
         "total += loss.detach()", "in place of loss.item(); .item() and print of it once every so many steps"

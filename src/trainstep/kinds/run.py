@@ -105,6 +105,8 @@ class ScriptRungRow(OfScript, Timed, Checked, kind="script rung"):
     out of memory."""
     kept: bool = False
     runs: int | None = None  # that were timed
+    updates: int | None = None  # of the run that was judged: of what comes after them nothing is known
+    in_first_epoch: bool | None = None  # whether it was stopped before its main loader was begun a second time
     lines: str | None = None  # what to write into the script for it
     first_step_ms: float | None = None
     peak_gib: float | None = None

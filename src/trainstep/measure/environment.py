@@ -21,6 +21,7 @@ import torch
 
 from trainstep.casting import DTYPES, matmul_precision
 from trainstep.config import PhaseContext
+from trainstep.cores import cores
 from trainstep.measure.timing import device_clock, time_steps
 from trainstep.precision import PrecisionName
 
@@ -48,7 +49,7 @@ def describe(device: torch.device) -> Environment:
         "trainstep": _version("trainstep"),
         "commit": _commit(),
         "threads": torch.get_num_threads(),
-        "cores": _cores(),
+        "cores": cores(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -88,12 +89,6 @@ def cpu_model() -> str:
         return platform.processor() or platform.machine()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.machine()
-
-
-def _cores() -> int:
-    """That this process may run on; where the system does not say, all there are."""
-    allowed = getattr(os, "sched_getaffinity", None)
-    return (os.cpu_count() or 1) if allowed is None else len(allowed(0))
 
 
 def _version(package: str) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 
 from trainstep.kinds import ScriptRungRow
 from trainstep.records import Times
-from trainstep.report.page import Report
+from trainstep.report.page import Report, render
 from trainstep.report.subjects import make_tables
 from trainstep.report.subjects.script_ladder import script_ladder
 
@@ -126,3 +126,14 @@ def test_the_page_has_a_section_with_budgets():
     assert section is not None
     assert len(section.blocks) == 2
     assert script_ladder([]) is None
+
+
+def test_what_no_second_epoch_was_seen_of_is_said():
+    until = " Proven for 30 updates; the loader has not begun a second epoch."
+    first = dataclasses.replace(FUSED, updates=30, in_first_epoch=True)
+    assert found(BASELINE, first)["gain.script"].sentence.endswith(f"within their budgets.{until}")
+    assert found(BASELINE, first, TOP)["gain.script"].sentence.endswith(until)
+    later = dataclasses.replace(first, in_first_epoch=False)
+    assert found(BASELINE, later)["gain.script"].sentence.endswith("within their budgets.")
+    assert "of 30 updates, in one epoch" in render([BASELINE, first])
+    assert "in one epoch" not in render([BASELINE, later])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from trainstep.run.changes import reasons
 from trainstep.run.changes.rungs import RUNGS
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
@@ -100,3 +101,10 @@ def test_attention_that_may_be_there_is_tried(name):
         assert BY_NAME[name].why_not({**SETTINGS, "operators": own}) == ""
     some_drop = ["ScaledDotProductX", "ScaledDotProductX, dropping"]
     assert BY_NAME["our FlashAttention"].why_not({**SETTINGS, "operators": some_drop}) == ""
+
+
+def test_no_more_workers_than_cores_that_the_process_may_run_on(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for allowed, expected in (({3}, 1), ({0, 5}, 2), (set(range(8)), 4)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda process, allowed=allowed: allowed)
+        assert reasons.workers_here() == expected

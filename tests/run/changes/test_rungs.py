@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainstep.run.changes import rungs
 
@@ -43,7 +43,7 @@ def test_optimizers_are_fused_where_the_script_says_nothing(trial):
 
 
 def test_loaders_with_few_workers_get_more(trial, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, 4, 7})
 
     class Stream(IterableDataset):
         def __iter__(self):
@@ -53,10 +53,33 @@ def test_loaders_with_few_workers_get_more(trial, monkeypatch):
     data = TensorDataset(torch.arange(8))
     for loader in (DataLoader(data), DataLoader(data, num_workers=1), DataLoader(data, 2, False, None, None, 0)):
         assert loader.num_workers == 3
-        assert loader.persistent_workers
-    assert DataLoader(data, num_workers=3).persistent_workers is False, "as many as there may be"
+        assert not loader.persistent_workers
+    assert DataLoader(data, num_workers=1, persistent_workers=True).persistent_workers, "as the script has it"
     assert DataLoader(data, num_workers=5).num_workers == 5
     assert DataLoader(Stream()).num_workers == 0, "each worker would repeat it"
+
+
+class OfEpoch(Dataset):
+    """What it gives depends on the epoch that it was told."""
+
+    epoch = 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, place):
+        return 10 * self.epoch + place
+
+
+def test_workers_see_what_the_script_does_to_its_data_between_epochs(trial, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    rungs.workers(trial)
+    data = OfEpoch()
+    loader, found = DataLoader(data, batch_size=4), []
+    for data.epoch in range(2):
+        found += [batch.tolist() for batch in loader]
+    assert loader.num_workers == 2
+    assert found == [[0, 1, 2, 3], [10, 11, 12, 13]]
 
 
 def test_loaders_make_batches_of_twice_as_many_samples_once(trial):

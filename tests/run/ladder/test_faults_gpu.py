@@ -30,7 +30,7 @@ FAULTS = {
     "starves": (
         "loader workers",
         ("data.bound", "LOADER"),
-        {"num_workers=1": "num_workers=4, persistent_workers=True"},
+        {"num_workers=1": "num_workers=4"},
     ),
     "recompiles": ("compiled for any size", ("compiled.again", "AGAIN"), {"dynamic=False": "dynamic=True"}),
 }

@@ -9,6 +9,7 @@ import pytest
 from tests.run.measuring import SCRIPTS, alone
 from trainstep.run import supervise
 from trainstep.run.ladder import ranks, single
+from trainstep.run.ladder.rung_rows import rung_row
 from trainstep.run.ladder.single import Script
 
 
@@ -104,3 +105,30 @@ def test_a_short_run_does_not_live_on_what_workers_fetched_ahead(tmp_path, ahead
     else:
         assert taken.failure.startswith("loaders' workers had ")
         assert taken.failure.endswith("take more updates than 20 (--steps)")
+
+
+EPOCHS = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+loader = DataLoader(torch.ones(6, 1))
+for epoch in range(int(sys.argv[1])):
+    for batch in loader:
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("updates", "epochs", "is_first"), [(5, 2, True), (8, 2, False), (8, 1, False)])
+def test_a_run_that_is_stopped_before_a_second_epoch_saw_none(tmp_path, updates, epochs, is_first):
+    """One that ran to its end has no second epoch."""
+    file = tmp_path / "epochs.py"
+    file.write_text(EPOCHS)
+    taken = Script(alone([str(file), str(epochs)]), tmp_path / "runs", updates).run("it")
+    assert taken.is_in_first_epoch is is_first
+    row = rung_row({"workload": "epochs.py", "rung": "it"}, taken)
+    assert (row.updates, row.in_first_epoch) == (min(updates, 6 * epochs), is_first)

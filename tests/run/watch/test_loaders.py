@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainstep.run.watch.lines import Place
-from trainstep.run.watch.loaders import Loaders, main_loader, share_of_waiting
+from trainstep.run.watch.loaders import Loaders, begins_again, main_loader, share_of_waiting
 
 
 def test_the_loader_that_most_batches_came_from_is_the_one_that_is_named():
@@ -45,3 +45,22 @@ def test_batches_that_lie_ready_are_those_that_workers_loaded_and_nobody_took(wo
     assert found == list(range(6))
     assert next(iterator, None) is None
     assert loaders.stock() == (0, 0), "its workers have ended"
+
+
+def test_an_epoch_is_a_beginning_of_the_loader_that_most_batches_came_from():
+    loaders = Loaders(lambda: None)
+    assert not begins_again(loaders.found())
+    most, other = (DataLoader(TensorDataset(torch.arange(size))) for size in (8, 1))
+
+    def epoch(loader, line):
+        iterator = iter(loader)
+        loaders.begins(loader, iterator, Place("train.py", line, "main"))
+        for _ in iterator:
+            loaders.took(iterator)
+
+    epoch(most, 3)
+    epoch(other, 9)
+    epoch(other, 9)
+    assert not begins_again(loaders.found()), "those of an evaluation do not count"
+    epoch(most, 3)
+    assert begins_again(loaders.found())

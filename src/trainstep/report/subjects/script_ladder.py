@@ -53,7 +53,8 @@ def _verdict(row: Row) -> Cell:
         return replace(cell, in_files=f"{called}, not judged", note="not judged")
     if kept:
         words = "kept" if called == "faster" else "kept: no slower, and smaller"
-        return replace(cell, text=words, in_files=words, tone="good")
+        note = f"of {number(row.values['updates'])} updates, in one epoch" if row.values.get("in_first_epoch") else ""
+        return replace(cell, text=words, in_files=words, note=note, tone="good")
     words = "slower, not kept" if called == "slower" else "no clear gain, not kept"
     return replace(cell, text=words, in_files=words, tone="bad" if called == "slower" else "quiet")
 
@@ -131,6 +132,10 @@ def proven(rows: Sequence[Row]) -> Iterator[Finding]:
             f"Proven: with {literal(listed(names))} the script's steps are {{speedup:.2f}}× faster (between runs, "
             "{low:.2f}–{high:.2f}), and its first gradients, losses and weights are within their budgets."
         )
+        judged = next((row for row in reversed(kept) if row.in_first_epoch), None)
+        if judged is not None:
+            figures["updates"] = judged.updates
+            said += " Proven for {updates:n} updates; the loader has not begun a second epoch."
         yield found("gain.script", said, rungs=names, **figures)
     else:
         said = f"With {literal(listed(names))} together no gain was certain between runs."

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainstep.cores import cores
 from trainstep.run.watch.loaders import share_of_waiting
 from trainstep.run.watch.log import RankLog
 
 Settings = Mapping[str, Any]
 """As `settings.Settings.found` has them."""
 WORKERS = 4
-"""Of a loader that has fewer, where there are as many cores."""
+"""Of a loader that has fewer, where this process may run on as many cores."""
 LEAST_WAIT = 0.01
 """Where steps wait for data for less of their time, workers that load it earlier cannot gain what runs tell apart."""
 NO_READS = "no line of the script calls item() of a tensor on a GPU"
@@ -25,7 +25,7 @@ NO_DDP = "the script makes no DistributedDataParallel of torch"
 
 def workers_here() -> int:
     """How many a loader is given."""
-    return max(1, min(WORKERS, os.cpu_count() or 1))
+    return max(1, min(WORKERS, cores()))
 
 
 def with_few_workers(settings: Settings) -> list[Mapping[str, Any]]:

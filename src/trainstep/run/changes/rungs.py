@@ -160,7 +160,11 @@ def channels_last(trial: Trial) -> None:
 
 
 def workers(trial: Trial) -> None:
-    """Loaders with fewer workers than there may be have as many, which stay."""
+    """Loaders with fewer workers than there may be have as many.
+
+    They stay after an epoch only where the script has it so: those that are started anew see what the script has done
+    to the data set since, such as `set_epoch`.
+    """
     from torch.utils.data import DataLoader, IterableDataset
 
     from trainstep.run.trial.settings import arguments_of
@@ -168,7 +172,7 @@ def workers(trial: Trial) -> None:
     def more(given: dict[str, Any]) -> dict[str, Any]:
         if (given.get("num_workers") or 0) >= workers_here() or isinstance(given.get("dataset"), IterableDataset):
             return {}
-        return {"num_workers": workers_here(), "persistent_workers": True}
+        return {"num_workers": workers_here()}
 
     _replace(DataLoader, more, arguments_of)
 

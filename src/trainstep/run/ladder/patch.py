@@ -296,8 +296,6 @@ WRITTEN: Mapping[str, _Writer] = {
     "channels last": _Writer(_before_optimizer(lambda name: [f"{name}.to(memory_format=torch.channels_last)"])),
     "compiled model": _Writer(_before_optimizer(lambda name: [f"{name}.compile()"])),
     "pinned memory": _Writer(_arguments({"pin_memory": True}, _is_loader), adds_lines=False),
-    "loader workers": _Writer(
-        _arguments({"num_workers": workers_here(), "persistent_workers": True}, _is_loader), adds_lines=False
-    ),
+    "loader workers": _Writer(_arguments({"num_workers": workers_here()}, _is_loader), adds_lines=False),
 }
 """Rung → what writes it."""

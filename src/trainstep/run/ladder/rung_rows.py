@@ -44,6 +44,7 @@ def rung_row(
         if taken is not None and taken.captured is not None:
             times["samples"]["training_loss"] = list(taken.captured.losses)
             times["peak_gib"] = taken.captured.peak_gib
+            times |= {"updates": len(taken.captured.losses), "in_first_epoch": taken.is_in_first_epoch}
     return ScriptRungRow(**case, **(_columns(found) if found is not None else {}), **times, **more)
 
 

@@ -21,6 +21,7 @@ from trainstep.run.ladder.ranks import Failed, Leader, Order
 from trainstep.run.rows import script_records
 from trainstep.run.supervise import Command
 from trainstep.run.trial.capture import FILE, Captured, of_all_ranks, read_captured
+from trainstep.run.watch.loaders import begins_again
 from trainstep.run.watch.log import RankLog, log_path, read_log
 
 LEAST_S, SLOWEST = 120.0, 10.0
@@ -60,6 +61,12 @@ class Taken:
         short run would live on what workers fetched ahead while nothing was timed.
         """
         return statistics.fmean(self.step_ms) / (1 - self.from_stock)
+
+    @property
+    def is_in_first_epoch(self) -> bool:
+        """Whether it was stopped before its main loader was begun a second time: no later epoch was seen."""
+        loaders, ended = self.log.facts.get("loaders", ()), self.log.ended or {}
+        return bool(loaders) and ended.get("how") == "steps" and not begins_again(loaders)
 
 
 class Interrupted(Exception):

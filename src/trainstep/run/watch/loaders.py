@@ -29,7 +29,8 @@ class Loaders:
         entry = {"line": line, "workers": loader.num_workers, "is_pinned": bool(loader.pin_memory)}
         known = tuple(entry.values())
         is_new = known not in self._found
-        self._by_iterator[iterator] = self._found.setdefault(known, entry | {"batches": 0})
+        self._by_iterator[iterator] = self._found.setdefault(known, entry | {"batches": 0, "begun": 0})
+        self._by_iterator[iterator]["begun"] += 1
         if is_new:
             self._on_new()
 
@@ -52,7 +53,7 @@ class Loaders:
         return sum(ready for ready, _ in each), sum(asked for _, asked in each)
 
     def found(self) -> list[dict[str, Any]]:
-        """line, workers, is_pinned and batches of each."""
+        """line, workers, is_pinned, batches, and how often it was begun, of each."""
         return list(self._found.values())
 
 
@@ -89,6 +90,15 @@ def main_loader(found: Sequence[Mapping[str, Any]]) -> str | None:
     """The loader that most batches came from, in words: `train.py:31, 1 worker, memory not pinned`."""
     if not found:
         return None
-    most = max(found, key=lambda each: each["batches"])
+    most = _most_used(found)
     workers = f"{most['workers'] or 'no'} worker{'s' * (most['workers'] != 1)}"
     return f"{most['line']}, {workers}, memory {'pinned' if most['is_pinned'] else 'not pinned'}"
+
+
+def begins_again(found: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the loader that most batches came from was begun a second time; without any, nothing was."""
+    return bool(found) and _most_used(found)["begun"] > 1
+
+
+def _most_used(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return max(found, key=lambda each: each["batches"])
