@@ -32,8 +32,8 @@ def said(rule, *rows):
 def test_what_a_step_takes_and_waits_for_is_told_by_sums():
     (phases,) = said(run.longest_phases, BURSTS)
     assert phases == (
-        "A step takes 17.0 ms (mean of 24; the median is 1.50 ms): waiting for data 94%, forward 5.9%. Batches come in "
-        "bursts: most steps wait for little, and some for many batches at once."
+        "A step takes 17.0 ms (mean of 24; the median is 1.50 ms): waiting for data 94%, forward 5.9%. Some steps wait "
+        "far longer for their batch than most, as where workers bring batches in bursts."
     )
     (bound,) = said(run.data_bound, BURSTS)
     assert bound.startswith("A step waits 16.0 ms on average for its batch, 94% of it: more workers")

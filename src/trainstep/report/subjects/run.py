@@ -122,7 +122,7 @@ def longest_phases(rows: Sequence[Row]) -> Iterator[Finding]:
         figures: dict[str, Scalar] = {"step_ms": told.step_ms, "n": row.n, "first": first, "second": second}
         figures |= {} if told is row else {"median_ms": row.step_ms}
         if comes_in_bursts(row):
-            said += " Batches come in bursts: most steps wait for little, and some for many batches at once."
+            said += " Some steps wait far longer for their batch than most, as where workers bring batches in bursts."
         shares = {"first_share": share_of(row, first), "second_share": share_of(row, second)}
         yield found("script.phases", said, **figures, **shares)
 
