@@ -115,6 +115,7 @@ HYBRID_RUNS: Mapping[str, str] = {
     "h200-parallel-hybrid-averaged-4gpus": "means averaged between rows",
     "h200-parallel-hybrid-4gpus": "among all ranks",
     "h200-parallel-hybrid-blocks-4gpus": "among all ranks",
+    "h200-parallel-hybrid-by-two-4gpus": "among all ranks",
     "h200-parallel-hybrid-eager-4gpus": "among all ranks",
 }
 """How gradients went in each: before and since they go among all ranks of a host at once."""

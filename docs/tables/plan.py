@@ -152,6 +152,7 @@ CHECKED: Mapping[str, type[Row]] = {
     "h200-parallel-hybrid-averaged-4gpus": ParallelRow,
     "h200-parallel-hybrid-4gpus": ParallelRow,
     "h200-parallel-hybrid-blocks-4gpus": ParallelRow,
+    "h200-parallel-hybrid-by-two-4gpus": ParallelRow,
     "h200-parallel-hybrid-eager-4gpus": ParallelRow,
 }  # Files whose rows of a kind are predicted; those that are not there yet are left out
 
