@@ -205,29 +205,35 @@ def test_the_wrappers_own_arguments_are_written_into(two):
     assert two.run(_of_the_wrapper) == 2 * [(True, True, 2, torch.bfloat16)]
 
 
-def _left_elsewhere(process):
-    """The last block's weights are still there when backward comes to them, past the block's output."""
-    found = []
+class Captured(Net):
+    """A hook notes what is inside of the second block, whose output is not used."""
 
-    class Leaves(Block):
-        def forward(self, x):
-            found.append(self.up(x).square().mean())
-            return super().forward(x)
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.blocks[1].up.register_forward_hook(self._note)
 
-    sharded = FullyShardedDataParallel(Net(Leaves))
-    sharded(_input(process.rank, 0)).sum().backward()
-    sharded.finish_gradient_synchronization()
-    sharded(_input(process.rank, 1))
+    def _note(self, _, given, output):
+        self.noted = output
+
+    def body(self, x):
+        x = self.blocks[0](x)
+        self.blocks[1](x)
+        return self.blocks[3](self.blocks[2](x)) + self.noted.mean()
+
+
+def _captured(process):
+    sharded = FullyShardedDataParallel(Captured())
     try:
-        found[-1].backward()
+        sharded(_input(process.rank, 0)).sum().backward()
     except UsageError as error:
         return str(error)
     return "no error"
 
 
-def test_what_backward_reaches_past_an_output_is_refused(two):
-    for message in two.run(_left_elsewhere):
-        assert "had not gone through the output of the module that owns it" in message
+def test_frozen_weights_that_backward_reaches_past_an_output_are_refused(two):
+    for message in two.run(_captured):
+        assert "backward came to blocks.1 and had not gone through the output" in message
 
 
 class Constrained(Block):

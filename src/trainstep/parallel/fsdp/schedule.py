@@ -240,9 +240,14 @@ class Schedule:
                 self.hold(group)
 
     def after_backward(self, call: Call) -> None:
-        """Backward has left the call."""
+        """Backward has left the call.
+
+        Where it had not come through the output, frozen weights may have been read before they were there.
+        """
         if call.backward != torch._C._current_graph_task_id():
-            raise UsageError(_not_entered(" and ".join(group.name for group in call.groups)))
+            for group in call.groups:
+                if group.is_gathered and not group.is_ready:
+                    raise UsageError(_not_entered(group.name))
         for group in call.groups:
             group.awaiting.discard(call)
             if not group.awaiting and not group.unwatched:
@@ -383,6 +388,6 @@ class Schedule:
 def _not_entered(name: str) -> str:
     return (
         f"backward came to {name} and had not gone through the output of the module that owns it, so its values were "
-        "not there. A tensor that a module leaves elsewhere (in a closure, a global list) cannot be differentiated: "
-        "return it, or keep it in an attribute of the module"
+        "not there. A tensor that a module leaves elsewhere (in a closure, a global list, by a hook) cannot be "
+        "differentiated: return it, or keep it in an attribute of the module"
     )
