@@ -50,7 +50,7 @@ class Unit(nn.Module):
 
 @functools.cache
 def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
-    @functools.wraps(cls.forward)  # with its signature, which callers may choose arguments by
+    @functools.wraps(cls.forward, updated=())  # with its signature, which callers may choose arguments by
     def forward(self: Unit, *args: Any, **kwargs: Any) -> Any:
         return Unit.forward(self, *args, **kwargs)
 

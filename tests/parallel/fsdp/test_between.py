@@ -9,6 +9,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel import FullyShardedDataParallel, load_checkpoint, save_checkpoint
+from trainstep.parallel.fsdp.agreement import Agreement
+from trainstep.parallel.fsdp.schedule import Schedule
 
 pytestmark = pytest.mark.distributed
 
@@ -70,6 +72,77 @@ def _skipped(process):
 
 def test_a_skipped_steps_gradients_do_not_count(two):
     two.run(_skipped)
+
+
+class Towers(nn.Module):
+    """Blocks whose inputs need no gradient, so that backward is not seen leaving them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x):
+        return sum(torch.tanh(block(x)) for block in self.blocks)
+
+
+def _unseen(process):
+    """How many blocks are gathered at once, and how many have gradients that are not sent, when backward comes to one
+    more."""
+    sharded = FullyShardedDataParallel(Towers())
+    groups, most = sharded._schedule.groups, [0, 0]
+    reach = Schedule.before_backward
+
+    def counted(schedule, call):
+        reach(schedule, call)
+        held = (sum(group.is_gathered for group in groups), sum(group.is_unsent for group in groups))
+        most[:] = map(max, most, held)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Schedule, "before_backward", counted)
+        for number in range(3):
+            _backward(sharded, number)
+            sharded.finish_gradient_synchronization()
+    return most
+
+
+def test_blocks_that_backward_is_not_seen_leaving_are_freed_and_sent_on_the_way(two):
+    assert two.run(_unseen) == 2 * [[3, 1]]
+
+
+def _of_inputs(process):
+    """What is sent for gradients of inputs alone."""
+    sharded, sent = FullyShardedDataParallel(_net()), []
+    announce = Agreement.announce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Agreement, "announce", lambda *how: sent.append(how[1]) or announce(*how))
+        for number in range(3):
+            x = _input(number).requires_grad_()
+            torch.autograd.grad(sharded(x).sum(), x)
+    return sent.count("send"), sent.count("gather") > 0
+
+
+def test_gradients_of_inputs_alone_send_nothing(two):
+    assert two.run(_of_inputs) == 2 * [(0, True)]
+
+
+class OwnState(nn.Linear):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}weight"], destination[f"{prefix}bias"] = self.weight.data, self.bias.data
+
+
+def _saved_by_data(process, folder):
+    module = _net()
+    module.head = OwnState(WIDTH, 2)
+    sharded = FullyShardedDataParallel(module)
+    weights = sharded.gather_full_parameters()
+    save_checkpoint(folder, sharded)
+    _step(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+    load_checkpoint(folder, sharded)
+    assert torch.equal(sharded.gather_full_parameters()["head.weight"], weights["head.weight"])
+
+
+def test_a_module_that_saves_data_is_saved_whole(two, tmp_path):
+    two.run(_saved_by_data, tmp_path)
 
 
 def _exchanged(process):

@@ -68,6 +68,62 @@ class WritesInto(Net):
         return x + sum(found.values() if isinstance(found, dict) else found)
 
 
+class Twice(Block):
+    def forward(self, x, found, again):
+        again.append((y := super().forward(x)).square().mean())
+        return y
+
+
+class WrittenByOthers(Net):
+    """Into a list that a block is given twice, and that a hook of the block has as well."""
+
+    def __init__(self):
+        super().__init__(Twice)
+        self.found = []
+        for block in self.blocks:
+            block.up.register_forward_hook(self._note)
+
+    def _note(self, _, given, output):
+        self.found.append(output.mean())
+
+    def body(self, x):
+        self.found.clear()
+        for block in self.blocks:
+            x = x + block(x, self.found, self.found)
+        assert len(self.found) == 2 * len(self.blocks)
+        return x + sum(self.found)
+
+
+class NotedInput(Net):
+    """A hook notes what a block is given; its output is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].register_forward_pre_hook(self._note)
+
+    def _note(self, _, given):
+        self.noted = given[0]
+
+    def body(self, x):
+        x = self.blocks[0](x)
+        self.blocks[1](x)
+        return self.blocks[3](self.blocks[2](self.noted))
+
+
+TABLE = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(7))
+
+
+class WithTable(Block):
+    """Frozen parameters that all blocks have in one memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(TABLE, requires_grad=False)
+
+    def forward(self, x):
+        return super().forward(x @ self.table)
+
+
 class ChangedInPlace(Net):
     """The caller adds to what a block returned, which is a view."""
 
@@ -144,6 +200,9 @@ class UsedDetached(nn.Module):
 MODELS = {
     "a list that blocks append to": lambda: WritesInto(list),
     "a dict that blocks write into": lambda: WritesInto(dict),
+    "a list that a hook writes into, too": WrittenByOthers,
+    "an input that a hook notes": NotedInput,
+    "frozen parameters of one memory": lambda: Net(WithTable),
     "an output that is changed in place": ChangedInPlace,
     "an output of frozen blocks that is changed in place": lambda: ChangedInPlace((2, 3)),
     "arguments by a signature": ChosenBySignature,

@@ -26,8 +26,8 @@ one step instead. What is not sharded is averaged over all ranks in the one flat
 replicas alone.
 
 In reading order: `shards` decides what is gathered together and cuts it; `group` gathers and frees; `gradients` are
-sent and added up; `carriers` chooses what of `parallel.transport` carries both; `schedule` decides when; `boundary`
-meets the modules' calls, and `leavings` what they leave; `placeholder` stands in modules for what is not gathered;
-`agreement` holds the ranks together; `wrapper` puts them around a module, with its `checks`; `checkpoint` writes and
-reads.
+sent and added up; `carriers` chooses what of `parallel.transport` carries both; `calls` are noted, and `schedule`
+decides when; `boundary` meets the modules' calls, `leavings` what they leave, and `written` what they write;
+`placeholder` stands in modules for what is not gathered; `agreement` holds the ranks together; `wrapper` puts them
+around a module, with its `checks`; `checkpoint` writes and reads.
 """

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from trainstep.errors import UsageError
+from trainstep.parallel.fsdp.calls import Call
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.leavings import Leavings, all_tensors, hidden_tensors
-from trainstep.parallel.fsdp.schedule import Call, Schedule
+from trainstep.parallel.fsdp.schedule import Schedule
 from trainstep.parallel.fsdp.written import Written
 
 

@@ -190,11 +190,12 @@ def check_arguments(
         raise UsageError("the module is sharded already; build FullyShardedDataParallel once, around the whole model")
     if lazy := [name for name, parameter in module.named_parameters() if nn.parameter.is_lazy(parameter)]:
         raise UsageError(f"{lazy[0]} has no shape yet; run a lazy module once before sharding it")
-    first_at: dict[object, str] = {}
+    first_at: dict[object, tuple[str, bool]] = {}
     for name, parameter in module.named_parameters():
         if parameter.is_complex():
             raise UnsupportedError(f"{name} is complex ({parameter.dtype}), which cannot be sharded; use {_REPLICATED}")
-        if (other := first_at.setdefault(_place(parameter), name)) != name:
+        other, is_trained = first_at.setdefault(_place(parameter), (name, parameter.requires_grad))
+        if other != name and (is_trained or parameter.requires_grad):
             raise UnsupportedError(
                 f"{name} shares the memory of {other} and is another parameter, which sharding would part; assign one "
                 "parameter to both modules, or let one compute with the other's (F.linear(x, embedding.weight))"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -40,7 +41,7 @@ class GatherGroup:
         self.parameters, self._process_group, self.name = parameters, ranks.shard, name
         self.users = 0  # calls that are running in forward
         self.awaiting: WeakSet[object] = WeakSet()  # calls not left by backward yet; without a graph they drop out
-        self.unwatched: WeakSet[object] = WeakSet()  # calls that backward comes through, and is not seen leaving
+        self.unwatched: WeakSet[Any] = WeakSet()  # calls that backward comes through, and is not seen leaving
         self.is_unsent = False  # whether backward has come to it since its gradients were last sent
         self._pending: Pending | None = None
         self._is_installed = False  # whether the module sees the full parameters

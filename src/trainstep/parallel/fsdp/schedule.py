@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -26,62 +25,13 @@ from trainstep.errors import UsageError
 from trainstep.parallel.collectives import weak_hook
 from trainstep.parallel.forms import host_waits
 from trainstep.parallel.fsdp.agreement import Agreement
+from trainstep.parallel.fsdp.calls import Call, Pass, Uses
 from trainstep.parallel.fsdp.gradients import ReplicatedGradients, Sending
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import SideStream
 from trainstep.parallel.units import in_backward
-
-
-@dataclass(eq=False)
-class Uses:
-    """The groups that calls needed, in order, each by one call, or by several in a row."""
-
-    groups: list[GatherGroup] = field(default_factory=list)
-    calls: list[int] = field(default_factory=list)  # how many in a row
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-
-@dataclass(eq=False)
-class Pass:
-    """The groups that calls needed since the wrapper's forward began."""
-
-    predicted: Uses | None  # what they needed in the pass before; None once it turns out otherwise
-    uses: Uses = field(default_factory=Uses)
-    with_backward: set[int] = field(default_factory=set)  # positions of the uses that backward comes through
-
-    def record(self, group: GatherGroup) -> int:
-        """Note that a call needs a group; the position of this use."""
-        position = len(self.uses)
-        if self.uses and self.uses.groups[-1] is group:
-            self.uses.calls[-1] += 1
-            return position - 1
-        predicted = self.predicted
-        if predicted is not None and (position >= len(predicted) or predicted.groups[position] is not group):
-            self.predicted = None
-        self.uses.groups.append(group)
-        self.uses.calls.append(1)
-        return position
-
-    def expects(self, group: GatherGroup, last: int, within: int) -> bool:
-        """Whether the group is expected to be needed within so many uses, `last` being the last of the call before."""
-        if self.predicted is None or last < len(self.uses) - 1:
-            return False
-        following = last if self.uses.calls[last] < self.predicted.calls[last] else last + 1
-        return group in self.predicted.groups[following : following + within]
-
-
-@dataclass(eq=False)
-class Call:
-    groups: Sequence[GatherGroup]
-    recorded_in: Pass | None  # None for a call during backward, which computes activations again
-    positions: list[int]
-    versions: Sequence[int]  # of the groups
-    is_watched: bool = False  # whether backward is seen leaving it
-    backward: int = -1  # the last one that reached it, by autograd's number
 
 
 class Hold:
@@ -110,6 +60,8 @@ class Schedule:
         self._pass = Pass(None)
         self._expected: list[GatherGroup] = []  # stay gathered after a call, for one that follows
         self._reached: set[GatherGroup] = set()  # by the backward that is running
+        self._passing: set[GatherGroup] = set()  # of those, the ones it is not seen leaving
+        self._accumulates: dict[int, bool] = {}  # whether backwards, by number, bring parameters gradients
         self._under_way: deque[list[Sending]] = deque()  # of each group that was sent
         averaged = any(buffer.is_averaged for group in groups for buffer in group.buffers)
         self._at_once = 2 if averaged else 1  # one on its way within replicas, one between them
@@ -137,7 +89,7 @@ class Schedule:
         if in_backward():
             return  # the forward is being computed again
         self.agreement.compare()
-        self._reached = set()  # by a backward that raised
+        self._forget_backward()  # one that raised
         held = [group for group in self._held if group in self._held_for_backward]
         self._free_all()
         for group in held:  # an earlier forward's graph may need it
@@ -230,9 +182,12 @@ class Schedule:
                     f"the weights of {group.name} were changed between forward and backward, by an optimizer's step, "
                     "load_state_dict() or by hand, so the gradients would be of neither; change them after backward"
                 )
+        self._settle_passed(call)
         self.gather(call.groups, self._preceding(call))
         if call.backward != (number := torch._C._current_graph_task_id()):  # not left yet, also where it was before
             call.backward = number
+            if not call.is_watched:
+                self._passing.update(call.groups)
             for group in call.groups:
                 (group.awaiting if call.is_watched else group.unwatched).add(call)
         if torch.is_grad_enabled():  # create_graph: the gradients' own graph needs the weights later on
@@ -246,7 +201,7 @@ class Schedule:
         """
         if call.backward != torch._C._current_graph_task_id():
             for group in call.groups:
-                if group.is_gathered and not group.is_ready:
+                if group.has_frozen and group.is_gathered and not group.is_ready:
                     raise UsageError(_not_entered(group.name))
         for group in call.groups:
             group.awaiting.discard(call)
@@ -286,7 +241,7 @@ class Schedule:
     def _start_over(self) -> None:
         """No gradient has come, and what backward needed is not needed any more."""
         self._used, self._undecided, self._attached = set(), [], set()
-        self._reached = set()
+        self._forget_backward()
         self._awaits_backward, self.added_up = False, not self.synchronise
         for group in self.groups:
             group.unwatched.clear()
@@ -316,6 +271,7 @@ class Schedule:
         if not group.is_ready:
             raise UsageError(_not_entered(parameter.name))
         self._reach(group)
+        group.is_unsent = True
         self._used.add(parameter)
         replicated = group.take_gradient(parameter, added_up=self.added_up)
         if replicated is not None:
@@ -323,18 +279,34 @@ class Schedule:
 
     def _reach(self, group: GatherGroup) -> None:
         """Backward has come to a group, which is sent whether or not it has gradients on this rank: with experts in a
-        block, that differs between ranks."""
+        block, that differs between ranks. A backward that gives no parameter a gradient (autograd.grad) sends nothing.
+        """
         if not self._reached:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._reached.add(group)
-        group.is_unsent = True
+        number = torch._C._current_graph_task_id()
+        if number not in self._accumulates:
+            self._accumulates[number] = any(parameter.is_accumulated for _, parameter in self._members)
+        group.is_unsent |= self._accumulates[number]
+
+    def _settle_passed(self, call: Call) -> None:
+        """Backward has come to a call, and so is through with those that began after it, seen or not."""
+        for group in [each for each in self.groups if each in self._passing] if self._passing else ():
+            is_behind = all(each.is_after(call) for each in group.unwatched)
+            if is_behind and not group.awaiting and not group.has_frozen and group not in call.groups:
+                self._passing.remove(group)
+                self._settle(group)
 
     def _end_backward(self) -> None:
         """Settle the groups that backward was not seen leaving. Of backwards inside of one another, the outer ends."""
-        reached, self._reached = self._reached, set()
+        reached = self._reached
+        self._forget_backward()
         for group in reversed(self.groups):
             if group in reached:
                 self._settle(group)
+
+    def _forget_backward(self) -> None:
+        self._reached, self._passing, self._accumulates = set(), set(), {}
 
     def _settle(self, group: GatherGroup) -> None:
         """All of a group's calls are behind us in backward, or backward has ended: free it, and send its gradients.

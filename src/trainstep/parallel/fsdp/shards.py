@@ -57,6 +57,7 @@ class ShardedParameter:
     placeholder: Placeholder | None = None  # in the module while no call that owns it is running
     hooks: Sequence[tuple[str, Callable[..., Any]]] = ()  # a user's, by the method that registers them
     keeps_dtype: bool = False  # whether it is computed with in the dtype it is trained in, whatever others are
+    _accumulator: Any = None  # autograd's node of the whole
     mark: Callable[[Tensor], Tensor] | None = None  # makes a gradient of rows one that is not taken for a whole
 
     def __post_init__(self) -> None:
@@ -115,6 +116,17 @@ class ShardedParameter:
                 "parameters of FullyShardedDataParallel, element by element, between steps"
             )
         self._install(self.placeholder)
+
+    @property
+    def is_accumulated(self) -> bool:
+        """Whether the backward that is running gives the whole a gradient."""
+        if self._accumulator is None and self.trainable:
+            assert self.full is not None, "before the first gather"
+            self._accumulator = torch.autograd.graph.get_gradient_edge(self.full).node
+        try:
+            return self._accumulator is not None and torch._C._will_engine_execute_node(self._accumulator)
+        except RuntimeError:  # of autograd.grad, where it is what is asked for
+            return False
 
     def frozen_message(self, requires_grad: bool) -> str:
         return (

@@ -345,7 +345,9 @@ class FullyShardedDataParallel(nn.Module):
     def _by_name(self) -> dict[str, ShardedParameter | Any]:
         """What the module's state has, by the names it has there, which its hooks may have changed."""
         own = {id(tensor): each for each in self._sharded for tensor in (each.placeholder, each.full, each.shard)}
-        return {name: own.get(id(value), value) for name, value in self.module.state_dict(keep_vars=True).items()}
+        named = {name: each for each in self._sharded for name in each.names}
+        state = self.module.state_dict(keep_vars=True)
+        return {name: own.get(id(value), named.get(name, value)) for name, value in state.items()}
 
     def _mesh(self) -> DeviceMesh:
         return self._ranks.mesh(self.device.type)

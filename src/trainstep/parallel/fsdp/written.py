@@ -19,6 +19,7 @@ class Written:
     def __init__(self, given: Sequence[Any], made: Sequence[Any]) -> None:
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._begun: list[tuple[list[Any], list[Any]]] = []  # of each container, keys and values as the call was given
         for one, other in zip(given, made, strict=True):
             if not isinstance(one, Tensor):
                 self._note(one, other)
@@ -30,22 +31,26 @@ class Written:
         elif given is not made and isinstance(given, (list, deque, dict, tuple)):
             if not isinstance(given, tuple):
                 self._containers.append((given, made))
+                self._begun.append((list(made), list(_values(made))))
             for one, other in zip(_values(given), _values(made), strict=True):
                 self._note(one, other)
 
     def back(self) -> None:
-        """Write into the caller's containers what is now in those of the call."""
+        """Write into the caller's containers what the call has written into its own; what it only added is added."""
         given = {id(made): given for given, made in (*self._containers, *self._tensors)}
-        for before, after in self._containers:
-            entries = [given.get(id(value), value) for value in _values(after)]
-            if _are_same(_values(before), entries) and (not isinstance(before, dict) or _are_same(before, after)):
+        for (before, after), (keys, values) in zip(self._containers, self._begun, strict=True):
+            now, entries = list(after), list(_values(after))
+            kept = _are_same(now[: len(keys)], keys) and _are_same(entries[: len(values)], values)
+            if kept and len(now) == len(keys):
                 continue
-            keys = list(after)
-            before.clear()
+            start = len(keys) if kept else 0
+            written = [given.get(id(value), value) for value in entries[start:]]
+            if not kept:
+                before.clear()
             if isinstance(before, dict):
-                before.update(zip(keys, entries, strict=True))
+                before.update(zip(now[start:], written, strict=True))
             else:
-                before.extend(entries)
+                before.extend(written)
 
 
 def _values(container: Any) -> Iterable[Any]:
