@@ -271,6 +271,7 @@ for _ in range(20):
 """
 
 
+@pytest.mark.thorough
 def test_processes_end_in_order(tmp_path):
     """Threads that outlived Python took most of these processes down in their last moment."""
     for number in range(4):

@@ -208,6 +208,7 @@ def test_a_ladder_of_a_script_that_fails_has_its_exit_code(tmp_path):
     assert "exit code 7" in rows[0].reason
 
 
+@pytest.mark.thorough
 def test_what_a_script_compiles_is_the_same_graphs(tmp_path):
     """A whole step with its update, which comes to hooks between two graphs, and one graph that none may break."""
     script = SCRIPTS / "compiled_step.py"
@@ -224,6 +225,7 @@ def test_what_a_script_compiles_is_the_same_graphs(tmp_path):
     assert (tmp_path / "trace.json.gz").exists()
 
 
+@pytest.mark.thorough
 def test_what_is_compiled_in_the_step_that_is_recorded_runs_as_it_is_written(tmp_path):
     """There torch would compile nothing, and raise; and the models are found late."""
     script = SCRIPTS / "compiled_late.py"

@@ -31,6 +31,7 @@ def training(tmp_path, count, *words, **options):
         yield Training(hosts, tmp_path / "run", *words, **options)
 
 
+@pytest.mark.thorough
 def test_a_host_that_dies_is_named_and_the_other_goes_on_alone(tmp_path):
     with training(tmp_path, 2, least=1) as run:
         run.until(12)

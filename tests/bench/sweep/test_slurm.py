@@ -118,6 +118,7 @@ STAYS = "(out / 'started').touch(); time.sleep(100)"
 ONCE = f"(out / 'again').exists() and (done(), sys.exit()); (out / 'again').touch(); {STAYS}"
 
 
+@pytest.mark.thorough
 def test_however_slurm_ends_a_job_its_row_says_so(slurm, tmp_path, monkeypatch):
     starved = "x = bytearray(900 * 2**20); time.sleep(100)"
     dies = (
