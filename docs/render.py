@@ -41,6 +41,7 @@ PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 REPORTS = {
     "h200-parallel.html": ("h200-parallel", "h200-parallel-trace", "h200-collectives"),
     "h200-parallel-4gpus.html": ("h200-parallel-rounds-4gpus",),
+    "h200-parallel-hybrid-4gpus.html": ("h200-parallel-hybrid-by-two-4gpus",),
     "h200-attention.html": ("h200-attention-naive", "h200-attention-flash"),
     "h200-memory.html": ("h200-memory", "h200-residuals", "h200-checkpointing", "h200-allocations"),
     "h200-profile-2.7B.html": ("h200-profile-2.7B",),

@@ -4,6 +4,7 @@ import io
 import re
 
 import pytest
+import rich.cells
 import rich.console
 
 from trainstep.report.tables import text_table
@@ -75,3 +76,11 @@ def test_a_column_wider_than_the_terminal_is_folded_and_whole():
     assert text.count("x") == 60
     assert "1.5" in text
     assert all(len(line) <= 40 for line in text.splitlines())
+
+
+def test_wide_characters_take_two_places_and_none_is_lost():
+    rows = [("模型" * 5, "1.25", "一二三四五"), ("ddp", "1.5", "x")]
+    text = drawn(text_table("t", "c", ("scheme", "step (ms)", "note"), rows), 44)
+    for cell in (cell for row in rows for cell in row):
+        assert cell in text
+    assert all(rich.cells.cell_len(line) <= 44 for line in text.splitlines())

@@ -5,32 +5,30 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import chain, combinations
-from typing import TYPE_CHECKING
+
+import rich.box
+import rich.table
+from rich.cells import cell_len
+from rich.console import Group
+from rich.text import Text
 
 from trainstep.errors import printable
 from trainstep.report.tables import Table
 
-if TYPE_CHECKING:
-    import rich.console
-    import rich.table
-
 LONGEST_CELL = 60
 """Characters of a cell that are shown; the files have all."""
 
-_NOT_BROKEN = 24  # characters of a cell that stay on one line
+_NOT_BROKEN = 24  # places of a cell that stay on one line
 _GAP, _EDGES = 3, 2  # characters between columns, and at both ends of a line
 
 
-def to_terminal(table: Table, width: int) -> rich.console.Group:
+def to_terminal(table: Table, width: int) -> Group:
     """The table for `width` characters a line: its caption, and under it as many columns as fit.
 
     The others follow in further parts, each with the columns that tell rows apart. Numbers are never broken; markup in
     cells is shown, not obeyed, and long reasons are cut.
     """
-    import rich.console
-    import rich.text
-
-    caption = rich.text.Text(printable(table.caption), style="table.title")
+    caption = Text(printable(table.caption), style="table.title")
     rows = [[_cut(cell) for cell in row] for row in table.texts()]
     titles = [printable(title) for title in table.columns]
     columns = [[title, *cells] for title, *cells in zip(titles, *rows, strict=True)]
@@ -38,21 +36,17 @@ def to_terminal(table: Table, width: int) -> rich.console.Group:
     if _total(map(_in_full, columns)) > width:
         titles = ["\n".join(textwrap.wrap(title, size)) for title, size in zip(titles, least, strict=True)]
         parts = _parts(least, _telling_apart(rows, least, width), width)
-    return rich.console.Group(caption, *(_draw(titles, rows, part, width) for part in parts))
+    has_room = [_total(least[column] for column in part) <= width for part in parts]
+    return Group(caption, *(_draw(titles, rows, part, fits) for part, fits in zip(parts, has_room, strict=True)))
 
 
-def _draw(titles: Sequence[str], rows: Sequence[Sequence[str]], part: Sequence[int], width: int) -> rich.table.Table:
-    import rich.box
-    import rich.table
-    import rich.text
-
+def _draw(titles: Sequence[str], rows: Sequence[Sequence[str]], part: Sequence[int], fits: bool) -> rich.table.Table:
     drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    has_room = _total(_least([titles[column], *(row[column] for row in rows)]) for column in part) <= width
     for column in part:
-        is_whole = all(len(row[column]) <= _NOT_BROKEN or " " not in row[column] for row in rows)
-        drawn.add_column(rich.text.Text(titles[column]), overflow="fold", no_wrap=has_room and is_whole)
+        is_whole = all(cell_len(row[column]) <= _NOT_BROKEN or " " not in row[column] for row in rows)
+        drawn.add_column(Text(titles[column]), overflow="fold", no_wrap=fits and is_whole)
     for row in rows:
-        drawn.add_row(*(rich.text.Text(row[column]) for column in part))
+        drawn.add_row(*(Text(row[column]) for column in part))
     return drawn
 
 
@@ -87,14 +81,14 @@ def _total(widths: Iterable[int]) -> int:
 
 
 def _in_full(column: Sequence[str]) -> int:
-    return max(map(len, column))
+    return max(map(cell_len, column))
 
 
 def _least(column: Sequence[str]) -> int:
     """Characters that a column needs so that no word of it is broken, and no short cell."""
     title, *cells = column
     words = chain(title.split(), *(cell.split() for cell in cells))
-    return max([1, *map(len, words), *(min(len(cell), _NOT_BROKEN) for cell in cells)])
+    return max([1, *map(cell_len, words), *(min(cell_len(cell), _NOT_BROKEN) for cell in cells)])
 
 
 def _cut(cell: str) -> str:

@@ -174,6 +174,10 @@ def _replaced(process):
     def wrapped(net):
         net.blocks[1] = nn.Sequential(net.blocks[1])
 
+    sharded = FullyShardedDataParallel(_net())
+    del sharded.module.blocks[3]
+    with pytest.raises(UsageError, match="a ModuleList was changed after FullyShardedDataParallel was built"):
+        _backward(sharded)
     for change, added in ((new_head, "head.weight"), (adapter, "blocks.1.1.weight"), (wrapped, None)):
         sharded = FullyShardedDataParallel(_net())
         change(sharded.module)

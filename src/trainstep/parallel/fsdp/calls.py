@@ -50,10 +50,12 @@ class Pass:
 
 @dataclass(eq=False)
 class Call:
+    """A call of a unit, which needs groups; of each the position of its use, and how often its shards had changed."""
+
     groups: Sequence[GatherGroup]
     recorded_in: Pass | None  # None for a call during backward, which computes activations again
     positions: list[int]
-    versions: Sequence[int]  # of the groups
+    versions: Sequence[int]
     is_watched: bool = False  # whether backward is seen leaving it
     backward: int = -1  # the last one that reached it, by autograd's number
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel.fsdp.placeholder import Placeholder
-from trainstep.parallel.fsdp.shards import PlannedParameter, ShardedParameter
+from trainstep.parallel.fsdp.shards import PlannedParameter, ShardedParameter, by_identity
 from trainstep.parallel.partial import Known, RankGradient, is_elementwise
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.transport.choice import check_name
@@ -103,7 +103,8 @@ class Contents:
         self._note()
 
     def check(self) -> None:
-        """See that there are no other parameters than there were. A module around one of them may be another.
+        """See that there are no other parameters than there were, nor another number of modules in one. A module may
+        have taken the place of another if it has no parameters of its own, as one that is wrapped around it.
 
         Raises:
             UsageError: there are.
@@ -112,9 +113,9 @@ class Contents:
             if len(module._parameters) != count:
                 raise self._changed(module)
         for module, children in self._children:
-            if list(module._modules.values()) != children:
-                own = {id(tensor) for each in self._sharded for tensor in (each.placeholder, each.full, each.shard)}
-                if {id(each) for each in self._module.parameters()} - own:
+            now = list(module._modules.values())
+            if now != children:
+                if len(now) != len(children) or self._others():
                     raise self._changed(module)
                 self._note()
                 return
@@ -122,11 +123,15 @@ class Contents:
     def _note(self) -> None:
         modules = list(self._module.modules())
         self._counts = [(each, len(each._parameters)) for each in modules]
-        self._children = [(each, list(each._modules.values())) for each in modules if each._modules]
+        self._children = [(each, list(each._modules.values())) for each in modules]
+
+    def _others(self) -> list[str]:
+        """Names of parameters that are not sharded."""
+        own = by_identity(self._sharded)
+        return [name for name, each in self._module.named_parameters() if id(each) not in own]
 
     def _changed(self, module: nn.Module) -> UsageError:
-        own = {id(tensor) for each in self._sharded for tensor in (each.placeholder, each.full, each.shard)}
-        extra = [name for name, each in self._module.named_parameters() if id(each) not in own]
+        extra = self._others()
         what = f"parameter {extra[0]} was added" if extra else f"a {type(module).__name__} was changed"
         return UsageError(
             f"{what} after FullyShardedDataParallel was built, so it is not sharded and its gradient not "

@@ -51,7 +51,7 @@ class Schedule:
         self._numbers = {group: number for number, group in enumerate(groups)}
         self._held: dict[GatherGroup, Hold] = {}
         self._held_for_backward: set[GatherGroup] = set()
-        self._attached: set[ShardedParameter] = set()  # their shards have gradients that are not complete yet
+        self._attached: set[ShardedParameter] = set()  # whose shards got gradients since gradients were last complete
         self._awaits_backward = False  # whether there was a forward with gradients since then
         self._prefetch, self._device = prefetch, device
         self._gathers, self._reductions, self._between = (SideStream(device) for _ in range(3))
@@ -60,7 +60,7 @@ class Schedule:
         self._pass = Pass(None)
         self._expected: list[GatherGroup] = []  # stay gathered after a call, for one that follows
         self._reached: set[GatherGroup] = set()  # by the backward that is running
-        self._passing: set[GatherGroup] = set()  # of those, the ones it is not seen leaving
+        self._passing: dict[GatherGroup, None] = {}  # of those, in its order, the ones it is not seen leaving
         self._accumulates: dict[int, bool] = {}  # whether backwards, by number, bring parameters gradients
         self._under_way: deque[list[Sending]] = deque()  # of each group that was sent
         averaged = any(buffer.is_averaged for group in groups for buffer in group.buffers)
@@ -187,7 +187,7 @@ class Schedule:
         if call.backward != (number := torch._C._current_graph_task_id()):  # not left yet, also where it was before
             call.backward = number
             if not call.is_watched:
-                self._passing.update(call.groups)
+                self._passing |= dict.fromkeys(call.groups)
             for group in call.groups:
                 (group.awaiting if call.is_watched else group.unwatched).add(call)
         if torch.is_grad_enabled():  # create_graph: the gradients' own graph needs the weights later on
@@ -291,10 +291,10 @@ class Schedule:
 
     def _settle_passed(self, call: Call) -> None:
         """Backward has come to a call, and so is through with those that began after it, seen or not."""
-        for group in [each for each in self.groups if each in self._passing] if self._passing else ():
+        for group in list(self._passing):
             is_behind = all(each.is_after(call) for each in group.unwatched)
             if is_behind and not group.awaiting and not group.has_frozen and group not in call.groups:
-                self._passing.remove(group)
+                del self._passing[group]
                 self._settle(group)
 
     def _end_backward(self) -> None:
@@ -306,7 +306,7 @@ class Schedule:
                 self._settle(group)
 
     def _forget_backward(self) -> None:
-        self._reached, self._passing, self._accumulates = set(), set(), {}
+        self._reached, self._passing, self._accumulates = set(), {}, {}
 
     def _settle(self, group: GatherGroup) -> None:
         """All of a group's calls are behind us in backward, or backward has ended: free it, and send its gradients.

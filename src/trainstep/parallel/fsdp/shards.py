@@ -153,6 +153,11 @@ class ShardedParameter:
         self.shard.grad = gradient if self.mark is None else self.mark(gradient)
 
 
+def by_identity(sharded: Iterable[ShardedParameter]) -> dict[int, ShardedParameter]:
+    """Parameters by the `id` of each tensor that may stand for them in a module."""
+    return {id(tensor): each for each in sharded for tensor in (each.placeholder, each.full, each.shard)}
+
+
 @dataclass(eq=False)
 class PlannedParameter:
     """One parameter, and where it is used."""

@@ -22,7 +22,14 @@ from trainstep.parallel.fsdp.extra_state import is_extra_state, set_extra_states
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.schedule import Schedule
-from trainstep.parallel.fsdp.shards import Chosen, Initialize, ShardedParameter, plan_groups, shard_parameters
+from trainstep.parallel.fsdp.shards import (
+    Chosen,
+    Initialize,
+    ShardedParameter,
+    by_identity,
+    plan_groups,
+    shard_parameters,
+)
 from trainstep.parallel.fsdp.written import Written
 from trainstep.parallel.partial import RankGradient, before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree
@@ -344,7 +351,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _by_name(self) -> dict[str, ShardedParameter | Any]:
         """What the module's state has, by the names it has there, which its hooks may have changed."""
-        own = {id(tensor): each for each in self._sharded for tensor in (each.placeholder, each.full, each.shard)}
+        own = by_identity(self._sharded)
         named = {name: each for each in self._sharded for name in each.names}
         state = self.module.state_dict(keep_vars=True)
         return {name: own.get(id(value), named.get(name, value)) for name, value in state.items()}

@@ -57,6 +57,5 @@ def _values(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, dict) else container
 
 
-def _are_same(before: Iterable[Any], now: Iterable[Any]) -> bool:
-    one, other = list(before), list(now)
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+def _are_same(before: list[Any], now: list[Any]) -> bool:
+    return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
