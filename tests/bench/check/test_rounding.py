@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import trainstep.bench.check.rounding as module
 from tests.planted.step import BASE, PLAIN
+from trainstep.bench.check import unfused
 from trainstep.bench.check.reference import gradients_at
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.casting import in_tf32
@@ -239,7 +240,7 @@ def test_a_causal_row_is_cut_off_by_the_keys_that_it_sees(monkeypatch):
     assert torch.allclose(drawn.sum(-1), 1e-3 * torch.arange(1.0, 65), rtol=1e-3)
 
 
-@pytest.mark.parametrize("backward", module._FUSED_BACKWARD)
+@pytest.mark.parametrize("backward", unfused.BACKWARD)
 def test_the_backward_of_fused_attention_has_what_is_moved(backward):
     names = {argument.name.rstrip("_") for argument in backward.default._schema.arguments}
     assert {"grad_out", "key", "out"} <= names

@@ -19,7 +19,8 @@ Softmax's backward has a sum inside, of a row, and its error is one for the whol
 other numbers than the formula, as the product of the output and its gradient; and an output is a sum over all keys,
 which matrix units cut off where others round (`CUT_OFF`): for all rows alike. Gradients of queries and keys that nearly
 cancel, as over thousands of tokens in a late block, show that as nothing else does. In TF32 and 16 bits it is
-roundings of the output that show (`row_sums`). Inside of fused operators no other roundings are drawn.
+roundings of the output that show (`row_sums`). In TF32 all roundings inside of fused attention are drawn, as it is
+computed without being fused (`unfused`); elsewhere none but that sum's.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainstep.bench.check import unfused
 from trainstep.bench.check.row_sums import RowSums
 from trainstep.casting import in_tf32, matmul_precision
 from trainstep.precision import PRECISIONS, PrecisionName
@@ -55,11 +57,6 @@ _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
 """Products, and which argument is the left factor."""
 _CONVOLUTIONS = (_aten.convolution, _aten.convolution_backward)
-_FUSED_BACKWARD = (
-    _aten._scaled_dot_product_efficient_attention_backward,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
-)
-"""Of fused attention that takes float32."""
 _EXACT = (_aten.clone, _aten.cat, _aten.stack, _aten.index_select, _aten.embedding, _aten.gather, _aten.neg, _aten.relu)
 """Operations that move numbers without rounding them."""
 _WHOLE = (_aten.histc, _aten.floor, _aten.ceil, _aten.round, _aten.trunc, _aten.arange, _aten.full, _aten.ones)
@@ -111,9 +108,13 @@ class RandomRounding(TorchDispatchMode):
                 del self._generators[device]  # it draws from its seed again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in _FUSED_BACKWARD and self._dtype == torch.float32 and not self._tf32:
+        if func.overloadpacket in unfused.BACKWARD and self._dtype == torch.float32 and not self._tf32:
             args = self._round_rows(func, args)
         result = func(*args, **(kwargs or {}))
+        if self._tf32 and func.overloadpacket in (*unfused.FORWARD, *unfused.BACKWARD):
+            if args[0].dtype == torch.float32:
+                self._take_apart(func, args, kwargs or {}, result)
+            return result
         if func.overloadpacket is _aten.copy_:  # a wider tensor's values stored in a narrow one
             if args[0].dtype != args[1].dtype and args[1].is_floating_point():
                 self._round(args[0])
@@ -177,6 +178,15 @@ class RandomRounding(TorchDispatchMode):
             if output.dim() >= 4:  # scores of heads; a sum over a vocabulary, or over experts, is another kernel's
                 errors -= self._cut_off(terms, dim, (output != 0).sum(dim, keepdim=True))
             result.sub_(output * errors)
+
+    def _take_apart(self, fused: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Have fused attention's result be that of the formula's operators, each of which is rounded."""
+        around, self._row_sums = self._row_sums, RowSums(self._dtype)  # its outputs are no others'
+        try:
+            with self:
+                unfused.overwrite(fused, args, kwargs, result)
+        finally:
+            self._row_sums = around
 
     def _round_rows(self, backward: Any, args: Any) -> Any:
         """The arguments of fused attention's backward, in float32. It takes the sums of rows from the output alone,
