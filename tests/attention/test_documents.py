@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.attention.budget import Case, assert_within_budget, relative_error, value_and_gradients
+from tests.attention.test_flex import needs_avx512
 from trainstep.attention import FlashAttentionReference, attention, flash_attn, varlen
 from trainstep.attention.documents import bounds, spans, token_first
 from trainstep.attention.eager import attention_eager
@@ -56,7 +57,7 @@ def test_the_reference_across_tiles_is_exact_to_the_rounding_of_float64() -> Non
             assert relative_error(x, expected[name]) < 1e-14, name
 
 
-@pytest.mark.parametrize("impl", [pytest.param("flex", marks=pytest.mark.thorough), "eager-compiled"])
+@pytest.mark.parametrize("impl", [pytest.param("flex", marks=[pytest.mark.thorough, needs_avx512]), "eager-compiled"])
 def test_compiled(impl: str) -> None:
     q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
     for offsets in (OFFSETS, torch.tensor([0, 20, 20, 20, 40])):  # which are not compiled into it

@@ -7,11 +7,16 @@ import torch
 
 from tests.attention.budget import Case, assert_within_budget, value_and_gradients
 from trainstep.attention import attention, flex
-from trainstep.errors import UsageError
+from trainstep.errors import UnsupportedError, UsageError
 
 BOTH = ["flex", "flex-max-autotune"]
+UNIT = torch.backends.cpu.get_cpu_capability()
+needs_avx512 = pytest.mark.skipif(
+    UNIT != "AVX512", reason=f"FlexAttention is right on CPUs with AVX512, here is {UNIT}"
+)
 
 
+@needs_avx512
 @pytest.mark.parametrize("impl", BOTH)
 def test_without_gradients(impl: str) -> None:
     q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
@@ -19,6 +24,7 @@ def test_without_gradients(impl: str) -> None:
     assert_within_budget({"o": o}, q, k, v, do, True, 0.25)
 
 
+@needs_avx512
 @pytest.mark.thorough
 def test_softcaps_without_gradients() -> None:
     q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
@@ -27,6 +33,7 @@ def test_softcaps_without_gradients() -> None:
         assert_within_budget({"o": o}, q, k, v, do, True, 0.25, None, None, softcap)
 
 
+@needs_avx512
 @pytest.mark.parametrize("impl", BOTH)
 def test_windows_without_gradients(impl: str) -> None:
     q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
@@ -50,6 +57,15 @@ def test_it_has_no_backward_on_the_cpu(impl: str) -> None:
         attention(q.requires_grad_(), k, v, impl=impl)
 
 
+@pytest.mark.parametrize("impl", BOTH)
+@pytest.mark.parametrize("unit", ["AVX2", "DEFAULT", "SVE256"])
+def test_a_cpu_without_avx512_is_refused(monkeypatch: pytest.MonkeyPatch, unit: str, impl: str) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: unit)
+    q, k, v, _ = Case(40, 40, 16).inputs(torch.float32)
+    with pytest.raises(UnsupportedError, match=f"{impl}.*wrong rows on CPUs without AVX-512.*{unit}; use impl='eager'"):
+        attention(q, k, v, impl=impl)
+
+
 def test_tuned_is_compiled_with_the_settings_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -58,6 +74,7 @@ def test_tuned_is_compiled_with_the_settings_of_its_file(monkeypatch: pytest.Mon
         return q
 
     monkeypatch.setattr(flex, "call_compiled", call_compiled)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     q = torch.zeros(1, 2, 256, 16)
     for impl in BOTH:
         attention(q, q, q, is_causal=True, impl=impl)

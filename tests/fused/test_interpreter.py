@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 NOT_HERE = ("test_interpreter.py", "test_kernels.py")
 
 
+@pytest.mark.timeout(900)  # two minutes alone on a slow machine, five beside others
 def test_the_operators_in_the_interpreter() -> None:
     files = [str(each) for each in sorted(Path(__file__).parent.glob("test_*.py")) if each.name not in NOT_HERE]
     result = subprocess.run(

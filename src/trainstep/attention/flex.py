@@ -17,6 +17,9 @@ hold without a mask and with a causal one. In a window or a document the blocks 
 are no neighbours, and some queries see nothing of the first; there neither is set. Tiles are left to the measurement.
 Not set: PRESCALE_QK, which rounds q once more than any implementation beside it; USE_TMA, experimental on its page;
 WRITE_DQ, which pays for some masks and scores other than these.
+
+On a CPU it is right with AVX-512 alone: with AVX2 some rows come out as anything, NaN too. Seen of short contexts with
+ head_dim 8 and 16 (torch 2.13; docs/lab-log.md, 2026-11-28).
 """
 
 from __future__ import annotations
@@ -39,12 +42,13 @@ KERNEL_OPTIONS = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}  
 
 
 def attention_flex(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-    """With torch's defaults, compiled for this shape. UsageError: CPU tensors that need gradients."""
+    """With torch's defaults, compiled for this shape. UnsupportedError: CPU tensors that need gradients, or a CPU
+    without AVX-512."""
     return _flex("flex", q, k, v, scoring)
 
 
 def attention_flex_max_autotune(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-    """Tuned for this shape, which takes long the first time. UsageError: CPU tensors that need gradients."""
+    """Tuned for this shape, which takes long the first time. UnsupportedError: as of `attention_flex`."""
     settings: dict[str, Any] = {"mode": MAX_AUTOTUNE}
     if scoring.window is None and scoring.cu_seqlens is None:
         settings["kernel_options"] = KERNEL_OPTIONS
@@ -55,6 +59,11 @@ def _flex(impl: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, **settin
     if q.device.type == "cpu" and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         raise UnsupportedError(
             f"impl={impl!r} has no backward on the CPU: {describe(q, k, v)}; use impl='eager' or 'sdpa' there"
+        )
+    if q.device.type == "cpu" and (found := torch.backends.cpu.get_cpu_capability()) != "AVX512":
+        raise UnsupportedError(
+            f"impl={impl!r} is PyTorch's FlexAttention, which computes wrong rows on CPUs without AVX-512, and torch "
+            f"uses this one as {found}; use impl='eager' or 'sdpa' here"
         )
     from torch.nn.attention.flex_attention import flex_attention
 

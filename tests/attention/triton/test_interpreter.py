@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.timeout(900)  # two minutes alone on a slow machine, five beside others
 def test_the_kernels_in_the_interpreter() -> None:
     file = Path(__file__).with_name("interpreted.py")
     result = subprocess.run(
