@@ -33,7 +33,7 @@ def overwrite(operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any) 
         args: its own, as are `kwargs`.
         result: what it gave. Stays where something is dropped, which only the kernel knows.
     """
-    call = _Call.of(named_arguments(operator, args, kwargs))
+    call = _Call.of(_named_arguments(operator, args, kwargs))
     if call.drops:
         return
     if operator.overloadpacket in FORWARD:
@@ -42,7 +42,7 @@ def overwrite(operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any) 
             result[0][batch, :, rows] = call.by_head(torch.bmm(weights, value), batch)
     else:
         for each in result[:3]:
-            if each is not None:  # which nobody asked for
+            if each is not None:  # as where nobody asked for it
                 each.zero_()
         for batch, rows in call.parts():
             of_query, of_key, of_value = call.backward(batch, rows)
@@ -51,7 +51,7 @@ def overwrite(operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any) 
                     result[place][batch, :, slice(None) if place else rows] += part
 
 
-def named_arguments(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _named_arguments(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments of a call, by their names without underscores at the end."""
     schema = operator._schema.arguments
     defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
