@@ -10,7 +10,7 @@ import pytest
 NOT_HERE = ("test_interpreter.py", "test_kernels.py")
 
 
-@pytest.mark.timeout(900)  # two minutes alone on a slow machine, five beside others
+@pytest.mark.timeout(900)  # on a slow machine, beside others, over five minutes
 def test_the_operators_in_the_interpreter() -> None:
     files = [str(each) for each in sorted(Path(__file__).parent.glob("test_*.py")) if each.name not in NOT_HERE]
     result = subprocess.run(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.timeout(900)  # two minutes alone on a slow machine, five beside others
+@pytest.mark.timeout(900)  # on a slow machine two minutes alone, over five beside others
 def test_the_kernels_in_the_interpreter() -> None:
     file = Path(__file__).with_name("interpreted.py")
     result = subprocess.run(

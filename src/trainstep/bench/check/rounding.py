@@ -57,6 +57,7 @@ _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
 """Products, and which argument is the left factor."""
 _CONVOLUTIONS = (_aten.convolution, _aten.convolution_backward)
+_FUSED = (*unfused.FORWARD, *unfused.BACKWARD)
 _EXACT = (_aten.clone, _aten.cat, _aten.stack, _aten.index_select, _aten.embedding, _aten.gather, _aten.neg, _aten.relu)
 """Operations that move numbers without rounding them."""
 _WHOLE = (_aten.histc, _aten.floor, _aten.ceil, _aten.round, _aten.trunc, _aten.arange, _aten.full, _aten.ones)
@@ -111,15 +112,13 @@ class RandomRounding(TorchDispatchMode):
         if func.overloadpacket in unfused.BACKWARD and self._dtype == torch.float32 and not self._tf32:
             args = self._round_rows(func, args)
         result = func(*args, **(kwargs or {}))
-        if self._tf32 and func.overloadpacket in (*unfused.FORWARD, *unfused.BACKWARD):
-            if args[0].dtype == torch.float32:
-                self._take_apart(func, args, kwargs or {}, result)
-            return result
         if func.overloadpacket is _aten.copy_:  # a wider tensor's values stored in a narrow one
             if args[0].dtype != args[1].dtype and args[1].is_floating_point():
                 self._round(args[0])
         elif func.overloadpacket is _aten._to_copy and not args[0].is_floating_point():
             pass  # whole numbers stay so
+        elif self._tf32 and func.overloadpacket in _FUSED and args[0].dtype == torch.float32:
+            self._take_apart(func, args, kwargs or {}, result)
         elif func.overloadpacket in _PRODUCTS or func.overloadpacket in _CONVOLUTIONS:
             self._round_products(func.overloadpacket, args, result)
         elif func.overloadpacket is _aten._softmax_backward_data:

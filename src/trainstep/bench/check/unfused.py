@@ -1,8 +1,8 @@
 """Fused attention taken apart: its operators' results as the formula has them, one product after the other, so that
 roundings inside of it can be drawn where they count.
 
-PyTorch's own kernels compute float32's attention as exactly in TF32 as without it, and others that take their place do
-not: what these may be off by has to be drawn although the kernel that is there shows nothing of it.
+PyTorch's own kernels compute float32's attention as exactly in TF32 as without it (seen on an H100), and others that
+take their place do not: what these may be off by has to be drawn although the kernel that is there shows nothing of it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Call:
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
+    mask: Tensor | None  # that is added to scores
     gradient: Tensor | None
     is_causal: bool
     scale: float
@@ -112,7 +112,7 @@ class _Call:
         scores = torch.bmm(query, key.mT) * self.scale
         if self.mask is not None:
             mask = self.mask.expand(*self.query.shape[:-1], key.shape[-2])[batch, :, rows].flatten(0, 1)
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+            scores = scores + mask
         if self.is_causal:
             numbers = torch.arange(self.query.shape[-2], device=query.device)[rows, None]
             scores = scores.masked_fill(torch.arange(key.shape[-2], device=query.device) > numbers, -torch.inf)
