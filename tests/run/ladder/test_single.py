@@ -1,7 +1,6 @@
 """How long a run of a script for its ladder may take, and that nothing of one that is ended goes on."""
 
 import math
-import statistics
 import time
 from pathlib import Path
 
@@ -102,8 +101,7 @@ def test_a_short_run_does_not_live_on_what_workers_fetched_ahead(tmp_path, ahead
     if is_enough:
         assert taken.failure == ""
         assert taken.from_stock == pytest.approx(4 / 17, abs=1.1 / 17)
-        without_stock = statistics.fmean(taken.step_ms[-12:])  # pairs: two workers are ready at once
-        assert taken.ms_per_step == pytest.approx(without_stock, rel=0.1)
+        assert sum(taken.step_ms) / taken.ms_per_step == pytest.approx(13, abs=1.1), "steps that it is the mean of"
         assert taken.ms_per_step > 45, "less a tenth of what two workers take"
     else:
         assert taken.failure.startswith("loaders' workers had ")
