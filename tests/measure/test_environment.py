@@ -76,24 +76,29 @@ class Moved(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_ceilings_are_the_best_run_s_work_over_its_time(monkeypatch):
-    """Both counted by torch while the work runs, and a clock that says what it is told."""
+@pytest.mark.parametrize(("best", "sizes"), [(2.0, (256, 1024)), (4.0, (256,))])
+def test_ceilings_are_the_best_run_s_work_over_its_time(best, sizes, monkeypatch):
+    """Both counted by torch while the work runs, and a clock that says what it is told.
+
+    A CPU that takes 4 ms for a product of 256 x 256 numbers would take 256 for one of 1024 x 1024: it is not asked.
+    """
     counted = []
 
     def timed(step, *, device, warmup, steps):
         with FlopCounterMode(display=False) as flops, Moved() as moved:
             step(lambda name: contextlib.nullcontext())
         counted.append((flops.get_total_flops(), moved.bytes))
-        laps = [{"work": Lap(ms, None)} for ms in (4.0, 2.0, 8.0)]
+        laps = [{"work": Lap(ms, None)} for ms in (2 * best, best, 4 * best)]
         return Timing(tuple(Sample(lap["work"].ms, 0.0, None, lap) for lap in laps), 0)
 
     monkeypatch.setattr(environment, "time_steps", timed)
     found = measure_ceilings(torch.device("cpu"), ("fp32", "bf16"))
-    (flops, _), (of_bf16, _), (_, moved) = counted
-    assert flops == of_bf16 == 2 * 1024**3
-    assert found.matmul_tflops == {"fp32": flops / 2e-3 / 1e12, "bf16": flops / 2e-3 / 1e12}
+    *products, (_, moved) = counted
+    assert [flops for flops, _ in products] == [2 * size**3 for size in sizes] * 2
+    rate = 2 * sizes[-1] ** 3 / best / 1e9
+    assert found.matmul_tflops == pytest.approx({"fp32": rate, "bf16": rate}, rel=1e-12)
     assert moved > 2**27
-    assert found.copy_gb_s == pytest.approx(moved / 2e-3 / 1e9)
+    assert found.copy_gb_s == pytest.approx(moved / best / 1e6)
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ from trainstep.precision import PrecisionName
 
 Environment = dict[str, str | float | int]  # column → value
 
+_LONG_MS = 200.0  # a matrix product that takes so long is not repeated a dozen times
 _THROTTLE_REASONS = {  # NVML's clocks-event bits that mean "slower than it could be"
     0x004: "power cap",
     0x008: "hardware slowdown",
@@ -152,16 +153,25 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, precisions: Sequence[PrecisionName]) -> Ceilings:
-    """Measure in about a second on a CPU and less on a GPU; `precisions` must be supported by the device."""
-    size, copied = (8192, 2**30) if device.type == "cuda" else (1024, 2**27)
-    rates = {precision: _matmul_tflops(device, precision, size) for precision in precisions}
+    """Measure in a few seconds on a CPU and less on a GPU; `precisions` must be supported by the device."""
+    copied = 2**30 if device.type == "cuda" else 2**27
+    rates = {precision: _matmul_tflops(device, precision) for precision in precisions}
     source = torch.empty(copied // 4, device=device, dtype=torch.float32).normal_()
     target = torch.empty_like(source)
     milliseconds = _best_ms(lambda: target.copy_(source), device)
     return Ceilings(rates, 2 * copied / milliseconds / 1e6)
 
 
-def _matmul_tflops(device: torch.device, precision: PrecisionName, size: int) -> float:
+def _matmul_tflops(device: torch.device, precision: PrecisionName) -> float:
+    """Of large products; of smaller ones on a CPU that would take long for those, as without 16-bit instructions."""
+    if device.type == "cuda":
+        return _rate(device, precision, 8192)
+    small = _rate(device, precision, 256)
+    large_ms = 2 * 1024**3 / small / 1e9
+    return _rate(device, precision, 1024) if large_ms < _LONG_MS else small
+
+
+def _rate(device: torch.device, precision: PrecisionName, size: int) -> float:
     a, b = (torch.randn(size, size, device=device).to(DTYPES[precision]) for _ in range(2))
     out = torch.empty_like(a)
     with matmul_precision(precision):
