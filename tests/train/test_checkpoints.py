@@ -165,24 +165,25 @@ def test_the_group_of_the_checkpoints_waits_as_long_as_is_asked(tmp_path):
 def _one_hangs(process, folder):
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
     writer = CheckpointWriter(folder, keep=1, group=group, last=None)
-    write = FileSystemWriter.write_data
+    write, gave_up = FileSystemWriter.write_data, folder / "gave up"
 
     def hangs(*arguments):
-        time.sleep(6 * process.rank)
+        while process.rank == 1 and not gave_up.exists():
+            time.sleep(0.05)
         return write(*arguments)
 
     with mock.patch.object(FileSystemWriter, "write_data", hangs):
         writer.save(4, {"weight": torch.ones(3)}, {})
-        start = time.monotonic()
         with pytest.raises(UsageError) as stopped:
             writer.wait()
-    return time.monotonic() - start, str(stopped.value)
+    if process.rank == 0:
+        gave_up.touch()
+    return str(stopped.value)
 
 
 @pytest.mark.distributed
 def test_a_rank_that_hangs_while_it_writes_is_not_waited_for_longer_than_is_asked(tmp_path):
     with Workers(2) as workers:
-        (seconds, message), _ = workers.run(_one_hangs, tmp_path)
+        message, _ = workers.run(_one_hangs, tmp_path)
     assert "step-00000004 could not be written" in message
-    assert seconds < 5
     assert list(tmp_path.glob("step-*")) == []

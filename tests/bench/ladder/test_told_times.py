@@ -1,7 +1,7 @@
 """What is kept, and what is said to be gained, of times and peaks that are told."""
 
 import dataclasses
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,13 +196,15 @@ def test_ten_steps_are_timed_after_three(monkeypatch):
 
 
 def test_the_seconds_of_a_check_are_those_before_and_after_the_measurement(monkeypatch):
+    clock = [0.0]
+
     class Slow(Trusting):
         def start(self, config):
-            time.sleep(0.2)
+            clock[0] += 0.2
             return super().start(config)
 
         def end(self, step, verdict):
-            time.sleep(0.3)
+            clock[0] += 0.3
             return verdict
 
     faked(monkeypatch, [100.0] * 2)
@@ -211,12 +213,13 @@ def test_the_seconds_of_a_check_are_those_before_and_after_the_measurement(monke
     original = ladder.measure_training_step
 
     def measure(*arguments):
-        time.sleep(3)
+        clock[0] += 3.0
         return original(*arguments)
 
     monkeypatch.setattr(ladder, "measure_training_step", measure)
+    monkeypatch.setattr(ladder, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     first, _ = climb(SOURCE, BASE, warmup=1, steps=1)
-    assert 0.5 <= first.check_s < 3
+    assert first.check_s == pytest.approx(0.5)
 
 
 def test_what_was_too_large_for_what_was_kept_is_tried_on_a_top_that_is_smaller(monkeypatch):

@@ -13,7 +13,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from tests.run.measuring import line_of, measure
 from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow
 from trainstep.records import of_kind
-from trainstep.run.watch.cost import cost_of_a_step
+from trainstep.run.watch import cost
 from trainstep.run.watch.hooks import COLLECTIVES, READS
 from trainstep.run.watch.loaders import Loaders
 from trainstep.run.watch.log import LogWriter, log_path, read_log
@@ -230,22 +230,27 @@ def test_measuring_costs_little(tmp_path):
     assert 0 < min(costs) < 0.02 * realistic_ms, (runs, realistic_ms)
 
 
-def test_what_measuring_costs_is_what_it_adds_to_a_step(monkeypatch):
-    """Hooks that take 3 ms a step cost as much, none next to nothing, and never a cost below nothing."""
-    backward = torch.autograd.backward
+@pytest.mark.parametrize("slow_runs", [(), (3,), (0, 1, 2, 3, 4, 6, 7, 9)], ids=["never", "once", "mostly"])
+@pytest.mark.parametrize(("hooks_ms", "cost_ms"), [(3.0, 3.0), (0.0, None), (-0.5, None)])
+def test_what_measuring_costs_is_what_it_adds_to_a_step(hooks_ms, cost_ms, slow_runs, monkeypatch):
+    """By a clock that backward alone moves: by 2 ms, by what hooks take, and by 40 more where the machine is busy."""
+    clock, backward, hooks = SimpleNamespace(s=0.0, steps=0), torch.autograd.backward, []
 
-    def slowly(*arguments, **options):
-        time.sleep(0.003)
+    def moves(*arguments, **options):
+        clock.s += 1e-3 * (2 + sum(hooks) + 40 * (clock.steps // cost.STEPS in slow_runs))
+        clock.steps += 1
         return backward(*arguments, **options)
 
-    def slowed(call):
-        with monkeypatch.context() as patched:
-            patched.setattr(torch.autograd, "backward", slowly)
-            call()
+    def with_hooks(call):
+        hooks.append(hooks_ms)
+        call()
+        hooks.clear()
 
+    monkeypatch.setattr(torch.autograd, "backward", moves)
+    monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=lambda: clock.s))
     before = torch.get_rng_state()
-    assert cost_of_a_step(slowed) >= 2.9
-    assert 0 < (cost_of_a_step(lambda call: call()) or 1e-9) < 1.0
+    assert cost.cost_of_a_step(with_hooks) == (cost_ms and pytest.approx(cost_ms))
+    assert clock.steps == 2 * cost.PAIRS * cost.STEPS
     assert torch.equal(torch.get_rng_state(), before)
 
 
