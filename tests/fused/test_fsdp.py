@@ -15,7 +15,7 @@ def _fused(process, scheme):
     return trained(process, scheme, loss="fused", checkpointing="every-1")
 
 
-@pytest.mark.parametrize("scheme", ["fsdp", "torch-fsdp2"])
+@pytest.mark.parametrize("scheme", ["fsdp", pytest.param("torch-fsdp2", marks=pytest.mark.thorough)])
 def test_trains_as_one_process_with_the_plain_loss(scheme) -> None:
     expected, losses = trained_alone(2, DEVICE)
     with Workers(2, device=DEVICE) as workers:

@@ -11,10 +11,11 @@ NOT_HERE = ("test_interpreter.py", "test_kernels.py")
 
 
 @pytest.mark.timeout(900)  # on a slow machine, beside others, over five minutes
-def test_the_operators_in_the_interpreter() -> None:
+@pytest.mark.parametrize("which", ["not thorough", pytest.param("thorough", marks=pytest.mark.thorough)])
+def test_the_operators_in_the_interpreter(which: str) -> None:
     files = [str(each) for each in sorted(Path(__file__).parent.glob("test_*.py")) if each.name not in NOT_HERE]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *files],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", f"{which} and not gpu", *files],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -96,7 +96,7 @@ def lora(transformers):
 @pytest.mark.parametrize(
     "make", [llama, gpt2, qwen3, gemma2, phi, bert, mixtral, t5, vit, resnet, lora], ids=lambda make: make.__name__
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.thorough), "bf16"])
 def test_the_peak_is_predicted_within_five_percent(make, precision):
     transformers = pytest.importorskip("transformers")
 

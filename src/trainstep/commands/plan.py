@@ -97,9 +97,10 @@ class Plan(Common):
         """The plan of a user's model. Complete, or an error, before its first row."""
         from trainstep.bench.planning import machine_here, timed_here, traced_cases
         from trainstep.bench.step import case_columns
-        from trainstep.plan.rows import PlanRequest, plan_records
+        from trainstep.plan.rows import PlanRequest, plan_records, refuse_for_own_models
         from trainstep.workload import resolve_device
 
+        refuse_for_own_models(self.tensor_parallel, self.blocks_per_group)
         (source,) = sources([self.size] if self.size else [], workload, None, list(self.model))
         own_step = preset(None, self.config, DEFAULT_SIZE, StepConfig(precision="bf16"))[1]
         step = dataclasses.replace(own_step, **self.step)

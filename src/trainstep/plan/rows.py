@@ -152,9 +152,7 @@ def _layouts(request: PlanRequest) -> list[Layout]:
     """One for each strategy; on one GPU too, to say how many it would take. TP only where a mesh is possible."""
     gpus, chosen, model = request.cluster.gpus, request.tensor_parallel, request.model
     if model is None:
-        if chosen is not None or request.blocks_per_group > 1:
-            flag = "--blocks-per-group" if chosen is None else "--tensor-parallel"
-            raise UsageError(f"{flag} is planned for the built-in sizes alone; leave it out")
+        refuse_for_own_models(chosen, request.blocks_per_group)
         return [_alone(request, each) for each in _strategies(request)]
     sizes = strategies.tensor_parallel_choices(request.cluster, model) if chosen is None else [chosen]
     meshes = [strategies.layout_of("fsdp + tp", gpus, size, model) for size in sizes]
@@ -162,6 +160,13 @@ def _layouts(request: PlanRequest) -> list[Layout]:
     plans.sort(key=lambda plan: (not strategies.fits(plan.memory, request.cluster), plan.step_s / plan.layout.gpus))
     alone = [_alone(request, each) for each in _strategies(request)]
     return [*alone, *(plan.layout for plan in plans[:1])]
+
+
+def refuse_for_own_models(tensor_parallel: int | None, blocks_per_group: int) -> None:
+    """Raise for what takes the shapes of a model to plan; of a traced step no more than its calls are known."""
+    if tensor_parallel is not None or blocks_per_group > 1:
+        flag = "--blocks-per-group" if tensor_parallel is None else "--tensor-parallel"
+        raise UsageError(f"{flag} is planned for the built-in sizes alone; leave it out")
 
 
 def _strategies(request: PlanRequest) -> Sequence[Strategy]:

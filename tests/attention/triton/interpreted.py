@@ -99,7 +99,7 @@ def test_windows_of_grouped_heads_and_of_two_lengths(case: Case) -> None:
     assert_within_budget(run(q, k, v, do, True, 0.25, SQUARE, 37), q, k, v, do, True, 0.25, 37)
 
 
-@pytest.mark.parametrize("window", [1, 33, 50])
+@pytest.mark.parametrize("window", [33, *(pytest.param(each, marks=pytest.mark.thorough) for each in (1, 50))])
 def test_tiles_outside_of_the_window_are_not_visited(window: int) -> None:
     """What is NaN there would be in a sum, if with a factor of 0."""
     nan = float("nan")
@@ -215,9 +215,13 @@ def operators_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("operators_on_cpu")
 @pytest.mark.parametrize(
     ("is_causal", "scale", "window", "offsets", "softcap"),
-    [(False, 0.25, None, None, None), (True, 0.25, 9, None, None), (False, 0.25, None, [0, 20, 40], None),
-     (True, -0.3, 9, [0, 3, 3, 40], 1.5)],
-)  # fmt: skip
+    [
+        (False, 0.25, None, None, None),
+        pytest.param(True, 0.25, 9, None, None, marks=pytest.mark.thorough),
+        pytest.param(False, 0.25, None, [0, 20, 40], None, marks=pytest.mark.thorough),
+        (True, -0.3, 9, [0, 3, 3, 40], 1.5),
+    ],
+)
 def test_operators_with_gradients(
     is_causal: bool, scale: float, window: int | None, offsets: list[int] | None, softcap: float | None
 ) -> None:
