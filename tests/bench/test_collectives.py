@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 def torchrun(processes, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += ["-m", "trainstep", "bench", "collectives", "--device", "cpu", *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=560)
 
 
 @pytest.mark.distributed

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from trainstep.bench import planning
 from trainstep.cli import main
 from trainstep.config import SIZES, StepConfig
 from trainstep.errors import UsageError
@@ -409,8 +410,6 @@ def test_a_users_model_is_timed_by_its_operators(tmp_path):
         (["--size", "small"], "brings its own model"),
         (["--d-model", "64"], "brings its own model"),
         (["--context", "64"], "fixes its own context"),
-        (["--tensor-parallel", "2"], "built-in sizes alone"),
-        (["--blocks-per-group", "2"], "--blocks-per-group is planned for the built-in sizes alone"),
         (["--compile", "model"], "--compile off"),
         (["--measure", "--device", "H200"], "leave out --device"),
         (["--policies", "every-0"], "every-K"),
@@ -421,6 +420,15 @@ def test_what_a_users_model_cannot_be_planned_with(words, message, tmp_path, cap
         main(["plan", "--workload", "examples.own_model:workload", *words, "--out", str(tmp_path)])
     assert stop.value.code == 2
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel", "--blocks-per-group"])
+def test_what_takes_the_shapes_of_a_model_is_refused_before_a_step_is_traced(flag, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(planning, "traced_cases", lambda *_, **__: pytest.fail("it takes a while"))
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--workload", "examples.own_model:workload", flag, "2", "--out", str(tmp_path)])
+    assert stop.value.code == 2
+    assert f"{flag} is planned for the built-in sizes alone" in " ".join(capsys.readouterr().err.split())
 
 
 def test_without_a_workload_there_is_nothing_to_measure(tmp_path, capsys):

@@ -50,7 +50,7 @@ def run_command(out, *words, **options):
     """`trainstep run` of these words: the process that ended, and the rows it left."""
     command = [sys.executable, "-m", "trainstep", "run", "--out", str(out), *map(str, words)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | options.pop("env", {})
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, **options)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=560, env=environment, **options)
     results = out / "results.jsonl"
     return ended, read_records(results) if results.exists() else []
 

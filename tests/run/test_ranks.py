@@ -22,7 +22,7 @@ def test_the_late_rank_is_told_by_what_it_did_before_the_others_waited(tmp_path)
     options = ["--out", str(tmp_path), "--profiled-steps", "0", str(SCRIPTS / "ranks.py")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "LATE": str(LATE_MS / 1e3)}
     ended = subprocess.run(
-        [sys.executable, *command, *options], capture_output=True, text=True, timeout=240, env=environment
+        [sys.executable, *command, *options], capture_output=True, text=True, timeout=560, env=environment
     )
     assert ended.returncode == 0, ended.stderr
     rows = read_records(tmp_path / "results.jsonl")

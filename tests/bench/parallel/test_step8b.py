@@ -39,7 +39,7 @@ def test_the_whole_command(tmp_path):
     command += ["-m", "trainstep", "bench", "step8b", *ON_CPUS, "--size", str(tmp_path / "small.toml")]
     command += ["--context", "32", "--checkpoint-blocks", "3", "--compile", "off", "--warmup", "1", "--rep", "40"]
     found = subprocess.run(
-        [*command, "--trace", "--out", str(out)], cwd=REPOSITORY, capture_output=True, text=True, timeout=240
+        [*command, "--trace", "--out", str(out)], cwd=REPOSITORY, capture_output=True, text=True, timeout=560
     )
     assert found.returncode == 0, found.stdout + found.stderr
     records = read_records(out / "results.jsonl")

@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
                "trainstep", "bench", "parallel", *MODEL, "--device", "cpu", "--steps", "6", "--warmup", "1",
                "--scheme", ",".join(SCHEMES), "--trace", "--out", str(out)]  # fmt: skip
-    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=560)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("Written to") == 1
     assert "computation hides" in found.stdout

@@ -128,7 +128,6 @@ def test_two_files_of_runs_are_compared_between_runs():
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(600)  # four processes that each import torch
 def test_the_command_starts_a_process_per_run_and_keeps_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     words = "bench ab --workload tests.bench.sweep.workloads:trains --device cpu --aa --max-runs 2 --steps 7 --warmup 1"

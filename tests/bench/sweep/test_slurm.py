@@ -20,7 +20,7 @@ from trainstep.bench.sweep.jobs import Resources, slurm_jobs
 from trainstep.cli import main
 from trainstep.records import read_records
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slurm
 REPOSITORY = Path(__file__).parents[3]
 
 
@@ -208,7 +208,6 @@ def test_each_reason_to_wait_is_said_once(slurm, tmp_path, monkeypatch):
         assert re.match(r"Slurm has jobs wait \(\d now\) for: .*(ReqNodeNotAvail|DOWN, DRAINED)", line), line
 
 
-@pytest.mark.timeout(300)  # the wait below, and some more
 def test_slurm_may_be_away_for_a_while_and_jobs_holds_over_all_arrays(slurm, tmp_path, monkeypatch):
     # The first waits for a second one, however late that starts on a busy machine.
     noted = "begun = time.time(); (out / 'started').touch()\n"

@@ -53,7 +53,6 @@ def _repository(monkeypatch):
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(600)  # eight processes that each import torch: 20 seconds on two idle cores
 @pytest.mark.usefixtures("_repository")
 def test_eight_cases_of_which_one_crashes_and_one_runs_out_of_memory(tmp_path, monkeypatch, capsys):
     file, out = tmp_path / "eight.toml", tmp_path / "out"
@@ -219,14 +218,16 @@ def test_what_leaves_the_case_s_session_ends_with_it(how, tmp_path, monkeypatch)
         (out / "results.jsonl").write_text(row)
         time.sleep({0 if how == "ends" else 600})
     """)  # fmt: skip
-    ending = run_here(cases(tmp_path), timeout_s=2.0 if how == "lasts too long" else None)
     path = tmp_path / "case-0" / "pid"
     if how == "is told to end":
         child = processes.Child(cases(tmp_path)[0], gpus=None, threads=None, timeout_s=None)
         wait_for(lambda: path.exists() and path.read_text().endswith("."), "the daemon")
         child.end()
-    else:
-        next(ending)
+    elif how == "ends":
+        next(run_here(cases(tmp_path)))
+    else:  # a busy machine may take longer than that to start it
+        ended = (next(run_here(cases(tmp_path), timeout_s=limit_s)) for limit_s in (2.0, 8.0, 32.0))
+        assert any(path.exists() for _ in ended)
     assert not is_alive(int(path.read_text()[:-1]))
 
 
