@@ -10,7 +10,7 @@ analyze: $(READY)
 	@$(BIN)/trainstep analyze $(ARGS)
 
 test: $(READY) lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not thorough" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not thorough" $(ARGS)
 	$(if $(ARGS),,$(BIN)/python tests/mutants.py --sample 6)
 
 mutants: $(READY)

@@ -12,8 +12,8 @@ from trainstep.kinds import ScriptRow
 from trainstep.records import of_kind, read_records
 from trainstep.report.subjects.run import late_ranks
 
-LATE_MS = 100
-"""Enough to stand out where the machine itself keeps a rank waiting: of 30, another test's load once took 20."""
+LATE_MS = 1000
+"""Enough to stand out where the machine itself keeps a rank waiting: beside three browsers for 267 ms in the median."""
 
 
 @pytest.mark.distributed
