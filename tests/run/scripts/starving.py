@@ -13,7 +13,7 @@ class Slow(Dataset):
         return 24
 
     def __getitem__(self, index):
-        time.sleep(0.004)
+        time.sleep(0.04)
         return torch.randn(16)
 
 
