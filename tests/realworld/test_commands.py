@@ -23,7 +23,7 @@ from trainstep.workload import Workload, WorkloadSource, factory_source
 pytestmark = pytest.mark.realworld
 
 TEN = ["llama", "gpt2", "qwen3", "mixtral", "bert", "t5", "whisper", "resnet", "lora", "unet"]
-LONG = ("gpt2", "bert", "t5", "unet")  # what they take is much, and what they find the others do
+SECOND_LOOKS = ("gpt2", "bert", "t5", "unet")  # what they find the others do
 CONFIG = StepConfig(device="cpu")
 
 
@@ -38,7 +38,7 @@ def assert_measured(rows: list[Row]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.thorough] if name in LONG else []) for name in TEN]
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] if name in SECOND_LOOKS else []) for name in TEN]
 )
 def test_memory_is_one_figure_however_it_is_looked_at(name: str) -> None:
     source = source_of(name)

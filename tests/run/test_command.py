@@ -239,7 +239,6 @@ def test_what_is_compiled_in_the_step_that_is_recorded_runs_as_it_is_written(tmp
     assert {row.class_name for row in of_kind(rows, DtypeRow)} == {"Linear"}
 
 
-@pytest.mark.thorough
 def test_a_script_that_compiles_its_step_is_judged(tmp_path):
     """Roundings are drawn under a mode in which torch compiles nothing, and raises where it must."""
     words = ["--ladder", "--steps", "4", "--rungs", "bf16 autocast"]

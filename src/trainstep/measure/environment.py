@@ -163,7 +163,7 @@ def measure_ceilings(device: torch.device, precisions: Sequence[PrecisionName]) 
 
 
 def _matmul_tflops(device: torch.device, precision: PrecisionName) -> float:
-    """Of large products; of smaller ones on a CPU that would take long for those, as without 16-bit instructions."""
+    """1e12 FLOP/s of large products; of small ones on a CPU without instructions for this precision, which is slow."""
     if device.type == "cuda":
         return _rate(device, precision, 8192)
     small = _rate(device, precision, 256)

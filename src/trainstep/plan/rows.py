@@ -163,7 +163,11 @@ def _layouts(request: PlanRequest) -> list[Layout]:
 
 
 def refuse_for_own_models(tensor_parallel: int | None, blocks_per_group: int) -> None:
-    """Raise for what takes the shapes of a model to plan; of a traced step no more than its calls are known."""
+    """Refuse what takes the shapes of a model to plan: of a traced step no more than its calls are known.
+
+    Raises:
+        UsageError: `tensor_parallel` (ranks that share each block) is given, or `blocks_per_group` is above 1.
+    """
     if tensor_parallel is not None or blocks_per_group > 1:
         flag = "--blocks-per-group" if tensor_parallel is None else "--tensor-parallel"
         raise UsageError(f"{flag} is planned for the built-in sizes alone; leave it out")
