@@ -19,10 +19,10 @@ import tempfile
 from pathlib import Path
 
 from tables import RESULTS
-from trainstep.config import ModelConfig, StepConfig, resolve_size
-from trainstep.kinds import StepRow
-from trainstep.records import RecordWriter, Times, of_kind, read_records, write_whole
-from trainstep.stats import summarize
+from trainstep.base.config import ModelConfig, StepConfig, resolve_size
+from trainstep.base.stats import summarize
+from trainstep.rows import StepRow
+from trainstep.rows.records import RecordWriter, Times, of_kind, read_records, write_whole
 
 WARMUP, STEPS = 5, 10
 LITTLE = ModelConfig(vocab_size=512, d_model=64, d_ff=256, num_layers=2, num_heads=2)
@@ -50,8 +50,8 @@ def work(device: str, run: int, out: Path) -> None:
     from trainstep.bench.step import StepCase, StepRunner
     from trainstep.measure.environment import describe
     from trainstep.measure.timing import device_clock, time_steps
-    from trainstep.training_step import build_step
-    from trainstep.workload import builtin_source
+    from trainstep.step.training_step import build_step
+    from trainstep.step.workload import builtin_source
 
     if device == "cpu":
         torch.set_num_threads(1)  # two threads that wait for each other on busy cores measure the scheduler

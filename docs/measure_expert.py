@@ -27,11 +27,11 @@ import torch
 
 from measure_run import LIBRARIES, ROOT, Script, run
 from tables import RESULTS
-from trainstep.kinds import ScriptRow, ScriptRungRow
+from trainstep.base.stats import ratio_of_runs
+from trainstep.ladder.rung_rows import ratio_fields
 from trainstep.measure.environment import describe
-from trainstep.records import Row, of_kind
-from trainstep.run.ladder.rung_rows import ratio_fields
-from trainstep.stats import ratio_of_runs
+from trainstep.rows import ScriptRow, ScriptRungRow
+from trainstep.rows.records import Row, of_kind
 
 KEPT = RESULTS / "experts.json"
 SAID_OF = ("device", "torch", "date", "commit")

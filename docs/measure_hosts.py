@@ -23,9 +23,9 @@ from tests.hosts import Hosts
 
 from tables import RESULTS
 from tables.hosts import MODEL, SHAPE
-from trainstep.kinds import CeilingRow, CollectiveFitRow, ParallelRow
 from trainstep.measure.environment import describe, measure_ceilings
-from trainstep.records import Row, of_kind, read_records, write_whole
+from trainstep.rows import CeilingRow, CollectiveFitRow, ParallelRow
+from trainstep.rows.records import Row, of_kind, read_records, write_whole
 
 CPU = torch.device("cpu")
 KEPT = RESULTS / "cpu-hosts.jsonl"

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from measure_models import ROOT, run_cell
 from tables import RESULTS
-from trainstep.kinds import ControlRow, RungRow
-from trainstep.records import Row, read_records, write_whole
+from trainstep.rows import ControlRow, RungRow
+from trainstep.rows.records import Row, read_records, write_whole
 
 MODELS = ("llama", "gpt2", "mixtral", "bert", "t5", "vit", "convnext", "mamba", "lora", "nanogpt", "nanochat")
 KEPT = RESULTS / "cpu-load.jsonl"

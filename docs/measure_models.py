@@ -31,13 +31,13 @@ import torch
 from tests.realworld.models import LEAVES_OUT_LAYERS, MODELS
 
 from tables import RESULTS
-from trainstep.bench.check.reference import OWN_ARITHMETIC
-from trainstep.bench.check.step import RIGHT_UNCOMPILED
-from trainstep.errors import UsageError
-from trainstep.kinds import CheckpointingRow, MemoryTimelineRow, ParallelRow, PeakRow, StepRow
+from trainstep.base.errors import UsageError
+from trainstep.base.schemes import SCHEMES
+from trainstep.check.reference import OWN_ARITHMETIC
+from trainstep.check.step import RIGHT_UNCOMPILED
 from trainstep.measure.environment import describe
-from trainstep.records import Row, of_kind, read_records
-from trainstep.schemes import SCHEMES
+from trainstep.rows import CheckpointingRow, MemoryTimelineRow, ParallelRow, PeakRow, StepRow
+from trainstep.rows.records import Row, of_kind, read_records
 
 ROOT = Path(__file__).parents[1]
 COMPARED = "single,naive,flat,overlapped,bucketed-25,sharded-optimizer,fsdp,torch-ddp,torch-zero,torch-fsdp2"
@@ -93,7 +93,7 @@ def _command(words: Sequence[str], said: Path) -> None:
     if words[:2] == ["bench", "parallel"]:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
         sys.exit(subprocess.run([*launch, "trainstep", *words], cwd=ROOT, check=False).returncode)
-    from trainstep.cli import main
+    from trainstep.commands.cli import main
 
     main(words)
 

@@ -34,15 +34,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from tests.run.by_hand import instrumented
+from tests.observe.by_hand import instrumented
 
 from tables import RESULTS
-from trainstep.kinds import ScriptRow, ScriptRungRow
 from trainstep.measure.environment import describe
-from trainstep.records import Row, of_kind, read_records
+from trainstep.observe.log import log_path, read_log
 from trainstep.report.subjects import run as subject
 from trainstep.report.subjects.uneven import share_of
-from trainstep.run.watch.log import log_path, read_log
+from trainstep.rows import ScriptRow, ScriptRungRow
+from trainstep.rows.records import Row, of_kind, read_records
 
 ROOT = Path(__file__).parents[1]
 OWN, LIBRARIES = ROOT / "tests/run/scripts", ROOT / "tests/realworld/scripts"

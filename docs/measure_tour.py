@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 from tables import RESULTS
-from trainstep.kinds import TourRow
-from trainstep.records import RecordWriter, Row, read_records
 from trainstep.report.subjects.ladder_findings import recommended_flags
+from trainstep.rows import TourRow
+from trainstep.rows.records import RecordWriter, Row, read_records
 
 KINDS = ("rung", "control", "profile", "memory-timeline", "owner", "allocation")
 SLOW, FAST = "examples.tour.slow:workload", "examples.tour.fast:workload"
@@ -27,7 +27,7 @@ def run(folder: str, *words: str) -> tuple[list[Row], float]:
     """The records of one command, and the seconds it took."""
     out = Path("results/tour") / folder
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "trainstep.cli", *words, "--out", str(out)], check=True)
+    subprocess.run([sys.executable, "-m", "trainstep.commands.cli", *words, "--out", str(out)], check=True)
     return read_records(out / "results.jsonl"), time.perf_counter() - start
 
 

@@ -32,9 +32,9 @@ from tables import (
     steps,
     trust,
 )
-from trainstep.records import read_records
 from trainstep.report.formats import to_markdown
 from trainstep.report.page import write_html
+from trainstep.rows.records import read_records
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))

@@ -33,7 +33,7 @@ from tests.train.on_hosts import NAME, SETTINGS, Training, resumed, said
 from tests.train.runs import far_apart, losses, rows
 from tests.train.test_own import alone, on_rank, own
 from tests.workers import WorkerError, Workers
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "faults.json"
 SCHEMES = ("ddp", "sharded-optimizer", "fsdp", "hsdp")

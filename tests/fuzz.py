@@ -41,18 +41,19 @@ from tests.measure.allocations.large import snapshot
 from tests.measure.profile.large import events
 from tests.measure.profile.test_nsys import export
 from tests.measure.profile.test_trace import GPU
+from trainstep.base.errors import UsageError, printable
 from trainstep.bench.allocations import imported_records
 from trainstep.bench.profile import records_from_file
-from trainstep.errors import UsageError, printable
-from trainstep.kinds import KINDS
 from trainstep.parallel.process import join_group_or_alone
 from trainstep.plan.measured import calibrated, checked
-from trainstep.records import Row, read_records
 from trainstep.report.compare import compare, comparison_table, repeatability
 from trainstep.report.formats import to_csv
 from trainstep.report.page import render
 from trainstep.report.subjects import findings, make_tables
 from trainstep.report.terminal import to_terminal
+from trainstep.rows import KINDS
+from trainstep.rows.records import Row, read_records
+from trainstep.step.training_step import Replica
 from trainstep.train.checkpoints import (
     NOTE,
     CheckpointWriter,
@@ -64,7 +65,6 @@ from trainstep.train.checkpoints import (
 )
 from trainstep.train.history import METRICS, read_metrics
 from trainstep.train.metrics import MetricsWriter
-from trainstep.training_step import Replica
 
 SECONDS = 10.0  # of computing that a file may take
 PAGES = 20  # one case in so many also makes the page

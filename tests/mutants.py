@@ -37,32 +37,30 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "src/trainstep"
 STEP = ("step", "step_buffers", "step_random", "step_reference")
-"""Tests of `bench/check/step.py`."""
+"""Tests of `check/step.py`."""
 WITHOUT_PAGES = "-knot page and not section and not chart and not table"
 """The rules of the findings need no page, which takes seconds."""
 JUDGES = {
-    "stats.py": ("tests/test_stats.py",),
-    "records.py": ("tests/test_records.py",),
+    "base/stats.py": ("tests/base/test_stats.py",),
+    "rows/records.py": ("tests/rows/test_records.py",),
     "measure/timing.py": ("tests/measure/test_timing.py",),
-    "bench/ladder.py": ("tests/bench/ladder/test_climb.py", "tests/bench/ladder/test_told_times.py"),
-    "bench/check/__init__.py": ("tests/bench/check/test_check.py",),
-    "bench/check/attention.py": ("tests/bench/check/test_attention.py",),
-    "bench/check/buffers.py": ("tests/bench/check/test_buffers.py",),
-    "bench/check/dropout.py": ("tests/bench/check/test_dropout.py",),
-    "bench/check/parts.py": ("tests/bench/check/test_parts.py",),
-    "bench/check/gradients.py": ("tests/bench/check/test_gradients.py", "tests/bench/check/test_buffers.py"),
-    "bench/check/reference.py": tuple(
-        f"tests/bench/check/test_{name}.py" for name in ("reference", "reproducible", *STEP)
-    ),
-    "bench/check/rounding.py": ("tests/bench/check/test_rounding.py", "tests/bench/check/test_row_sums.py"),
-    "bench/check/row_sums.py": ("tests/bench/check/test_row_sums.py",),
-    "bench/check/step.py": tuple(f"tests/bench/check/test_{name}.py" for name in ("reproducible", *STEP)),
-    "bench/check/updates.py": ("tests/bench/check/test_updates.py",),
+    "ladder/workloads.py": ("tests/ladder/workloads/test_climb.py", "tests/ladder/workloads/test_told_times.py"),
+    "check/__init__.py": ("tests/check/test_check.py",),
+    "check/attention.py": ("tests/check/test_attention.py",),
+    "check/buffers.py": ("tests/check/test_buffers.py",),
+    "check/dropout.py": ("tests/check/test_dropout.py",),
+    "check/parts.py": ("tests/check/test_parts.py",),
+    "check/gradients.py": ("tests/check/test_gradients.py", "tests/check/test_buffers.py"),
+    "check/reference.py": tuple(f"tests/check/test_{name}.py" for name in ("reference", "reproducible", *STEP)),
+    "check/rounding.py": ("tests/check/test_rounding.py", "tests/check/test_row_sums.py"),
+    "check/row_sums.py": ("tests/check/test_row_sums.py",),
+    "check/step.py": tuple(f"tests/check/test_{name}.py" for name in ("reproducible", *STEP)),
+    "check/updates.py": ("tests/check/test_updates.py",),
     "bench/parallel/check.py": ("tests/bench/parallel/test_check_little.py", "tests/bench/parallel/test_check.py"),
-    "budgets.py": ("tests/bench/check/test_gradients.py", "tests/report/test_losses.py"),
+    "base/budgets.py": ("tests/check/test_gradients.py", "tests/report/test_losses.py"),
     "report/compare.py": ("tests/report/test_compare.py",),
     "report/losses.py": ("tests/report/test_losses.py",),
-    "run/ladder/judge.py": ("tests/run/ladder/test_judge.py",),
+    "ladder/judge.py": ("tests/ladder/test_judge.py",),
 } | {
     f"report/subjects/{name}.py": (*(f"tests/report/{test}.py" for test in tests), WITHOUT_PAGES)
     for name, *tests in (
@@ -84,7 +82,7 @@ RESULTS = ROOT / "docs/results/mutants.json"
 """What was judged of each file when, from which docs/trust.md has its table."""
 ON_GPU = "runs on a GPU only"
 """How the reason of a mutant begins that no test here can run."""
-SLOW = ("bench/ladder.py", "bench/check/reference.py", "bench/check/step.py", "bench/parallel/check.py")
+SLOW = ("ladder/workloads.py", "check/reference.py", "check/step.py", "bench/parallel/check.py")
 """Files whose tests train models, which takes minutes; a sample is drawn from the others."""
 WARM = ("torch", "torch._dynamo", "torch.distributed", "numpy", "pandas", "bokeh.plotting", "jinja2", "hypothesis",
         "pytest")  # fmt: skip
@@ -367,7 +365,7 @@ def _judge(mutant: Mutant, tests: Sequence[str], limit_s: float, seconds: Second
 def main() -> int:
     """Judge the mutants of the files asked for; 1 where too many survive, or where a listed mutant is none."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("files", nargs="*", help="below src/trainstep, as stats.py; all judges if none is given")
+    arguments.add_argument("files", nargs="*", help="below src/trainstep, as base/stats.py; without any, all judges")
     arguments.add_argument(
         "--sample", type=int, help="judge so many, chosen by the seed among the files whose tests take seconds"
     )

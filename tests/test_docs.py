@@ -11,11 +11,11 @@ import pytest
 
 from render import TABLES, render
 from tables import KEPT_THOUGH_DIRTY, RESULTS, DirtyError, load, refuse_dirty, results, where
+from trainstep.base.stats import WITHIN_RUN, verdict
 from trainstep.commands.run import split_script
-from trainstep.kinds import AttentionRow, ParallelRow, RungRow, StepRow
-from trainstep.records import of_kind
 from trainstep.report.subjects.parallel import alone_ms
-from trainstep.stats import WITHIN_RUN, verdict
+from trainstep.rows import AttentionRow, ParallelRow, RungRow, StepRow
+from trainstep.rows.records import of_kind
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]

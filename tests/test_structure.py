@@ -1,8 +1,10 @@
 """The shape of the package: who may import whom, in every folder; no circles; and what starting must not cost."""
 
 import ast
+import io
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -11,91 +13,21 @@ import trainstep
 
 PACKAGE = Path(trainstep.__file__).parent
 
-GROUND = {"errors", "stats", "precision", "budgets", "policies", "config", "hardware", "schemes", "kinds", "records"}
-"""Lists, rows and statistics: no torch."""
-STEP = {
-    *("casting", "randomness", "batches", "workload", "training_step", "blocks"),
-    *("checkpointing", "keeping", "offloading", "repeating", "updating", "model", "attention", "fused", "weights"),
-}
-"""What is run."""
-
-MAY_IMPORT = {
-    "errors": set(),
-    "stats": set(),
-    "cores": set(),
-    "precision": set(),
-    "budgets": set(),
-    "randomness": set(),
-    "batches": {"errors"},
-    "policies": {"errors"},
-    "config": {"errors", "precision"},
-    "hardware": {"errors", "precision"},
-    "schemes": {"config", "errors"},
-    "kinds": {"stats"},
-    "records": {"errors", "kinds"},
-    "guards": {"errors"},
-    "casting": {"errors", "precision"},
-    "attention": {"attention/hopper", "attention/triton", "casting", "config", "errors", "precision"},
-    "attention/triton": {"attention", "casting", "errors", "precision"},
-    "attention/hopper": {"attention", "attention/triton", "errors"},
-    "fused": {"errors", "fused/triton"},
-    "fused/triton": {"attention/triton"},
-    "model": {"attention", "config", "errors", "fused"},
-    "blocks": set(),
-    "keeping": {"errors"},
-    "repeating": {"errors", "randomness"},
-    "offloading": {"errors"},
-    "checkpointing": {"blocks", "config", "errors", "keeping", "offloading", "policies", "repeating"},
-    "weights": set(),
-    "rebuilding": {"randomness", "weights"},
-    "workload": {"attention", "config", "errors", "fused", "model", "precision", "randomness", "rebuilding"},
-    "updating": {"blocks", "errors", "policies"},
-    "training_step": {
-        *("batches", "blocks", "casting", "checkpointing", "config", "errors", "policies", "precision", "updating"),
-        *("weights", "workload"),
-    },
-    "parallel": {"blocks", "errors"},
-    "parallel/transport": {"errors", "parallel"},
-    "parallel/ddp": {"errors", "parallel", "parallel/transport"},
-    "parallel/zero": {"blocks", "errors", "parallel", "parallel/ddp", "parallel/transport"},
-    "parallel/fsdp": {"blocks", "errors", "parallel", "parallel/transport"},
-    "measure": {"blocks", "casting", "config", "cores", "errors", "precision"},
-    "measure/profile": {"blocks", "config", "errors", "measure"},
-    "measure/allocations": {"blocks", "config", "errors", "measure", "measure/profile"},
-    "peers": {"blocks", "errors", "parallel", "training_step"},
-    "replicas": {
-        "blocks",
-        "casting",
-        "config",
-        "errors",
-        "measure",
-        "parallel",
-        "parallel/fsdp",
-        "peers",
-        "schemes",
-        "training_step",
-    },
-    "plan": GROUND,
-    "bench": GROUND | STEP | {"bench/check", "measure", "measure/allocations", "measure/profile", "parallel", "plan"},
-    "bench/check": GROUND | STEP | {"bench"},
-    "bench/fit": GROUND | STEP | {"bench", "bench/check", "measure", "plan"},
-    "bench/fused": GROUND | STEP | {"bench", "bench/check", "measure", "peers"},
-    "bench/parallel": GROUND
-    | STEP
-    | {"bench", "bench/check", "measure", "measure/profile", "parallel", "plan", "replicas"},
-    "bench/sweep": GROUND | {"bench"},
-    "run/watch": GROUND | {"bench", "measure", "measure/allocations", "measure/profile"},
-    "run/trial": {"batches", "bench/check", "blocks", "hardware", "run/watch"},
-    "run/changes": GROUND | STEP | {"cores", "run/trial", "run/watch"},
-    "run": GROUND | {"bench", "measure/profile", "run/trial", "run/watch"},
-    "run/ladder": GROUND | {"bench", "bench/check", "run", "run/changes", "run/trial", "run/watch"},
-    "train": GROUND | STEP | {"guards", "measure", "parallel", "parallel/fsdp", "parallel/zero", "plan", "replicas"},
-    "report": GROUND | {"report/charts", "report/subjects"},
-    "report/charts": GROUND | {"report"},
-    "report/subjects": GROUND | {"report", "report/charts"},
-}
-"""Room (a folder, or a module at the top) → rooms it may import; those of `ABOVE` stand above all."""
-ABOVE = {"__init__", "__main__", "analysis", "cli", "commands", "watching"}
+LEVELS = (
+    {"base"},
+    {"rows"},
+    {"step", "attention", "fused", "checkpointing", "parallel"},
+    {"measure", "plan", "check"},
+    {"report"},
+    {"ladder", "observe", "bench", "train"},
+    {"commands"},
+)
+"""The rooms, from the ground up: each may import from its own level and from those below."""
+LEVEL = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}
+ROWS_ALONE = {"report": {"base", "rows"}, "plan": {"base", "rows"}}
+"""Rooms that know numbers and no tensors: all that they may import."""
+MOST_LINES = {"src": 41_000}
+"""Lines of code without blanks, comments and docstrings; only an entry in the decisions raises them."""
 
 
 def name_of(path):
@@ -106,9 +38,8 @@ FILES = {name_of(path): path for path in PACKAGE.rglob("*.py")}
 
 
 def room_of(module):
-    """The deepest folder that a module is in, or its own name at the top."""
-    folder = FILES[module].relative_to(PACKAGE).parent
-    return folder.as_posix() if folder.parts else FILES[module].stem
+    """The folder at the top that a module is in; empty for the two files there."""
+    return FILES[module].relative_to(PACKAGE).parts[0] if FILES[module].parent != PACKAGE else ""
 
 
 def imports_of(path):
@@ -133,17 +64,20 @@ def imports_of(path):
 GRAPH = {module: imports_of(path) - {module} for module, path in FILES.items()}
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_imports_point_one_way(room):
-    inside = [module for module in FILES if room_of(module) == room]
-    assert inside, f"no room called {room}"
-    for module in inside:
-        rooms = {room_of(imported) for imported in GRAPH[module]} - {room}
-        assert rooms <= MAY_IMPORT[room], f"{module} imports {sorted(rooms - MAY_IMPORT[room])}"
+def test_sixteen_rooms_and_two_files():
+    assert {room_of(module) for module in FILES} - {""} == set(LEVEL)
+    assert {path.name for path in FILES.values() if path.parent == PACKAGE} == {"__init__.py", "__main__.py"}
 
 
-def test_every_room_is_guarded():
-    assert {room_of(module) for module in FILES} == set(MAY_IMPORT) | ABOVE
+@pytest.mark.parametrize("room", LEVEL)
+def test_imports_point_down(room):
+    for module in FILES:
+        if room_of(module) != room:
+            continue
+        rooms = {room_of(imported) for imported in GRAPH[module]} - {room, ""}
+        upwards = {other for other in rooms if LEVEL[other] > LEVEL[room]}
+        assert not upwards, f"{module} imports from {sorted(upwards)}, which stand above {room}"
+        assert rooms <= ROWS_ALONE.get(room, rooms), f"{module} imports from {sorted(rooms)}"
 
 
 def test_there_is_no_circle_of_imports():
@@ -172,6 +106,27 @@ def test_a_file_is_one_idea():
     assert {name: length for name, length in lengths.items() if length > 400 and name not in kernels} == {}
 
 
+@pytest.mark.parametrize("folder", MOST_LINES)
+def test_the_budget_of_lines_holds(folder):
+    lines = sum(map(code_lines, (PACKAGE.parents[1] / folder).rglob("*.py")))
+    assert lines <= MOST_LINES[folder], f"{folder} has {lines} lines of code, {MOST_LINES[folder]} are the most"
+
+
+def code_lines(path):
+    """How many lines of a file hold code."""
+    text, prose, code = path.read_text(), set(), set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            prose.update(range(node.lineno, node.end_lineno + 1))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(code - prose)
+
+
+NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
+
+
 def loaded_after(statement):
     """Top-level modules in a fresh interpreter after a statement."""
     code = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
@@ -183,9 +138,9 @@ def loaded_after(statement):
     ("statement", "forbidden"),
     [
         ("import trainstep", {"torch", "triton", "pandas", "bokeh", "numpy", "tyro", "rich"}),
-        ("import trainstep.cli", {"torch", "triton", "pandas", "bokeh", "numpy"}),
+        ("import trainstep.commands.cli", {"torch", "triton", "pandas", "bokeh", "numpy"}),
         (
-            "import trainstep.precision, trainstep.schemes, trainstep.hardware, trainstep.config",
+            "import trainstep.base.precision, trainstep.base.schemes, trainstep.base.hardware, trainstep.base.config",
             {"torch", "numpy"},
         ),
         (
@@ -197,7 +152,7 @@ def loaded_after(statement):
             {"torch", "numpy", "pandas", "bokeh"},
         ),
         ("import trainstep.train.history, trainstep.commands.report, trainstep.report.page", {"torch", "triton"}),
-        ("import trainstep.records, trainstep.kinds", {"torch", "numpy", "pandas", "bokeh"}),
+        ("import trainstep.rows.records, trainstep.rows", {"torch", "numpy", "pandas", "bokeh"}),
         ("import trainstep.report.page", {"torch", "pandas", "bokeh"}),
         ("import trainstep.attention.eager", {"triton"}),
         ("import trainstep.parallel", {"torch"}),

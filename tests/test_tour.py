@@ -9,12 +9,12 @@ import pytest
 import torch
 from examples.tour import fast, slow
 
-from trainstep.bench import ladder
+from trainstep.base.config import StepConfig
 from trainstep.bench.profile import profile_records
-from trainstep.config import StepConfig
+from trainstep.ladder import workloads as ladder
 from trainstep.report.subjects import findings, kernel_findings
-from trainstep.training_step import build_step
-from trainstep.workload import WorkloadSource
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import WorkloadSource
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = (REPOSITORY / "docs" / "tour.md").read_text(encoding="utf-8")

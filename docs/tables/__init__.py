@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainstep.kinds import AttentionRow
-from trainstep.records import AnyRow, Row, Scalar, of_kind, read_records
+from trainstep.base.stats import in_rounds, ratio_of_rounds
 from trainstep.report.columns import Column
 from trainstep.report.subjects import TABLES
 from trainstep.report.subjects.workload import where as where
 from trainstep.report.tables import Table, make_table, tabulate
-from trainstep.stats import in_rounds, ratio_of_rounds
+from trainstep.rows import AttentionRow
+from trainstep.rows.records import AnyRow, Row, Scalar, of_kind, read_records
 
 RESULTS = Path(__file__).parents[1] / "results"
 

@@ -7,13 +7,13 @@ from functools import partial
 
 from tables import OUTCOME, of_rows, results, times_as_long, where
 from trainstep.attention.tuned import CHOICES, ChoiceCase
-from trainstep.kinds import AttentionRow, CeilingRow
-from trainstep.records import Scalar, by_case
+from trainstep.base.stats import WITHIN_RUN
 from trainstep.report import columns
 from trainstep.report.columns import Column
 from trainstep.report.numbers import NONE, number
 from trainstep.report.tables import Table, text_table
-from trainstep.stats import WITHIN_RUN
+from trainstep.rows import AttentionRow, CeilingRow
+from trainstep.rows.records import Scalar, by_case
 
 OURS = "flash-triton"
 PARTS = ("forward", "backward", "both")

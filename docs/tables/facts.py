@@ -10,9 +10,9 @@ from typing import Any
 
 from tables import one
 from trainstep.bench.cases import expand
-from trainstep.kinds import KINDS
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, text_table
+from trainstep.rows import KINDS
 
 FACTS = Path(__file__).parents[1] / "facts.toml"
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from tables import results, where
-from trainstep.kinds import FusedRatioRow, FusedRow
-from trainstep.records import by_case
+from trainstep.base.stats import WITHIN_RUN
 from trainstep.report.columns import ratio_cell
 from trainstep.report.numbers import NONE, number
 from trainstep.report.tables import Table, text_table
-from trainstep.stats import WITHIN_RUN
+from trainstep.rows import FusedRatioRow, FusedRow
+from trainstep.rows.records import by_case
 
 NAME, OURS = "h200-fused", "ours"
 KEPT = ("rope", "rope-in-place", "linear-cross-entropy")

@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tables import results
-from trainstep.config import ModelConfig
-from trainstep.kinds import CeilingRow, CollectiveFitRow, ParallelRow
+from trainstep.base.config import ModelConfig
+from trainstep.base.schemes import SCHEMES
 from trainstep.plan.communication import Link, collective_seconds
 from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.measured import network_links
 from trainstep.plan.parallelism import Exchange, exchange_seconds, scaled
 from trainstep.plan.roofline import PhaseSeconds, StepSeconds
 from trainstep.plan.strategies import Layout, kept_groups
-from trainstep.records import Row
 from trainstep.report.numbers import number
 from trainstep.report.subjects.parallel import alone_ms
 from trainstep.report.subjects.workload import where
 from trainstep.report.tables import Table, text_table
-from trainstep.schemes import SCHEMES
+from trainstep.rows import CeilingRow, CollectiveFitRow, ParallelRow
+from trainstep.rows.records import Row
 
 AnyRow = TypeVar("AnyRow", bound=Row)
 NAME = "cpu-hosts"

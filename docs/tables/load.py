@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tables import RESULTS, NotMeasuredError, refuse_dirty, where
-from trainstep.kinds import RungRow
-from trainstep.records import Row, of_kind, read_records
+from trainstep.base.stats import Interval, Ratio, verdict
 from trainstep.report.columns import ratio_cell
 from trainstep.report.numbers import NONE, number
 from trainstep.report.subjects.ladder_findings import disputing, kept_rungs
 from trainstep.report.tables import Table, text_table
-from trainstep.stats import Interval, Ratio, verdict
+from trainstep.rows import RungRow
+from trainstep.rows.records import Row, of_kind, read_records
 
 
 @dataclass(frozen=True)

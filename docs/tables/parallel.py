@@ -8,10 +8,16 @@ from functools import partial
 from pathlib import Path
 
 from tables import RESULTS, of_rows, plain, results, setting, where
+from trainstep.base.config import SIZES
+from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel.planned import copies_of, moments, planned_bytes, scheme_of
 from trainstep.bench.parallel.ratios import ratios_alike, time_ratio
-from trainstep.config import SIZES
-from trainstep.kinds import (
+from trainstep.report import columns
+from trainstep.report.columns import Column
+from trainstep.report.numbers import number
+from trainstep.report.subjects.parallel import beyond_alone
+from trainstep.report.tables import Table, tabulate, text_table
+from trainstep.rows import (
     CollectiveFitRow,
     CollectiveRow,
     ParallelFamilyRow,
@@ -19,13 +25,7 @@ from trainstep.kinds import (
     ParallelTraceRow,
     PlanRow,
 )
-from trainstep.records import Row
-from trainstep.report import columns
-from trainstep.report.columns import Column
-from trainstep.report.numbers import number
-from trainstep.report.subjects.parallel import beyond_alone
-from trainstep.report.tables import Table, tabulate, text_table
-from trainstep.schemes import SCHEMES
+from trainstep.rows.records import Row
 
 PARTS = ("forward", "backward", "communication", "optimizer")
 

@@ -32,8 +32,7 @@ from statistics import median
 from typing import Literal
 
 from tables import RESULTS, results
-from trainstep.errors import UsageError
-from trainstep.kinds import CheckpointingRow, ParallelRow, PeakRow, PlanCheckRow, RungRow, StepRow
+from trainstep.base.errors import UsageError
 from trainstep.plan import machine
 from trainstep.plan.communication import Link, collective_seconds
 from trainstep.plan.limits import intensity, mesh_tokens
@@ -41,10 +40,11 @@ from trainstep.plan.machine import ATTAINABLE, OPTIMIZER_FRACTION
 from trainstep.plan.measured import calibrated, checked, scheme_launches
 from trainstep.plan.roofline import FUSED_ATTENTION, TILES
 from trainstep.plan.strategies import RESERVED_BYTES
-from trainstep.records import Row
 from trainstep.report import subjects
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, make_table, text_table
+from trainstep.rows import CheckpointingRow, ParallelRow, PeakRow, PlanCheckRow, RungRow, StepRow
+from trainstep.rows.records import Row
 
 
 @dataclass(frozen=True)

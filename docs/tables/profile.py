@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables import OUTCOME, SIZE, of_rows, plain
-from trainstep import kinds
-from trainstep.records import Row
+from trainstep import rows as kinds
 from trainstep.report import columns
 from trainstep.report.columns import Column
 from trainstep.report.subjects import fit
 from trainstep.report.subjects.kernel_findings import brief_name
 from trainstep.report.subjects.memory import residual_name
 from trainstep.report.tables import Table
+from trainstep.rows.records import Row
 
 PROFILES = "h200-profile"
 PROFILED = (SIZE, *columns.named("batch", "context", "precision", "attention"))

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables import RUNG, SIZE, of_rows, plain, results, where
-from trainstep.config import PHASES
-from trainstep.kinds import ControlRow, RungRow, StepRow, TrainRow
+from trainstep.base.config import PHASES
+from trainstep.base.stats import Ratio
 from trainstep.report import columns
 from trainstep.report.compare import compare, comparison_table, repeatability
 from trainstep.report.numbers import NONE, number, numeric
 from trainstep.report.subjects.ladder_findings import after
 from trainstep.report.tables import Table, tabulate, text_table
-from trainstep.stats import Ratio
+from trainstep.rows import ControlRow, RungRow, StepRow, TrainRow
 
 MEANS = tuple(columns.mean(f"{name} (ms)", name) for name in (*PHASES, "step"))
 RATES = (columns.value("TFLOP/s", "achieved_tflops"), columns.value("utilisation (%)", "utilisation"))

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from tables import RESULTS, NotMeasuredError, refuse_dirty, where
-from trainstep.kinds import StepRow
-from trainstep.records import by_case, of_kind, read_records
+from trainstep.base.stats import ratio_of_medians, ratio_of_runs, run_deviation, smallest_found, verdict
 from trainstep.report.numbers import NONE, number
 from trainstep.report.tables import Table, text_table
-from trainstep.stats import ratio_of_medians, ratio_of_runs, run_deviation, smallest_found, verdict
+from trainstep.rows import StepRow
+from trainstep.rows.records import by_case, of_kind, read_records
 
 Run = Sequence[float]
 CORPORA = tuple(sorted(path.stem for path in RESULTS.glob("aa-*.jsonl")))

@@ -7,19 +7,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainstep.analysis import analyze
-    from trainstep.config import SIZES, ModelConfig, StepConfig
-    from trainstep.errors import UsageError
+    from trainstep.base.config import SIZES, ModelConfig, StepConfig
+    from trainstep.base.errors import UsageError
+    from trainstep.bench.analysis import analyze
+    from trainstep.observe.watching import lightning_callback, trainer_callback, watch
     from trainstep.report.page import Report
-    from trainstep.watching import lightning_callback, trainer_callback, watch
-    from trainstep.workload import Workload
+    from trainstep.step.workload import Workload
 
 __all__ = ["SIZES", "ModelConfig", "Report", "StepConfig", "UsageError", "Workload", "analyze"]
 __all__ += ["lightning_callback", "trainer_callback", "watch"]
 
-_HOME = dict.fromkeys(("SIZES", "ModelConfig", "StepConfig"), "config")
-_HOME |= dict.fromkeys(("lightning_callback", "trainer_callback", "watch"), "watching")
-_HOME |= {"Report": "report.page", "UsageError": "errors", "Workload": "workload", "analyze": "analysis"}
+_HOME = dict.fromkeys(("SIZES", "ModelConfig", "StepConfig"), "base.config")
+_HOME |= dict.fromkeys(("lightning_callback", "trainer_callback", "watch"), "observe.watching")
+_HOME |= {
+    "Report": "report.page",
+    "UsageError": "base.errors",
+    "Workload": "step.workload",
+    "analyze": "bench.analysis",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,9 +5,9 @@ import sys
 
 
 def main() -> None:
-    """As `trainstep.cli.main`, which is imported here so that Ctrl-C during imports is no traceback."""
+    """As `trainstep.commands.cli.main`, which is imported here so that Ctrl-C during imports is no traceback."""
     try:
-        from trainstep.cli import main as run
+        from trainstep.commands.cli import main as run
     except KeyboardInterrupt:
         os.write(2, b"trainstep: interrupted\n")
         sys.exit(130)

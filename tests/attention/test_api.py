@@ -11,8 +11,8 @@ import torch
 
 import trainstep.attention
 from trainstep.attention import IMPLEMENTATIONS, attention, choose, flash_attention, inputs, tuned
-from trainstep.config import AttentionImpl
-from trainstep.errors import UsageError
+from trainstep.base.config import AttentionImpl
+from trainstep.base.errors import UsageError
 
 Q = torch.zeros(2, 4, 6, 16)
 BAD = {

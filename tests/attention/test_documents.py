@@ -12,7 +12,7 @@ from trainstep.attention import FlashAttentionReference, attention, flash_attn, 
 from trainstep.attention.documents import bounds, spans, token_first
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.scoring import Scoring
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.base.errors import UnsupportedError, UsageError
 
 OFFSETS = torch.tensor([0, 7, 7, 30, 40])
 ON_CPU = ["auto", "eager", "flash-reference"]

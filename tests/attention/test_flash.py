@@ -24,9 +24,9 @@ from tests.attention.budget import (
 from trainstep.attention import FlashAttentionTriton, attention, flash_attention
 from trainstep.attention import flash as flash_module
 from trainstep.attention.flash import backward_op, forward_op, sums_dq_in_any_order
-from trainstep.casting import matmul_precision
-from trainstep.errors import UsageError
-from trainstep.precision import PrecisionName
+from trainstep.base.errors import UsageError
+from trainstep.base.precision import PrecisionName
+from trainstep.step.casting import matmul_precision
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CASES = [

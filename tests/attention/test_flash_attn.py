@@ -12,7 +12,7 @@ from tests.attention.budget import Case, assert_within_budget, value_and_gradien
 from trainstep.attention import attention, flash_attn
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.scoring import Scoring
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.base.errors import UnsupportedError, UsageError
 
 
 def in_bshd(

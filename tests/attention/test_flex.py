@@ -7,7 +7,7 @@ import torch
 
 from tests.attention.budget import Case, assert_within_budget, value_and_gradients
 from trainstep.attention import attention, flex
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.base.errors import UnsupportedError, UsageError
 
 BOTH = ["flex", "flex-max-autotune"]
 UNIT = torch.backends.cpu.get_cpu_capability()

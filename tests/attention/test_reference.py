@@ -10,7 +10,7 @@ from trainstep.attention import FlashAttentionReference
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.reference import flash_forward
 from trainstep.attention.scoring import Scoring
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.base.errors import UnsupportedError, UsageError
 
 CASES = [
     *(Case(n, n, 16) for n in (1, 17, 63, 111, 128, 257)),

@@ -5,7 +5,7 @@ import torch
 
 from tests.attention.budget import Case, assert_within_budget, value_and_gradients
 from trainstep.attention import attention
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 
 ON_CPU = ["sdpa", "sdpa-flash", "sdpa-math", "eager-compiled"]
 

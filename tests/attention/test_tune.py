@@ -10,7 +10,7 @@ import torch
 from trainstep.attention import tune
 from trainstep.attention.tune import Measurement, fastest, tune_choice, tune_tiles
 from trainstep.attention.tuned import CHOICES, TILES, HopperTile, Tile
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 
 
 def test_the_fastest_tile_of_each_case_is_kept() -> None:

@@ -24,8 +24,8 @@ from trainstep.attention.tuned import (
     multiply_precision,
     tile_for,
 )
-from trainstep.casting import matmul_precision
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
+from trainstep.step.casting import matmul_precision
 
 KERNELS, CAUSAL = ("forward", "dq", "dkdv"), (False, True)
 

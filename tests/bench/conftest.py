@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainstep.bench.check import rounding
+from trainstep.check import rounding
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,13 @@ import trainstep.bench.attention as bench
 from tests.planted.attention import WRONG
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.scoring import Scoring
-from trainstep.bench import outcome, turns
+from trainstep.base.errors import UsageError
+from trainstep.base.stats import ratio_of_rounds
+from trainstep.bench import turns
 from trainstep.bench.attention import run_cases
 from trainstep.bench.cases import GRIDS, LISTS, AttentionCase, grid_cases, listed_cases, named_grid
-from trainstep.errors import UsageError
-from trainstep.kinds import AttentionRow
-from trainstep.stats import ratio_of_rounds
+from trainstep.measure import outcome
+from trainstep.rows import AttentionRow
 
 SMALL = AttentionCase("sdpa", batch=2, heads=2, seq=64, head_dim=16, causal="yes", dtype="fp32")
 

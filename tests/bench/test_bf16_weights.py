@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 from tests.bench.parallel import by_scheme
-from trainstep.analysis import analyze
-from trainstep.bench.check.step import StepCheck, first_form, plain_form
-from trainstep.bench.ladder import climb, rungs_for
+from trainstep.base.config import StepConfig
+from trainstep.base.errors import UsageError
+from trainstep.base.schemes import SCHEMES
+from trainstep.bench.analysis import analyze
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.check import compare_with_one_process
 from trainstep.bench.parallel.planned import planned_bytes
 from trainstep.bench.step import StepCase, run_cases
-from trainstep.cli import main
-from trainstep.config import StepConfig
-from trainstep.errors import UsageError
-from trainstep.schemes import SCHEMES
-from trainstep.training_step import build_step
-from trainstep.workload import Workload, WorkloadSource, factory_source
+from trainstep.check.step import StepCheck, first_form, plain_form
+from trainstep.commands.cli import main
+from trainstep.ladder.workloads import climb, rungs_for
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import Workload, WorkloadSource, factory_source
 
 pytestmark = pytest.mark.usefixtures("small_pool")
 
@@ -162,7 +162,7 @@ def test_a_ladder_starts_from_the_weights_as_they_are():
 
 
 def test_all_rungs_of_a_ladder_are_in_bf16(monkeypatch):
-    monkeypatch.setattr("trainstep.bench.ladder.rungs_for", lambda *given: rungs_for(*given)[:1])
+    monkeypatch.setattr("trainstep.ladder.workloads.rungs_for", lambda *given: rungs_for(*given)[:1])
     rows = [row for row in climb(SOURCE, first_form(SOURCE, PLAIN), warmup=1, steps=2) if row.kind == "rung"]
     assert {row.status for row in rows} == {"ok"}
     assert {row.precision for row in rows} == {"bf16-pure"}
@@ -233,7 +233,9 @@ def test_float16_is_still_refused(factory):
 
 def test_the_library_takes_them_too(monkeypatch):
     seen = []
-    monkeypatch.setattr("trainstep.analysis.analysis_records", lambda source, config, **_: seen.append(config) or [])
+    monkeypatch.setattr(
+        "trainstep.bench.analysis.analysis_records", lambda source, config, **_: seen.append(config) or []
+    )
     analyze(workload)
     assert seen == [StepConfig(precision="bf16-pure")]
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from trainstep.base.errors import UsageError
 from trainstep.bench import collectives as bench
 from trainstep.bench.cases import CollectiveCase, collective_cases
 from trainstep.bench.collectives import fit_link
-from trainstep.errors import UsageError
-from trainstep.kinds import CollectiveRow
 from trainstep.parallel.process import Process
 from trainstep.plan.communication import COLLECTIVES, Link, collective_seconds
-from trainstep.records import read_records, write_whole
+from trainstep.rows import CollectiveRow
+from trainstep.rows.records import read_records, write_whole
 
 REPOSITORY = Path(__file__).parents[2]
 

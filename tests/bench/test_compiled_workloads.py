@@ -9,18 +9,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainstep import Workload
+from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.bench.allocations import allocation_records
-from trainstep.bench.check.step import StepCheck
 from trainstep.bench.dtypes import dtype_records
 from trainstep.bench.memory import checkpointing_records, peak_records
 from trainstep.bench.profile import profile_records
 from trainstep.bench.residuals import residual_records
 from trainstep.bench.step import StepCase, run_cases
-from trainstep.config import ModelConfig, StepConfig
+from trainstep.check.step import StepCheck
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.report.subjects.memory import uncompiled_findings
-from trainstep.training_step import build_step
-from trainstep.workload import WorkloadSource, builtin_source
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import WorkloadSource, builtin_source
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 

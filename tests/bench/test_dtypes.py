@@ -1,11 +1,11 @@
 import pytest
 
+from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.bench.dtypes import LOSS, RESULT, accumulation_records, alike, dtype_records
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.kinds import DtypeRow, row_of
 from trainstep.measure.dtypes import ModuleDtypes
 from trainstep.report.subjects import make_tables
-from trainstep.workload import builtin_source
+from trainstep.rows import DtypeRow, row_of
+from trainstep.step.workload import builtin_source
 
 TOY = builtin_source("toy", ModelConfig(vocab_size=256, d_model=16, d_ff=32, num_layers=2, num_heads=2))
 

@@ -7,12 +7,12 @@ import pytest
 
 from tests.measure.profile.test_nsys import OTHER, PROCESS, export, global_id
 from tests.measure.profile.test_trace import event, launch
+from trainstep.base.errors import UsageError
 from trainstep.bench.profile import records_from_file
-from trainstep.errors import UsageError
-from trainstep.kinds import FamilyRow, KernelRow, ProfileRow, TimelineRow
-from trainstep.records import of_kind
 from trainstep.report.page import render
 from trainstep.report.subjects import findings, make_tables
+from trainstep.rows import FamilyRow, KernelRow, ProfileRow, TimelineRow
+from trainstep.rows.records import of_kind
 
 GEMM, NCCL, ADD = (
     "nvjet_gemm",

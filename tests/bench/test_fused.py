@@ -8,16 +8,16 @@ import dataclasses
 import pytest
 import torch
 
+from trainstep.base.config import SIZES, ModelConfig, StepConfig
+from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.bench.cases import FUSED_AXES, FUSED_IMPLS, FUSED_SHAPES, FusedCase, fused_cases
-from trainstep.bench.check.fused import check
 from trainstep.bench.fused import passes, problems
 from trainstep.bench.fused.run import ratio_rows, run_cases
-from trainstep.config import SIZES, ModelConfig, StepConfig
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.check.fused import check
 from trainstep.fused import eager
-from trainstep.kinds import FusedRow
-from trainstep.training_step import build_step
-from trainstep.workload import builtin_source
+from trainstep.rows import FusedRow
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import builtin_source
 
 ROPE = FusedCase("eager", "rope", "tiny", "fp32")
 CPU = torch.device("cpu")

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.errors import UsageError
 from trainstep.bench import memory
 from trainstep.bench.memory import checkpointing_records, default_policies, peak_records
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UsageError
-from trainstep.workload import builtin_source, factory_source
+from trainstep.step.workload import builtin_source, factory_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=3, num_heads=2)
 TOY = builtin_source("toy", MODEL, Path(__file__))

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from tests.bench.test_tracing import CPU, OWN, source_of
+from trainstep.base.config import StepConfig
+from trainstep.base.errors import UnsupportedError
 from trainstep.bench.planning import host_seconds, machine_here, timed_here, traced_cases
 from trainstep.bench.tracing import trace_calls
-from trainstep.config import StepConfig
-from trainstep.errors import UnsupportedError
 from trainstep.measure import operators
 from trainstep.measure.operators import operator_seconds
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from trainstep.bench.outcome import Failure, WrongError, attempt
+from trainstep.base.config import StepConfig
 from trainstep.bench.preparing import Preparing, check_batches_leave_weights
 from trainstep.bench.step import run_cases, step_cases
-from trainstep.config import StepConfig
+from trainstep.measure.outcome import Failure, WrongError, attempt
 from trainstep.measure.timing import CpuClock
-from trainstep.training_step import build_step
-from trainstep.workload import Workload, WorkloadSource
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import Workload, WorkloadSource
 
 SLEEP_MS = 3.0
 

@@ -6,15 +6,15 @@ import json
 
 import pytest
 
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.errors import UsageError
 from trainstep.bench.profile import profile_records, records_from_file, run_nvtx
-from trainstep.bench.profile_rows import timeline_values
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UsageError
-from trainstep.kinds import FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
 from trainstep.measure.profile.kernels import Kernel, KernelProfile
+from trainstep.measure.profile.rows import timeline_values
 from trainstep.measure.profile.trace import Stream
-from trainstep.records import of_kind
-from trainstep.workload import builtin_source
+from trainstep.rows import FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
+from trainstep.rows.records import of_kind
+from trainstep.step.workload import builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=48, num_layers=3, num_heads=2)
 SOURCE = builtin_source("toy", MODEL)

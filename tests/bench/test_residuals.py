@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.errors import UnsupportedError
 from trainstep.bench.residuals import measure_residuals, residual_records
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UnsupportedError
 from trainstep.plan.memory import block_bytes
 from trainstep.report.subjects import make_tables
-from trainstep.workload import builtin_source
+from trainstep.step.workload import builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=3, num_heads=2)
 TOY = builtin_source("toy", MODEL)

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from torch._inductor.exc import InductorError
 
-from trainstep.batches import count_tokens
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.bench import step as bench_step
-from trainstep.bench.check.step import StepCheck
-from trainstep.bench.outcome import Failure, attempt
 from trainstep.bench.step import case_columns, measure_step, measured_fields, plainest, run_cases, step_cases
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.check.step import StepCheck
+from trainstep.measure.outcome import Failure, attempt
 from trainstep.plan.flops import step_flops
-from trainstep.records import RecordWriter, read_records
-from trainstep.workload import Workload, WorkloadSource, builtin_source
+from trainstep.rows.records import RecordWriter, read_records
+from trainstep.step.batches import count_tokens
+from trainstep.step.workload import Workload, WorkloadSource, builtin_source
 
 TOY = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256)
 SOURCE = builtin_source("toy", TOY)

@@ -8,17 +8,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trainstep import Workload
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.bench.memory import checkpointing_records, measure_peaks, peak_records
 from trainstep.bench.tracing import _KEPT_GROUPS, _groups, trace_step
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel.fsdp.checks import MAX_PREFETCH
 from trainstep.parallel.fsdp.shards import plan_groups
 from trainstep.plan.memory import peak_bytes
 from trainstep.plan.strategies import kept_groups
 from trainstep.report.subjects.memory import PEAKS
 from trainstep.report.tables import make_table
-from trainstep.workload import WorkloadSource, builtin_source, factory_source
+from trainstep.step.workload import WorkloadSource, builtin_source, factory_source
 
 OWN = factory_source("examples.own_model:workload")
 CPU = StepConfig(device="cpu")

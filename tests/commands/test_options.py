@@ -5,9 +5,9 @@ import math
 
 import pytest
 
+from trainstep.base.config import SIZES, StepConfig
 from trainstep.bench.cases import AttentionCase
-from trainstep.cli import main, parse
-from trainstep.config import SIZES, StepConfig
+from trainstep.commands.cli import main, parse
 from trainstep.train.config import TrainConfig
 
 

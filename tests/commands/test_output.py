@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from trainstep.base.errors import UsageError
 from trainstep.commands.output import console_for_output, run_and_report, show_table
-from trainstep.errors import UsageError
-from trainstep.kinds import StepRow
-from trainstep.records import Times, read_records
 from trainstep.report.tables import text_table
+from trainstep.rows import StepRow
+from trainstep.rows.records import Times, read_records
 
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from trainstep import cli
+from trainstep.commands import cli
 from trainstep.commands.output import console_for_output, run_and_report, show_table
 from trainstep.commands.plan import Plan
-from trainstep.kinds import StepRow
-from trainstep.records import Times
+from trainstep.rows import StepRow
+from trainstep.rows.records import Times
 from trainstep.report.page import Report
 
 def records():
@@ -85,7 +85,7 @@ def test_an_error_that_a_signal_causes_is_no_traceback(number, tmp_path):
 
 
 def test_a_mistake_in_the_middle_keeps_the_rows_and_writes_the_report(tmp_path):
-    wrong = "from trainstep.errors import UsageError; raise UsageError('the batches are used up')"
+    wrong = "from trainstep.base.errors import UsageError; raise UsageError('the batches are used up')"
     out, err, code = signal_at(start(tmp_path, measure=wrong))
     assert code == 2
     assert err.splitlines()[:3] == ["measuring", "cleaning", "reporting"]

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.fused.places import DEVICE, DTYPES, HERE, Products, draw
-from trainstep.bench.check.fused import check
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.base.errors import UnsupportedError, UsageError
+from trainstep.check.fused import check
 from trainstep.fused import cross_entropy as module
 from trainstep.fused import eager, linear_cross_entropy, one_piece
 from trainstep.fused.cross_entropy import LOGITS_BYTES, MULTIPLE, launch_loss, loss_op, tokens_at_once

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.fused.places import DEVICE, DTYPES, HERE, draw
-from trainstep.bench.check.fused import compare, expected
-from trainstep.errors import UnsupportedError
-from trainstep.run.changes.head_loss import HeadLoss
+from trainstep.base.errors import UnsupportedError
+from trainstep.check.fused import compare, expected
+from trainstep.ladder.changes.head_loss import HeadLoss
 
 pytestmark = HERE
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.fused.places import DEVICE, HERE
-from trainstep.bench.check.step import StepCheck, plain_form
-from trainstep.config import ModelConfig, StepConfig
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.check.step import StepCheck, plain_form
 from trainstep.measure.flops import counted_flops
-from trainstep.model.fused import FusedBlock
-from trainstep.model.transformer import build_transformer
-from trainstep.training_step import build_step
-from trainstep.workload import builtin_source
+from trainstep.step.model.fused import FusedBlock
+from trainstep.step.model.transformer import build_transformer
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import builtin_source
 
 pytestmark = HERE
 MODEL = ModelConfig(vocab_size=259, d_model=16, d_ff=20, num_layers=1, num_heads=2)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from trainstep.errors import UnsupportedError
+from trainstep.base.errors import UnsupportedError
 from trainstep.fused.operators import require_device
 from trainstep.fused.triton import INTERPRETED
 
 REFUSED = """
 import torch
-from trainstep.errors import UnsupportedError
+from trainstep.base.errors import UnsupportedError
 from trainstep.fused import linear_cross_entropy, rope
 x = torch.ones(1, 1, 2, 2)
 for call in (

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.fused.places import DEVICE, DTYPES, HERE, draw
-from trainstep.bench.check.fused import check
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
+from trainstep.check.fused import check
 from trainstep.fused import eager, rope
-from trainstep.model.transformer import RotaryEmbedding
+from trainstep.step.model.transformer import RotaryEmbedding
 
 pytestmark = HERE
 NAMES = ("q", "k", "dq", "dk")

@@ -9,8 +9,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from tests.fused.places import DEVICE, DTYPES, HERE, draw
-from trainstep.bench.check.fused import compare, differentiate, expected
-from trainstep.run.changes.rotary import HOW, Rotary, _kernel_takes
+from trainstep.check.fused import compare, differentiate, expected
+from trainstep.ladder.changes.rotary import HOW, Rotary, _kernel_takes
 
 pytestmark = HERE
 LENGTH, WIDTH = 7, 12

@@ -3,14 +3,14 @@
 import dataclasses
 from unittest import mock
 
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel import ParallelCase
-from trainstep.config import ModelConfig, StepConfig
 from trainstep.fused import cross_entropy
-from trainstep.model import transformer
-from trainstep.replicas import full_parameters
-from trainstep.schemes import SCHEMES
-from trainstep.training_step import build_step
-from trainstep.workload import builtin_source
+from trainstep.parallel.replicas import full_parameters
+from trainstep.step.model import transformer
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import builtin_source
 
 MODEL = ModelConfig(vocab_size=259, d_model=16, d_ff=20, num_layers=3, num_heads=2)
 SOURCE = builtin_source("little", MODEL)

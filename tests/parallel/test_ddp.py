@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.parallel import training
 from tests.parallel.training import OPTIMIZERS, build, differing, loss_of, reference, shares, state, whole_batch
 from tests.workers import WorkerError, Workers
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel
 

@@ -14,7 +14,7 @@ from tests.parallel.nets import train_alone
 from tests.parallel.training import OPTIMIZERS, differing, reference
 from tests.parallel.zero import test_hybrid as test_zero_hybrid
 from tests.parallel.zero import test_optimizer
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import forms
 from trainstep.parallel.collectives import all_reduce_mean, all_to_all, broadcast

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.partial import RankGradient, before_optimizer_steps, is_elementwise
 

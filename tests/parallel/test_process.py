@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.workers import WorkerError, Workers
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.process import bind_device, check_ranks_agree, join_group, resolve_group, torchrun_command
 
 REPOSITORY = Path(__file__).parents[2]

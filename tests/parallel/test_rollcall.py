@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.workers import WorkerError, Workers
-from trainstep.errors import CollectiveError, UsageError
+from trainstep.base.errors import CollectiveError, UsageError
 from trainstep.parallel import announced, rollcall
 from trainstep.parallel.announced import Record, note
 from trainstep.parallel.process import Process, joined

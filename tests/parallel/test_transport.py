@@ -11,7 +11,7 @@ import torch
 
 from tests.parallel.fsdp.training import CASES, assert_same, train
 from tests.parallel.nets import build, train_alone
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp.shards import cut_rows

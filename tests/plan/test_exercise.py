@@ -3,7 +3,7 @@
 import pytest
 
 from tables.plan import alternate_bytes_sent, alternate_passes, alternate_seconds
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.plan.communication import Link, collective_seconds
 
 

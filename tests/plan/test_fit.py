@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.plan import fit
 from trainstep.plan.fit import (
     CLOSE,

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainstep.config import SIZES, ModelConfig
-from trainstep.model.transformer import build_transformer
+from trainstep.base.config import SIZES, ModelConfig
 from trainstep.plan.flops import attention_flops, forward_flops, step_flops
+from trainstep.step.model.transformer import build_transformer
 
 TOY = ModelConfig(vocab_size=11, d_model=8, d_ff=20, num_layers=3, num_heads=2)
 

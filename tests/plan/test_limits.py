@@ -6,8 +6,8 @@ import pytest
 
 from tables.plan import BYTES_PER_S, FLOPS_PER_S, XXL, FeedForwardStack, compute_bound_tokens
 from tests.plan.test_communication import simulate
-from trainstep.config import SIZES
-from trainstep.errors import UsageError
+from trainstep.base.config import SIZES
+from trainstep.base.errors import UsageError
 from trainstep.plan.limits import (
     best_fsdp_ranks,
     best_mesh_tokens,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from trainstep.config import SIZES
-from trainstep.hardware import require_device
-from trainstep.kinds import row_of
+from trainstep.base.config import SIZES
+from trainstep.base.hardware import require_device
 from trainstep.plan.machine import machine_of
 from trainstep.plan.measured import calibrated, checked, scheme_launches
-from trainstep.records import read_records
+from trainstep.rows import row_of
+from trainstep.rows.records import read_records
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 CALIBRATION = [RESULTS / "h200-calibration.jsonl"]

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainstep.base.config import SIZES, ModelConfig, StepConfig
+from trainstep.base.errors import UnsupportedError
 from trainstep.bench.attention import run_cases
 from trainstep.bench.cases import AttentionCase
-from trainstep.config import SIZES, ModelConfig, StepConfig
-from trainstep.errors import UnsupportedError
-from trainstep.measure.memory import optimizer_state_tensors, parameter_bytes, residuals, step_memory
-from trainstep.model.transformer import build_transformer
+from trainstep.measure.memory import parameter_bytes, residuals, step_memory
 from trainstep.plan.memory import (
     best_blocks_per_checkpoint,
     block_bytes,
@@ -20,8 +19,10 @@ from trainstep.plan.memory import (
     peak_bytes,
     static_bytes,
 )
-from trainstep.training_step import build_step
-from trainstep.workload import builtin_source
+from trainstep.step.model.transformer import build_transformer
+from trainstep.step.training_step import build_step
+from trainstep.step.weights import optimizer_state_tensors
+from trainstep.step.workload import builtin_source
 
 BLOCK = ModelConfig(vocab_size=256, d_model=64, d_ff=160, num_layers=1, num_heads=2, max_context=48)
 

@@ -6,9 +6,9 @@ import math
 import pytest
 
 from tests.plan.test_communication import run_through, simulate
-from trainstep.config import SIZES, ModelConfig, StepConfig
-from trainstep.errors import UsageError
-from trainstep.hardware import require_device
+from trainstep.base.config import SIZES, ModelConfig, StepConfig
+from trainstep.base.errors import UsageError
+from trainstep.base.hardware import require_device
 from trainstep.plan.communication import LEAST_BUCKET_BYTES, Link
 from trainstep.plan.flops import step_flops
 from trainstep.plan.machine import LINK_HOP_S, NETWORK_HOP_S, NETWORK_OVERHEAD_S, Cluster, machine_of

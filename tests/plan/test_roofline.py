@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainstep.config import SIZES, ModelConfig, StepConfig
-from trainstep.errors import UnsupportedError
-from trainstep.hardware import DEVICES, require_device
-from trainstep.model import transformer
+from trainstep.base.config import SIZES, ModelConfig, StepConfig
+from trainstep.base.errors import UnsupportedError
+from trainstep.base.hardware import DEVICES, require_device
 from trainstep.plan.machine import machine_of
 from trainstep.plan.roofline import OPTIMIZER_BYTES, product_seconds, step_seconds
+from trainstep.step.model import transformer
 
 EVEN = ModelConfig(vocab_size=512, d_model=512, d_ff=1024, num_layers=2, num_heads=2, max_context=256)
 """Whole tiles everywhere: with one multiprocessor, no round is partly idle."""

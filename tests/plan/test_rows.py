@@ -8,12 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from trainstep.base.config import SIZES, StepConfig
+from trainstep.base.errors import UsageError
+from trainstep.base.hardware import require_device
 from trainstep.bench import planning
-from trainstep.cli import main
-from trainstep.config import SIZES, StepConfig
-from trainstep.errors import UsageError
-from trainstep.hardware import require_device
-from trainstep.kinds import (
+from trainstep.commands.cli import main
+from trainstep.plan.communication import Link
+from trainstep.plan.machine import GIB, NETWORK_HOP_S, Cluster, machine_of
+from trainstep.plan.measured import calibrated
+from trainstep.plan.roofline import OPTIMIZER_BYTES
+from trainstep.plan.rows import PlanRequest, plan_records
+from trainstep.report.subjects import TABLES, findings
+from trainstep.report.tables import make_table
+from trainstep.rows import (
     CeilingRow,
     PlanCheckRow,
     PlanLimitRow,
@@ -24,14 +31,7 @@ from trainstep.kinds import (
     WorkloadRow,
     row_of,
 )
-from trainstep.plan.communication import Link
-from trainstep.plan.machine import GIB, NETWORK_HOP_S, Cluster, machine_of
-from trainstep.plan.measured import calibrated
-from trainstep.plan.roofline import OPTIMIZER_BYTES
-from trainstep.plan.rows import PlanRequest, plan_records
-from trainstep.records import of_kind, read_records, write_whole
-from trainstep.report.subjects import TABLES, findings
-from trainstep.report.tables import make_table
+from trainstep.rows.records import of_kind, read_records, write_whole
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 CALIBRATION = [RESULTS / "h200-calibration.jsonl"]
@@ -145,7 +145,7 @@ QUICK = ["plan", "--size", "small", "--gpus-per-node", "4", "--nodes", "2"]
 def planned(tmp_path_factory):
     out = tmp_path_factory.mktemp("plan")
     code = (
-        "import sys\nfrom trainstep.cli import main\n"
+        "import sys\nfrom trainstep.commands.cli import main\n"
         f"try: main({[*QUICK, '--out', str(out)]!r})\n"
         "except SystemExit as stop: print('code', stop.code, 'torch' in sys.modules)"
     )

@@ -4,10 +4,8 @@ import dataclasses
 
 import pytest
 
-from trainstep.blocks import blocks_in_runs
-from trainstep.config import SIZES, ModelConfig, StepConfig
-from trainstep.hardware import require_device
-from trainstep.model.transformer import build_transformer
+from trainstep.base.config import SIZES, ModelConfig, StepConfig
+from trainstep.base.hardware import require_device
 from trainstep.plan.machine import GIB, Cluster, machine_of
 from trainstep.plan.memory import peak_bytes
 from trainstep.plan.strategies import (
@@ -20,6 +18,8 @@ from trainstep.plan.strategies import (
     smallest_gpus,
     strategy_memory,
 )
+from trainstep.step.blocks import blocks_in_runs
+from trainstep.step.model.transformer import build_transformer
 
 MODEL = ModelConfig(vocab_size=512, d_model=256, d_ff=1024, num_layers=6, num_heads=8)
 STEP = StepConfig(batch=2, context=128, precision="bf16", attention="sdpa", optimizer="adamw-fused")

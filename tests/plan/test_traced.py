@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from trainstep.errors import UnsupportedError
-from trainstep.hardware import require_device
+from trainstep.base.errors import UnsupportedError
+from trainstep.base.hardware import require_device
 from trainstep.plan.limits import data_axis_tokens, intensity
 from trainstep.plan.machine import Cluster, machine_of
 from trainstep.plan.roofline import FUSED_ATTENTION, product_seconds

@@ -28,17 +28,17 @@ import torch
 from tests.planted import attention, buffers, parallel, step, train
 from tests.planted.right import RIGHT
 from tests.workers import Workers
-from trainstep.bench import ladder
-from trainstep.bench.check.attention import Errors
-from trainstep.bench.check.gradients import Deviation
-from trainstep.bench.check.reference import TRAINED_STEPS, Reference, gradients_at
-from trainstep.bench.check.step import START, StepCheck, Verdict
+from trainstep.base.config import StepConfig
 from trainstep.bench.parallel.check import Agreement
 from trainstep.bench.step import StepCase, run_cases
-from trainstep.config import StepConfig
+from trainstep.check.attention import Errors
+from trainstep.check.gradients import Deviation
+from trainstep.check.reference import TRAINED_STEPS, Reference, gradients_at
+from trainstep.check.step import START, StepCheck, Verdict
+from trainstep.ladder import workloads as ladder
 from trainstep.measure.environment import _commit, describe
-from trainstep.training_step import TrainingStep
-from trainstep.workload import WorkloadSource
+from trainstep.step.training_step import TrainingStep
+from trainstep.step.workload import WorkloadSource
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "docs" / "results" / "planted.json"

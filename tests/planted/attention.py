@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainstep.attention import FlashAttentionReference, attention
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.scoring import Scoring
-from trainstep.bench.check.attention import Errors, Implementation, check
+from trainstep.check.attention import Errors, Implementation, check
 
 SHAPE = (2, 4, 128, 16)  # batch, heads, seq, head_dim
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -26,23 +26,24 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.bench.parallel import by_scheme
 from tests.planted.right import RIGHT as RIGHT_STEPS
-from trainstep.bench import outcome, parallel
-from trainstep.bench.check import dropout, reference
-from trainstep.bench.outcome import Failure
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.schemes import SCHEMES, Scheme
+from trainstep.bench import parallel
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.check import Agreement, agreement, compare_with_one_process
 from trainstep.bench.parallel.one_process import Expected, expected
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.model import text
+from trainstep.check import dropout, reference
+from trainstep.measure import outcome
+from trainstep.measure.outcome import Failure
 from trainstep.parallel.collectives import all_reduce_sum, reduce_scatter_sum
 from trainstep.parallel.ddp import bucket as sent
 from trainstep.parallel.process import Process
+from trainstep.parallel.replicas import local_gradients
 from trainstep.parallel.slices import flat, slice_of
 from trainstep.parallel.zero import pieces
-from trainstep.replicas import local_gradients
-from trainstep.schemes import SCHEMES, Scheme
-from trainstep.training_step import MakeOptimizer, Replica
-from trainstep.workload import WorkloadSource, builtin_source
+from trainstep.step.model import text
+from trainstep.step.training_step import MakeOptimizer, Replica
+from trainstep.step.workload import WorkloadSource, builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2, max_context=16)
 SOURCE = builtin_source("little", MODEL)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.planted.step import MODEL, Change
-from trainstep.config import StepConfig
-from trainstep.workload import Workload, WorkloadSource, builtin_source
+from trainstep.base.config import StepConfig
+from trainstep.step.workload import Workload, WorkloadSource, builtin_source
 
 Case = tuple[WorkloadSource, StepConfig, Change]
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.workload import Workload, WorkloadSource, builtin_source
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.step.workload import Workload, WorkloadSource, builtin_source
 
 MODEL = ModelConfig(d_model=64, d_ff=160, num_layers=3, num_heads=4, vocab_size=512, max_context=128)
 BASE = StepConfig(batch=2, context=128, device="cpu")

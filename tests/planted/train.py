@@ -13,11 +13,11 @@ from torch import nn
 
 from tests.planted.parallel import CONFIG, MODEL
 from tests.train import runs
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
+from trainstep.base.schemes import SCHEMES
 from trainstep.parallel.process import Process
-from trainstep.replicas import build
-from trainstep.schemes import SCHEMES
-from trainstep.workload import builtin_source
+from trainstep.parallel.replicas import build
+from trainstep.step.workload import builtin_source
 
 TRAINED = ("ddp", "sharded-optimizer", "fsdp")
 """The schemes of `train` that communicate."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.realworld import models
-from trainstep.checkpointing import Checkpointing
-from trainstep.errors import UnsupportedError
+from trainstep.base.errors import UnsupportedError
+from trainstep.checkpointing.recomputing import Checkpointing
 
 pytestmark = pytest.mark.realworld
 

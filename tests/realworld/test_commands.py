@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from tests.realworld import models
+from trainstep.base.config import StepConfig
 from trainstep.bench.allocations import allocation_records
 from trainstep.bench.dtypes import dtype_records
 from trainstep.bench.memory import checkpointing_records
 from trainstep.bench.residuals import measure_compiled_block, measure_residuals
 from trainstep.bench.step import StepCase, run_cases
-from trainstep.config import StepConfig
-from trainstep.kinds import MemoryTimelineRow
-from trainstep.records import Row, of_kind
 from trainstep.report.subjects.memory import cache_findings
-from trainstep.workload import Workload, WorkloadSource, factory_source
+from trainstep.rows import MemoryTimelineRow
+from trainstep.rows.records import Row, of_kind
+from trainstep.step.workload import Workload, WorkloadSource, factory_source
 
 pytestmark = pytest.mark.realworld
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.realworld import models
-from trainstep.model.transformer import chunked_cross_entropy
-from trainstep.run.changes.head_loss import HeadLoss
+from trainstep.ladder.changes.head_loss import HeadLoss
+from trainstep.step.model.transformer import chunked_cross_entropy
 
 pytestmark = pytest.mark.realworld
 

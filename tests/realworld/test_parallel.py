@@ -9,12 +9,12 @@ import torch
 
 from tests.planted.parallel import quick
 from trainstep import Workload
+from trainstep.base.config import StepConfig
+from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.run import run_cases
-from trainstep.config import StepConfig
-from trainstep.records import SoFar
-from trainstep.schemes import SCHEMES
-from trainstep.workload import WorkloadSource
+from trainstep.rows.records import SoFar
+from trainstep.step.workload import WorkloadSource
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

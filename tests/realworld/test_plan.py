@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from trainstep import Workload
+from trainstep.base.config import StepConfig
 from trainstep.bench.memory import measure_peaks
 from trainstep.bench.tracing import trace_step
-from trainstep.config import StepConfig
-from trainstep.workload import WorkloadSource
+from trainstep.step.workload import WorkloadSource
 
 pytestmark = pytest.mark.realworld
 SHAPE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}

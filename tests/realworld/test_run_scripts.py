@@ -5,9 +5,9 @@ import runpy
 import pytest
 
 import trainstep
-from tests.run.measuring import measure
-from trainstep.kinds import ScriptRow, WaitRow
-from trainstep.records import of_kind
+from tests.observe.measuring import measure
+from trainstep.rows import ScriptRow, WaitRow
+from trainstep.rows.records import of_kind
 
 pytestmark = pytest.mark.realworld
 SCRIPTS = __file__.rpartition("/")[0] + "/scripts/"

@@ -10,9 +10,9 @@ import pytest
 
 import measure_models
 from measure_models import outcome, peaks_disagree, run_cell
-from trainstep.bench.check.reference import OWN_ARITHMETIC
-from trainstep.kinds import CheckpointingRow, MemoryTimelineRow, ParallelRow, PeakRow, StepRow
-from trainstep.records import Row, Status
+from trainstep.check.reference import OWN_ARITHMETIC
+from trainstep.rows import CheckpointingRow, MemoryTimelineRow, ParallelRow, PeakRow, StepRow
+from trainstep.rows.records import Row, Status
 
 
 def step(status: Status = "ok", reason: str | None = None, **values: Any) -> StepRow:

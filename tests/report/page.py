@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 from typing import Any
 
 from tests.report import sample
-from trainstep.kinds import RungRow
-from trainstep.records import Row, of_kind
+from trainstep.rows import RungRow
+from trainstep.rows.records import Row, of_kind
 
 HOSTILE = "<script>document.title = 'run'</script><img src=x onerror=\"document.title = 'run'\">"
 """A name that would run as code, if it were not escaped."""

@@ -10,9 +10,9 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainstep.kinds import CeilingRow, ControlRow, RungRow, StepRow, WorkloadRow
-from trainstep.records import Row, Scalar, Status, make_row
-from trainstep.stats import Ratio, ratio_of_medians, summarize, verdict
+from trainstep.base.stats import Ratio, ratio_of_medians, summarize, verdict
+from trainstep.rows import CeilingRow, ControlRow, RungRow, StepRow, WorkloadRow
+from trainstep.rows.records import Row, Scalar, Status, make_row
 
 CPU: Mapping[str, Scalar] = {
     "date": "2026-01-02",

@@ -10,11 +10,11 @@ import pytest
 from tests.report import sample
 from tests.report.browsing import DEEP, complaints, hover, open_page, requests, set_scheme, wait_for, wait_until_drawn
 from tests.report.page import HOSTILE, as_numbers, expected_ladder, hostile_records
-from trainstep.kinds import RungRow
-from trainstep.records import of_kind
 from trainstep.report.charts.rows import ROW_HEIGHT
 from trainstep.report.page import write_html
 from trainstep.report.subjects.ladder_findings import kept_rungs, recommended_flags
+from trainstep.rows import RungRow
+from trainstep.rows.records import of_kind
 
 
 @pytest.fixture(scope="module")

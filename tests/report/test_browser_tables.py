@@ -12,10 +12,10 @@ import pytest
 
 from tests.report import sample
 from tests.report.browsing import complaints, open_page, set_scheme
-from trainstep.kinds import ParallelRow
-from trainstep.records import Row, Times
 from trainstep.report.page import write_html
 from trainstep.report.subjects.ladder_findings import kept_rungs
+from trainstep.rows import ParallelRow
+from trainstep.rows.records import Row, Times
 
 COLUMN = "const cells = [...document.querySelectorAll('table[data-table=ladder] tbody tr')]"
 

@@ -8,8 +8,12 @@ import pytest
 from tests.report.subjects.test_script_ladder import BASELINE as SCRIPT
 from tests.report.subjects.test_script_ladder import row as script_rung
 from tests.report.test_summary import PROFILE, SHAPE, finding, first
-from trainstep.config import CHANGES, PHASES
-from trainstep.kinds import (
+from trainstep.base.config import CHANGES, PHASES
+from trainstep.report.blocks import Cards, Headline
+from trainstep.report.cards import CLAIMS, cards
+from trainstep.report.headlines import headlines
+from trainstep.report.subjects import findings
+from trainstep.rows import (
     AttentionRow,
     FamilyRow,
     ParallelRow,
@@ -21,11 +25,7 @@ from trainstep.kinds import (
     ScriptRow,
     StepRow,
 )
-from trainstep.records import Times
-from trainstep.report.blocks import Cards, Headline
-from trainstep.report.cards import CLAIMS, cards
-from trainstep.report.headlines import headlines
-from trainstep.report.subjects import findings
+from trainstep.rows.records import Times
 
 CASE = {"workload": "m", "precision": "fp32"}
 STEP = StepRow(**CASE, mode="step", warmup=3, times=dict.fromkeys((*PHASES, "step"), Times(5.0)), n=9, peak_gib=4.0)

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from trainstep.errors import UsageError
-from trainstep.kinds import row_of
+from trainstep.base.errors import UsageError
+from trainstep.base.stats import median_interval
 from trainstep.report.compare import compare, comparison_table, repeatability
-from trainstep.stats import median_interval
+from trainstep.rows import row_of
 
 LOSSES = [4.0, 3.0, 2.0]
 
@@ -344,7 +344,7 @@ def test_many_passes_of_one_case_take_time_in_proportion_to_their_number(monkeyp
     """Counted in intervals of medians, of which a pass needs one; each pass against each would need 100 times more."""
     asked = []
     monkeypatch.setattr(
-        "trainstep.stats.median_interval", lambda *args, kept=median_interval: asked.append(1) or kept(*args)
+        "trainstep.base.stats.median_interval", lambda *args, kept=median_interval: asked.append(1) or kept(*args)
     )
     passes = [step(100.0 + index % 7, repeat=index, seed=index) for index in range(200)]
     for count in (100, 200):

@@ -7,8 +7,6 @@ from functools import partial
 import pytest
 
 from tests.report.page import Page
-from trainstep.kinds import CeilingRow, CheckpointingRow, ControlRow, ParallelRow, RungRow, StepRow, WorkloadRow
-from trainstep.records import Times, make_row
 from trainstep.report.blocks import TOPICS
 from trainstep.report.page import render
 from trainstep.report.subjects import RULES, findings
@@ -16,6 +14,8 @@ from trainstep.report.subjects.ladder import ERRORS
 from trainstep.report.subjects.ladder_findings import climbs, recommended_flags
 from trainstep.report.subjects.steps import STEPS, analysed_step
 from trainstep.report.tables import make_table
+from trainstep.rows import CeilingRow, CheckpointingRow, ControlRow, ParallelRow, RungRow, StepRow, WorkloadRow
+from trainstep.rows.records import Times, make_row
 
 SETTINGS = {"workload": "m", "precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach", "compile": "off",
             "loss": "dense"}  # fmt: skip

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from trainstep.kinds import row_of
 from trainstep.report.losses import Losses, hold, tokens_of
+from trainstep.rows import row_of
 
 DOWN = [4.0 * 0.99**at for at in range(15)]
 """Losses that training moves by 13 % in fifteen steps."""

@@ -6,9 +6,9 @@ import pytest
 
 from trainstep.commands.compare import Compare
 from trainstep.commands.output import NOTHING_RAN
-from trainstep.kinds import row_of
-from trainstep.records import write_whole
 from trainstep.report.matching import other_conditions, unmatched
+from trainstep.rows import row_of
+from trainstep.rows.records import write_whole
 
 
 def step(precision="fp32", workload="small", status="ok", reason="", **environment):

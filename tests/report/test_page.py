@@ -10,13 +10,13 @@ import pytest
 
 from tests.report import sample
 from tests.report.page import HOSTILE, Page, as_numbers, expected_ladder, hostile_records
-from trainstep.errors import UsageError
-from trainstep.kinds import PlanMachineRow, RungRow, StepRow
-from trainstep.records import Row, of_kind, read_records
+from trainstep.base.errors import UsageError
 from trainstep.report.blocks import fact
 from trainstep.report.columns import Cell
 from trainstep.report.numbers import number
 from trainstep.report.page import render, write_html
+from trainstep.rows import PlanMachineRow, RungRow, StepRow
+from trainstep.rows.records import Row, of_kind, read_records
 
 
 @pytest.mark.parametrize("records", [sample.cpu_analysis(), sample.h200_analysis()], ids=["cpu", "h200"])

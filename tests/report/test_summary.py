@@ -11,9 +11,7 @@ from tests.report.subjects.test_kernels import gpu_profile
 from tests.report.subjects.test_kernels import records as profiled
 from tests.report.subjects.test_script_ladder import BASELINE as SCRIPT
 from tests.report.subjects.test_script_ladder import FUSED, TOP, ratio, row
-from trainstep.config import CHANGES, PHASES
-from trainstep.kinds import AttentionRow, ControlRow, KernelRow, ParallelRow, PeakRow, ProfileRow, RungRow, ScriptRow
-from trainstep.records import Times, of_kind
+from trainstep.base.config import CHANGES, PHASES
 from trainstep.report.blocks import Advice, Breakdown, Cards, Finding, Headline, Sentences
 from trainstep.report.breakdown import BESIDE, IDLE, OTHERS, UNPLACED, breakdown
 from trainstep.report.cards import MOST, alarms, cards
@@ -22,6 +20,8 @@ from trainstep.report.page import render
 from trainstep.report.subjects import SECTIONS, findings
 from trainstep.report.subjects.ladder_findings import kept_rungs
 from trainstep.report.summary import summary
+from trainstep.rows import AttentionRow, ControlRow, KernelRow, ParallelRow, PeakRow, ProfileRow, RungRow, ScriptRow
+from trainstep.rows.records import Times, of_kind
 
 PROFILE = ProfileRow(
     workload="m",

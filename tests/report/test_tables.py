@@ -7,12 +7,12 @@ import pytest
 import rich.console
 from markdown_it import MarkdownIt
 
-from trainstep.kinds import StepRow, row_of
 from trainstep.report.blocks import found, literal
 from trainstep.report.formats import to_csv, to_latex, to_markdown, to_typst, write_tables
 from trainstep.report.subjects import TABLES, make_tables
 from trainstep.report.tables import make_table, text_table
 from trainstep.report.terminal import to_terminal
+from trainstep.rows import StepRow, row_of
 
 NASTY = r"""a|b *c* _d_ `e` [f](g) <h> {i} \j 50% $k$ l&m #n ~o ^p @q "r", 's' // t /* u */ - v + w = x"""
 TABLE = text_table(

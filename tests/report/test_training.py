@@ -9,13 +9,13 @@ import pytest
 
 from tests.report import sample
 from tests.report.browsing import complaints, open_page, requests
-from trainstep.kinds import TrainRow
-from trainstep.records import Times
 from trainstep.report.blocks import Charts, Facts
 from trainstep.report.page import render, write_html
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.training import LATE, MOST_BARS, WAITING, headline, training
 from trainstep.report.tables import Table
+from trainstep.rows import TrainRow
+from trainstep.rows.records import Times
 
 
 def run(name: str = "mine.model:make", *, series: dict[str, Any] | None = None, **changes: Any) -> TrainRow:

@@ -7,7 +7,7 @@ import signal
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from trainstep.config import ModelConfig, StepConfig
+from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.parallel.process import AgreedError, join_group_or_alone
 from trainstep.train.config import RunConfig, TrainConfig
 from trainstep.train.learner import Learner

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.train.runs import config, names, on_rank
 from tests.workers import Workers
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.checkpoint_files import load_files, read_metadata
 from trainstep.parallel.process import join_group_or_alone
 from trainstep.train import loop

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from tests.train.runs import config
+from trainstep.base.errors import UnsupportedError, UsageError
+from trainstep.checkpointing.policies import Policy
 from trainstep.commands.train import Train
-from trainstep.errors import UnsupportedError, UsageError
-from trainstep.policies import Policy
 from trainstep.train.config import MAY_CHANGE, TrainConfig, differences
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.train.runs import TEXT, config
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.train.data import open_data
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.runs import MODEL, config, names
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.train.checkpoints import Checkpoint
 from trainstep.train.folder import Start, check_not_of_others, open_folder
 

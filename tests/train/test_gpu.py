@@ -7,9 +7,9 @@ import torch
 
 from tests.train import test_own
 from tests.train.runs import alone, config, far_apart, losses, names, rows
-from trainstep.hardware import find_device
+from trainstep.base.hardware import find_device
 from trainstep.measure.environment import device_name
-from trainstep.records import read_records
+from trainstep.rows.records import read_records
 
 pytestmark = pytest.mark.gpu
 

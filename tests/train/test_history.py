@@ -7,10 +7,10 @@ import time
 import pytest
 
 from tests.train.runs import alone, config, names, on_rank, rows
-from trainstep.cli import main
-from trainstep.errors import UsageError
-from trainstep.kinds import TrainRow
-from trainstep.records import read_records
+from trainstep.base.errors import UsageError
+from trainstep.commands.cli import main
+from trainstep.rows import TrainRow
+from trainstep.rows.records import read_records
 from trainstep.train.data import TokenData
 from trainstep.train.history import DRAWN, _scheme, history
 from trainstep.train.pages import Pages

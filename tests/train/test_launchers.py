@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.runs import TEXT, alone, config, far_apart, losses
-from trainstep.cli import main, parse
+from trainstep.commands.cli import main, parse
 
 RUN = ["train", "--size", "large", "--scheme", "fsdp", "--precision", "bf16", "--batch", "2", "--global-batch", "64",
        "--learning-rate", "1e-3", "--no-tensorboard", "--data", "it's here.bin", "--out", "/shared/run"]  # fmt: skip
@@ -164,7 +164,7 @@ def test_a_size_is_named_and_no_torch_is_needed(capsys):
     assert "--emit needs --size, --config or --workload" in capsys.readouterr().err
     program = f"""
 import sys
-from trainstep.cli import main
+from trainstep.commands.cli import main
 try:
     main({[*RUN, *SLURM]!r})
 finally:

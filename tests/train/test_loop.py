@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.train.runs import TEXT, alone, config, far_apart, losses, names, rows
-from trainstep.errors import UsageError
-from trainstep.guards import held_folder
-from trainstep.model.transformer import build_transformer
-from trainstep.records import read_records
+from trainstep.base.errors import UsageError
+from trainstep.base.guards import held_folder
+from trainstep.rows.records import read_records
+from trainstep.step.model.transformer import build_transformer
 from trainstep.train.folder import open_folder
 from trainstep.train.learner import Learner
 

@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 
 from tests.train.runs import config
-from trainstep.errors import UsageError
-from trainstep.kinds import TrainRow
+from trainstep.base.errors import UsageError
 from trainstep.parallel.process import Process
-from trainstep.records import Times
+from trainstep.rows import TrainRow
+from trainstep.rows.records import Times
 from trainstep.train.history import WARMUP, read_metrics
 from trainstep.train.metrics import MetricsWriter, Show, as_summary, run_record
 

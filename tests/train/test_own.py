@@ -12,14 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.train.runs import alone as train_alone
 from tests.train.runs import far_apart, losses, names, rows
 from tests.train.runs import on_rank as train_on_rank
+from trainstep.base.config import StepConfig
+from trainstep.base.errors import UsageError
+from trainstep.base.hardware import DEVICES
 from trainstep.commands.train import Train
-from trainstep.config import StepConfig
-from trainstep.errors import UsageError
-from trainstep.hardware import DEVICES
-from trainstep.records import read_records
+from trainstep.rows.records import read_records
+from trainstep.step.workload import factory_source
 from trainstep.train import metrics
 from trainstep.train.config import OF_WORKLOADS, RunConfig, division
-from trainstep.workload import factory_source
 
 pytestmark = pytest.mark.distributed
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.train.runs import alone, config, far_apart, losses, names, on_rank, rows
 from tests.workers import WorkerError
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 
 pytestmark = pytest.mark.distributed
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from trainstep.attention import flash_attn, flex, sdpa, tuned
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.scoring import Scoring, checked
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.base.errors import UnsupportedError, UsageError
 
 
 def _flash_reference(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:

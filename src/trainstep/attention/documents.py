@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainstep.attention.inputs import four_dims
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 
 EXAMPLE = "torch.tensor([0, 5, 9]) for documents of 5 and 4 tokens"
 

@@ -16,7 +16,7 @@ from trainstep.attention.inputs import describe
 from trainstep.attention.scoring import Scoring, checked
 from trainstep.attention.triton import Launcher, Launching, backward, forward
 from trainstep.attention.tuned import hopper_tile_for, tile_for
-from trainstep.errors import UnsupportedError, refuse_create_graph
+from trainstep.base.errors import UnsupportedError, refuse_create_graph
 
 
 def flash_attention(

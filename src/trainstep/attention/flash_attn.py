@@ -23,7 +23,7 @@ from torch import Tensor
 from trainstep.attention.documents import heads_first, token_first
 from trainstep.attention.inputs import describe, four_dims
 from trainstep.attention.scoring import Scoring
-from trainstep.errors import UnsupportedError
+from trainstep.base.errors import UnsupportedError
 
 PACKAGES = {"flash-attn-4": "flash_attn.cute", "flash-attn-3": "flash_attn_interface"}
 """Name of the package → its module with `flash_attn_func` and `flash_attn_varlen_func`, the newest first."""

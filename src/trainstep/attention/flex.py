@@ -35,7 +35,7 @@ from trainstep.attention.documents import document_of
 from trainstep.attention.inputs import describe, four_dims
 from trainstep.attention.scoring import Scoring
 from trainstep.attention.sdpa import call_compiled
-from trainstep.errors import UnsupportedError
+from trainstep.base.errors import UnsupportedError
 
 MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
 KERNEL_OPTIONS = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}  # with no window and no documents

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 
 
 def describe(q: Tensor, k: Tensor, v: Tensor) -> str:

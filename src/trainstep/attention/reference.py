@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainstep.attention.documents import spans
 from trainstep.attention.scoring import Scoring, checked
-from trainstep.errors import refuse_create_graph
+from trainstep.base.errors import refuse_create_graph
 
 TILE_QUERIES = 64  # B_r in the paper
 TILE_KEYS = 64  # B_c

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainstep.attention.documents import check_documents
 from trainstep.attention.inputs import prepare
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 
 
 @dataclass(frozen=True, eq=False)  # a comparison would ask for one truth of a tensor

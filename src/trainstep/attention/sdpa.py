@@ -18,7 +18,7 @@ from trainstep.attention.eager import attention_eager
 from trainstep.attention.inputs import describe, four_dims
 from trainstep.attention.scoring import Scoring
 from trainstep.attention.varlen import attention_varlen
-from trainstep.errors import UnsupportedError
+from trainstep.base.errors import UnsupportedError
 
 BACKENDS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,

@@ -33,9 +33,9 @@ from trainstep.attention.hopper import forward as hopper_forward
 from trainstep.attention.hopper.dkdv import launch_dkdv as launch_hopper_dkdv
 from trainstep.attention.triton import backward, forward
 from trainstep.attention.tuned import CHOICES, HOPPER_TILES, TILES, HopperTile, HopperTileCase, Kernel, Tile, TileCase
-from trainstep.casting import DTYPES, matmul_precision
-from trainstep.errors import UsageError
-from trainstep.precision import PrecisionName
+from trainstep.base.errors import UsageError
+from trainstep.base.precision import PrecisionName
+from trainstep.step.casting import DTYPES, matmul_precision
 
 IMPLEMENTATIONS = ("flash-triton", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
 """What `auto` may stand for. FlexAttention is left out, since it compiles anew for every shape."""

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from trainstep.config import AttentionImpl, check_value
-from trainstep.errors import UsageError
+from trainstep.base.config import AttentionImpl, check_value
+from trainstep.base.errors import UsageError
 
 if TYPE_CHECKING:
     FASTEST: dict[tuple[str, str, int, bool], tuple[tuple[int, str], ...]]

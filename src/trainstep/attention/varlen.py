@@ -15,7 +15,7 @@ from torch import Tensor
 from trainstep.attention.documents import heads_first, token_first
 from trainstep.attention.inputs import describe
 from trainstep.attention.scoring import Scoring
-from trainstep.errors import UnsupportedError
+from trainstep.base.errors import UnsupportedError
 
 
 def unsupported_here(q: Tensor, k: Tensor) -> bool:

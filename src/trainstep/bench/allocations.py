@@ -10,22 +10,22 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from trainstep.base.config import StepConfig
+from trainstep.base.errors import UnsupportedError
 from trainstep.bench.memory import UNFOLLOWED
-from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.bench.step import WARMUP, case_columns
-from trainstep.blocks import without_numbers
-from trainstep.config import StepConfig
-from trainstep.errors import UnsupportedError
-from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow
 from trainstep.measure.allocations.loading import imported_timelines, load_snapshot
 from trainstep.measure.allocations.recording import Recording, StepWatch, record_on_cpu, record_on_cuda
 from trainstep.measure.allocations.snapshot import write_snapshot
 from trainstep.measure.allocations.timeline import OWNERS, Allocation, Group, Timeline, interned, outline
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, MIB
-from trainstep.records import Row, Scalar
-from trainstep.training_step import TrainingStep, uncompiled
-from trainstep.workload import WorkloadSource, resolve_device
+from trainstep.measure.outcome import Failure, attempt, failed_row
+from trainstep.rows import AllocationRow, MemoryTimelineRow, OwnerRow
+from trainstep.rows.records import Row, Scalar
+from trainstep.step.blocks import without_numbers
+from trainstep.step.training_step import TrainingStep, uncompiled
+from trainstep.step.workload import WorkloadSource, resolve_device
 
 NAMED_MODULES = 4  # whose activations have a colour of their own
 NAMED_LINES = 7  # the same for the lines of a foreign snapshot

@@ -17,17 +17,9 @@ import torch
 from torch import Tensor
 
 from trainstep.attention import attention, flash_attn
+from trainstep.base.config import PhaseContext
+from trainstep.base.stats import summarize
 from trainstep.bench.cases import AttentionCase
-from trainstep.bench.check.attention import (
-    NAMES,
-    STATISTICS,
-    Errors,
-    Implementation,
-    check,
-    deterministic,
-    random_inputs,
-)
-from trainstep.bench.outcome import Failure, failed_row
 from trainstep.bench.turns import (
     Checked,
     by_problem,
@@ -38,17 +30,25 @@ from trainstep.bench.turns import (
     take_turns,
     time_passes,
 )
-from trainstep.casting import DTYPES
-from trainstep.config import PhaseContext
-from trainstep.kinds import AttentionRatioRow, AttentionRow
+from trainstep.check.attention import (
+    NAMES,
+    STATISTICS,
+    Errors,
+    Implementation,
+    check,
+    deterministic,
+    random_inputs,
+)
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
+from trainstep.measure.outcome import Failure, failed_row
 from trainstep.measure.timing import Timing
 from trainstep.plan.flops import attention_flops
 from trainstep.plan.memory import eager_memory, flash_memory
-from trainstep.records import Scalar, make_row
-from trainstep.stats import summarize
-from trainstep.workload import resolve_device
+from trainstep.rows import AttentionRatioRow, AttentionRow
+from trainstep.rows.records import Scalar, make_row
+from trainstep.step.casting import DTYPES
+from trainstep.step.workload import resolve_device
 
 BACKWARD_FLOPS = 2.5
 """Backward over forward: five matrix products for two, the scores recomputed."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from trainstep.config import AttentionImpl
-from trainstep.errors import UsageError
+from trainstep.base.config import AttentionImpl
+from trainstep.base.errors import UsageError
 from trainstep.plan.communication import COLLECTIVES, CollectiveName
 
 GridName = Literal["naive", "flash"]

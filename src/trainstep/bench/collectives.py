@@ -22,20 +22,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainstep.base.config import PhaseContext
+from trainstep.base.errors import UsageError
+from trainstep.base.stats import summarize
 from trainstep.bench.cases import CollectiveCase
-from trainstep.bench.outcome import Failure, classify, failed_row
-from trainstep.casting import DTYPES
-from trainstep.config import PhaseContext
-from trainstep.errors import UsageError
-from trainstep.kinds import CollectiveFitRow, CollectiveRow
 from trainstep.measure.environment import describe, gpu_state
+from trainstep.measure.outcome import Failure, classify, failed_row
 from trainstep.measure.timing import device_clock, time_steps
 from trainstep.parallel.collectives import all_gather_slices, all_reduce_sum, reduce_scatter_sum
 from trainstep.parallel.process import Process
 from trainstep.parallel.slices import slice_of
 from trainstep.plan.communication import CollectiveName, Link, bus_factor
-from trainstep.records import Times, by_case, make_row
-from trainstep.stats import summarize
+from trainstep.rows import CollectiveFitRow, CollectiveRow
+from trainstep.rows.records import Times, by_case, make_row
+from trainstep.step.casting import DTYPES
 
 
 @dataclass(frozen=True)

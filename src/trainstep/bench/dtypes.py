@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from trainstep.bench.outcome import Failure, attempt, failed_row
+from trainstep.base.config import StepConfig
+from trainstep.base.errors import UnsupportedError
 from trainstep.bench.step import case_columns
-from trainstep.blocks import without_numbers
-from trainstep.config import StepConfig
-from trainstep.errors import UnsupportedError
-from trainstep.kinds import AccumulationRow, DtypeRow
 from trainstep.measure.dtypes import DtypeWatch, ModuleDtypes, StepDtypes, accumulate
 from trainstep.measure.environment import describe
-from trainstep.training_step import TrainingStep, uncompiled
-from trainstep.workload import WorkloadSource, resolve_device
+from trainstep.measure.outcome import Failure, attempt, failed_row
+from trainstep.rows import AccumulationRow, DtypeRow
+from trainstep.step.blocks import without_numbers
+from trainstep.step.training_step import TrainingStep, uncompiled
+from trainstep.step.workload import WorkloadSource, resolve_device
 
 RESULT, LOSS = "(forward's result)", "(loss)"
 """Names of the two rows that belong to no module."""

@@ -10,21 +10,21 @@ from functools import partial
 
 import torch
 
-from trainstep.bench.outcome import Failure, attempt, failed_row
+from trainstep.base.config import StepConfig, StepMode
+from trainstep.base.errors import UnsupportedError
+from trainstep.base.stats import summarize
 from trainstep.bench.step import WARMUP, case_columns, measure_step, memory_values, step_peaks
 from trainstep.bench.tracing import trace_step
-from trainstep.blocks import find_blocks
-from trainstep.config import StepConfig, StepMode
-from trainstep.errors import UnsupportedError
-from trainstep.kinds import CheckpointingRow, PeakRow
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, MemoryPeaks
+from trainstep.measure.outcome import Failure, attempt, failed_row
 from trainstep.plan.memory import PeakBytes, best_blocks_per_checkpoint, peak_bytes
 from trainstep.plan.traced import TracedStep
-from trainstep.records import Scalar, make_row
-from trainstep.stats import summarize
-from trainstep.training_step import build_step
-from trainstep.workload import WorkloadSource, resolve_device
+from trainstep.rows import CheckpointingRow, PeakRow
+from trainstep.rows.records import Scalar, make_row
+from trainstep.step.blocks import find_blocks
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import WorkloadSource, resolve_device
 
 UNFOLLOWED = "compiled code on a CPU allocates where nothing can follow it; use --compile off"
 

@@ -16,25 +16,25 @@ from statistics import median
 
 import torch
 
-from trainstep.bench.outcome import Failure, attempt
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.errors import UnsupportedError
+from trainstep.base.hardware import find_device
+from trainstep.base.precision import PRECISIONS, PrecisionName
 from trainstep.bench.step import WARMUP, StepRunner, case_columns, step_peaks
 from trainstep.bench.tracing import trace_calls, trace_step
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UnsupportedError
-from trainstep.hardware import find_device
-from trainstep.kinds import CeilingRow, PlanCheckRow
 from trainstep.measure.environment import describe, device_name, measure_ceilings
 from trainstep.measure.memory import GIB
 from trainstep.measure.operators import operator_seconds, quiet_clock
+from trainstep.measure.outcome import Failure, attempt
 from trainstep.measure.timing import device_clock, time_steps
 from trainstep.plan.communication import Link
 from trainstep.plan.machine import Machine
 from trainstep.plan.measured import calibrated
 from trainstep.plan.traced import TracedCase, TracedStep
-from trainstep.precision import PRECISIONS, PrecisionName
-from trainstep.records import Scalar, make_row
-from trainstep.training_step import build_step
-from trainstep.workload import Workload, WorkloadSource, builtin_workload, resolve_device
+from trainstep.rows import CeilingRow, PlanCheckRow
+from trainstep.rows.records import Scalar, make_row
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import Workload, WorkloadSource, builtin_workload, resolve_device
 
 STEPS = 5
 """Steps that are timed before the operators, and as many after."""

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.bench.outcome import WrongError
-from trainstep.config import StepMode
-from trainstep.measure.memory import optimizer_state_tensors
+from trainstep.base.config import StepMode
+from trainstep.measure.outcome import WrongError
 from trainstep.measure.timing import DeviceClock
-from trainstep.training_step import TrainingStep
+from trainstep.step.training_step import TrainingStep
+from trainstep.step.weights import optimizer_state_tensors
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element → whole numbers of its size."""

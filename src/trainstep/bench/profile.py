@@ -16,25 +16,25 @@ from typing import Any, get_args
 import torch
 
 from trainstep.attention.eager import pieces_announced
-from trainstep.bench.outcome import Failure, attempt, failed_row
-from trainstep.bench.profile_rows import busy_ms, profile_rows, summary_values
+from trainstep.base.config import PHASES, StepConfig
+from trainstep.base.errors import UsageError
+from trainstep.base.precision import Rate
+from trainstep.base.stats import RUN_SPREAD, summarize
 from trainstep.bench.step import StepRunner, case_columns, phase_samples
-from trainstep.casting import check_precision
-from trainstep.config import PHASES, StepConfig
-from trainstep.errors import UsageError
-from trainstep.kinds import CeilingRow, ProfileRow
 from trainstep.measure.costs import UNKNOWN_LISTS, Lists
 from trainstep.measure.environment import describe, measure_ceilings
+from trainstep.measure.outcome import Failure, attempt, failed_row
 from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.kernels import KernelProfile, profiles_of
 from trainstep.measure.profile.nsys import is_sqlite, read_nsys
 from trainstep.measure.profile.ranges import announce, record_steps, run_under_nvtx
+from trainstep.measure.profile.rows import busy_ms, profile_rows, summary_values
 from trainstep.measure.timing import Timing, device_clock, time_steps
-from trainstep.precision import Rate
-from trainstep.records import Row, Scalar, make_row
-from trainstep.stats import RUN_SPREAD, summarize
-from trainstep.training_step import TrainingStep, build_step
-from trainstep.workload import WorkloadSource, resolve_device
+from trainstep.rows import CeilingRow, ProfileRow
+from trainstep.rows.records import Row, Scalar, make_row
+from trainstep.step.casting import check_precision
+from trainstep.step.training_step import TrainingStep, build_step
+from trainstep.step.workload import WorkloadSource, resolve_device
 
 
 def ceiling_records(device: torch.device) -> Iterator[CeilingRow]:

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstep.batches import map_tensors, tensors_of
-from trainstep.bench.outcome import Failure, attempt, failed_row
+from trainstep.base.config import StepConfig
+from trainstep.base.errors import UnsupportedError
 from trainstep.bench.step import case_columns
-from trainstep.blocks import find_blocks, without_numbers
-from trainstep.config import StepConfig
-from trainstep.errors import UnsupportedError
-from trainstep.kinds import ResidualRow
 from trainstep.measure.dtypes import short_name
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import MIB, Residual, Residuals, residual_stream_bytes, residuals
-from trainstep.training_step import TrainingStep, build_step, uncompiled
-from trainstep.workload import WorkloadSource, resolve_device
+from trainstep.measure.outcome import Failure, attempt, failed_row
+from trainstep.rows import ResidualRow
+from trainstep.step.batches import map_tensors, tensors_of
+from trainstep.step.blocks import find_blocks, without_numbers
+from trainstep.step.training_step import TrainingStep, build_step, uncompiled
+from trainstep.step.workload import WorkloadSource, resolve_device
 
 TOP = 5
 """The largest groups that are rows of their own."""

@@ -13,25 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.batches import count_tokens, tensors_of
+from trainstep.base.config import PHASES_OF_MODE, PhaseContext, StepConfig, StepMode
+from trainstep.base.errors import UsageError
+from trainstep.base.hardware import find_device
+from trainstep.base.precision import PrecisionName
+from trainstep.base.stats import summarize
 from trainstep.bench.cases import expand
-from trainstep.bench.check.step import StepCheck, Verdict, plain_form
-from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.bench.preparing import Preparing, check_batches_leave_weights
-from trainstep.config import PHASES_OF_MODE, PhaseContext, StepConfig, StepMode
-from trainstep.errors import UsageError
-from trainstep.hardware import find_device
-from trainstep.kinds import StepRow
+from trainstep.check.step import StepCheck, Verdict, plain_form
 from trainstep.measure.environment import describe, device_name, gpu_state
 from trainstep.measure.flops import counted_flops
-from trainstep.measure.memory import GIB, MemoryPeaks, cache_bytes, optimizer_state_tensors, step_memory
+from trainstep.measure.memory import GIB, MemoryPeaks, cache_bytes, step_memory
+from trainstep.measure.outcome import Failure, attempt, failed_row
 from trainstep.measure.timing import Timing, device_clock, time_steps, time_window
 from trainstep.plan.flops import step_flops
-from trainstep.precision import PrecisionName
-from trainstep.records import Scalar, Times
-from trainstep.stats import summarize
-from trainstep.training_step import TrainingStep, build_step, uncompiled
-from trainstep.workload import WorkloadSource, resolve_device
+from trainstep.rows import StepRow
+from trainstep.rows.records import Scalar, Times
+from trainstep.step.batches import count_tokens, tensors_of
+from trainstep.step.training_step import TrainingStep, build_step, uncompiled
+from trainstep.step.weights import optimizer_state_tensors
+from trainstep.step.workload import WorkloadSource, resolve_device
 
 CASE_FIELDS = (
     *("batch", "context", "precision", "compile", "attention", "loss", "fused", "checkpointing", "optimizer", "seed"),

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from trainstep.batches import count_tokens, map_tensors, tensors_of
-from trainstep.bench.outcome import one_line
+from trainstep.base.config import StepConfig, StepMode
+from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.bench.step import WARMUP
-from trainstep.blocks import find_blocks
-from trainstep.config import StepConfig, StepMode
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.checkpointing.policies import policy_of
 from trainstep.measure.flops import counted_flops
-from trainstep.measure.memory import optimizer_state_tensors
+from trainstep.measure.outcome import one_line
 from trainstep.measure.tracing import GRADIENTS, OTHER, STATE, WEIGHTS, OperatorCall, StepTracer
 from trainstep.plan.traced import TracedOperator, TracedStep
-from trainstep.policies import policy_of
-from trainstep.training_step import TrainingStep
-from trainstep.workload import Workload, WorkloadSource, resolve_device
+from trainstep.step.batches import count_tokens, map_tensors, tensors_of
+from trainstep.step.blocks import find_blocks
+from trainstep.step.training_step import TrainingStep
+from trainstep.step.weights import optimizer_state_tensors
+from trainstep.step.workload import Workload, WorkloadSource, resolve_device
 
 REAL_BYTES_SHARE = 0.5
 """Of the memory that is free: what weights, gradients and two moments may take where a step is traced on real

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from trainstep.bench.outcome import Failure, attempt, caught, release_memory
-from trainstep.config import PhaseContext
-from trainstep.errors import UsageError
+from trainstep.base.config import PhaseContext
+from trainstep.base.errors import UsageError
+from trainstep.base.stats import in_rounds, ratio_of_rounds
+from trainstep.measure.outcome import Failure, attempt, caught, release_memory
 from trainstep.measure.timing import Sample, Timing, device_clock, time_steps
-from trainstep.records import Scalar
-from trainstep.stats import in_rounds, ratio_of_rounds
+from trainstep.rows.records import Scalar
 
 Case = TypeVar("Case", bound=Hashable)
 Wrong = TypeVar("Wrong")

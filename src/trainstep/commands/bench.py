@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, subcommand
 
+from trainstep.base.config import StepConfig, StepMode
+from trainstep.base.errors import UsageError
 from trainstep.bench.cases import (
     FUSED_AXES,
     GRIDS,
@@ -33,8 +35,6 @@ from trainstep.commands.options import (
     sources,
 )
 from trainstep.commands.output import run_and_report
-from trainstep.config import StepConfig, StepMode
-from trainstep.errors import UsageError
 
 _OF_GRIDS = {
     name: "; ".join(
@@ -131,8 +131,8 @@ class BenchLadder(Climbed):
     """Folder for results.jsonl, tables/ and report.html."""
 
     def run(self) -> int:
-        from trainstep.bench.ladder import chosen, climb, rungs_for
-        from trainstep.workload import resolve_device
+        from trainstep.ladder.workloads import chosen, climb, rungs_for
+        from trainstep.step.workload import resolve_device
 
         source = self.source()
         config = self.own_step(source)

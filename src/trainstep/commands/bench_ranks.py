@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff
 
+from trainstep.base.config import AttentionImpl, CompileMode, FusedParts, LossImpl, StepConfig, resolve_size
+from trainstep.base.errors import UsageError
+from trainstep.base.schemes import BENCH_SCHEMES, SCHEMES, Scheme
 from trainstep.bench.cases import COLLECTIVE_AXES, CollectiveCase, collective_cases
 from trainstep.commands.options import Common, OneModel, axes_of, commas, flags_of, short_name
 from trainstep.commands.output import OnPart, run_and_report
-from trainstep.config import AttentionImpl, CompileMode, FusedParts, LossImpl, StepConfig, resolve_size
-from trainstep.errors import UsageError
-from trainstep.schemes import BENCH_SCHEMES, SCHEMES, Scheme
 
 if TYPE_CHECKING:
     from trainstep.bench.parallel import ParallelCase
     from trainstep.parallel.process import Process
-    from trainstep.records import Row, SoFar
+    from trainstep.rows.records import Row, SoFar
 
 CollectiveGrid: Any = flags_of(CollectiveCase, several=True, defaults=COLLECTIVE_AXES)
 
@@ -177,9 +177,9 @@ class BenchStep8b(Common):
 
     def run(self) -> int:
         from trainstep.bench.parallel.step8b import leaderboard_lines, run_arms
-        from trainstep.kinds import ParallelRow
         from trainstep.parallel.process import AgreedError, join_group, on_all_ranks
-        from trainstep.records import of_kind
+        from trainstep.rows import ParallelRow
+        from trainstep.rows.records import of_kind
 
         _allocate_in_expandable_segments()
         rows: list[ParallelRow] = []

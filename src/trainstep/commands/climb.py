@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainstep.base.errors import UsageError
 from trainstep.commands.output import INTERRUPTED, NOTHING_RAN, console_for_output, show_report
-from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainstep.records import Row
-    from trainstep.run.ladder.climb import Ladder
-    from trainstep.run.ladder.ranks import Leader
-    from trainstep.run.supervise import Command
+    from trainstep.ladder.climb import Ladder
+    from trainstep.ladder.ranks import Leader
+    from trainstep.observe.supervise import Command
+    from trainstep.rows.records import Row
 
 SEEN = (
     "The script is started anew for every run, with equal seeds, and ended after {steps} updates. {place} Its output "
@@ -45,13 +45,13 @@ def climb_script(
     Raises:
         UsageError: no such rung, a folder that cannot be written, or a file that is no diff in the patch's place.
     """
-    from trainstep.bench.ladder import chosen
-    from trainstep.kinds import ScriptRungRow
-    from trainstep.records import RecordWriter
-    from trainstep.run.changes.rungs import RUNGS
-    from trainstep.run.ladder.climb import Ladder
-    from trainstep.run.ladder.single import Interrupted, Script
-    from trainstep.run.rows import script_records
+    from trainstep.ladder.changes.rungs import RUNGS
+    from trainstep.ladder.climb import Ladder
+    from trainstep.ladder.single import Interrupted, Script
+    from trainstep.ladder.workloads import chosen
+    from trainstep.observe.rows import script_records
+    from trainstep.rows import ScriptRungRow
+    from trainstep.rows.records import RecordWriter
 
     rungs, command = chosen(RUNGS, names), leader.command
     if patch is not None:
@@ -114,7 +114,7 @@ def _check_place(path: Path) -> None:
 
 def _patched(ladder: Ladder, command: Command, path: Path) -> tuple[Row | None, list[str]]:
     """Write what was kept into the script's text, run that, and offer it if it holds: a row, and what to say."""
-    from trainstep.run.ladder.patch import patch_of
+    from trainstep.ladder.patch import patch_of
 
     kept = [rung.name for rung in ladder.kept]
     if not kept:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from trainstep.base.errors import UsageError
+from trainstep.base.stats import RUN_SPREAD
 from trainstep.commands.options import Common, commas
 from trainstep.commands.output import NOTHING_RAN, console_for_output, show_table
-from trainstep.errors import UsageError
-from trainstep.stats import RUN_SPREAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class Compare(Common):
     """Columns in which the rows may differ: workload,precision compares a model with its rewritten form in bf16."""
 
     def run(self) -> int:
-        from trainstep.records import collection_paused, read_records
         from trainstep.report.compare import compare, comparison_table
         from trainstep.report.matching import other_conditions, unmatched
+        from trainstep.rows.records import collection_paused, read_records
 
         if not 0 <= self.spread < math.inf:
             raise UsageError(f"spread is {self.spread}; expected a share of 0 or more, as 0.03 for 3 %")

@@ -8,9 +8,9 @@ from typing import Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
+from trainstep.base.errors import UsageError
 from trainstep.commands.options import Common, commas
 from trainstep.commands.output import console_for_output
-from trainstep.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Info(Common):
 
     def run(self) -> int:
         from trainstep.measure.environment import describe, gpu_state
-        from trainstep.workload import resolve_device
+        from trainstep.step.workload import resolve_device
 
         device = resolve_device("auto")
         for name, value in {**describe(device), **gpu_state(device)}.items():
@@ -45,7 +45,7 @@ class Tune(Common):
     def run(self) -> int:
         from trainstep.attention.tune import Measurement, tune_choice, tune_tiles
         from trainstep.attention.tuned import CHOICES, HOPPER_TILES, TILES
-        from trainstep.casting import DTYPES
+        from trainstep.step.casting import DTYPES
 
         chosen = [name for name in self.dtype if name != "tf32"]
         if "tiles" not in self.part and not chosen:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, arg
 
+from trainstep.base.config import StepConfig, StepMode
+from trainstep.base.errors import UsageError
 from trainstep.commands.options import OneModel, axes_of, commas, flags_of, optional_text, own_precisions
 from trainstep.commands.output import run_and_report
-from trainstep.config import StepConfig, StepMode
-from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainstep.records import Row
-    from trainstep.workload import WorkloadSource
+    from trainstep.rows.records import Row
+    from trainstep.step.workload import WorkloadSource
 
 _Fit: Any = optional_text("SIZE")
 MemoryGrid: Any = flags_of(StepConfig, several=True, without=["checkpointing"])

@@ -18,12 +18,12 @@ import tyro
 from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
-from trainstep.config import SIZES, ModelConfig, StepConfig, check_value, load_toml, resolve_size
-from trainstep.errors import UsageError
+from trainstep.base.config import SIZES, ModelConfig, StepConfig, check_value, load_toml, resolve_size
+from trainstep.base.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainstep.precision import PrecisionName
-    from trainstep.workload import WorkloadSource
+    from trainstep.base.precision import PrecisionName
+    from trainstep.step.workload import WorkloadSource
 
 DESCRIPTION = "Shows where a Transformer training step spends its time and memory, makes it faster, and proves it."
 
@@ -183,7 +183,7 @@ class AnyModel(BuiltinModel):
 
     def source(self) -> WorkloadSource:
         """The workload these flags name."""
-        from trainstep.workload import builtin_source
+        from trainstep.step.workload import builtin_source
 
         if self.workload is None:
             return builtin_source(self.model_name(), self.model_config(), self.data)
@@ -230,7 +230,7 @@ def sources(
 
     A size, data or flags (`model`) of a model beside a workload, which brings its own, are a `UsageError`.
     """
-    from trainstep.workload import builtin_source, factory_source
+    from trainstep.step.workload import builtin_source, factory_source
 
     if workload is None:
         models = [(short_name(size), resolve_size(size)) for size in sizes or ("tiny",)]

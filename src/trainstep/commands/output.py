@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainstep.errors import UsageError, printable
-from trainstep.guards import StopSignals
+from trainstep.base.errors import UsageError, printable
+from trainstep.base.guards import StopSignals
 
 if TYPE_CHECKING:
     import rich.console
 
-    from trainstep.records import Row, SoFar
     from trainstep.report.tables import Table
+    from trainstep.rows.records import Row, SoFar
 
 NOTHING_RAN, INTERRUPTED = 1, 130
 """Exit codes when every case failed, or a ladder's baseline, beside which others say nothing (there are rows that say
@@ -109,7 +109,7 @@ def run_and_report(
         UsageError: the rows or the report cannot be written, or what the records raised. What was measured is printed
             even then.
     """
-    from trainstep.records import RecordWriter
+    from trainstep.rows.records import RecordWriter
 
     console = console_for_output()
     writer = RecordWriter(out / "results.jsonl")
@@ -220,7 +220,7 @@ def _with_progress(
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-    from trainstep.records import SoFar
+    from trainstep.rows.records import SoFar
 
     times = (TimeElapsedColumn(), "left:", TimeRemainingColumn())
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), *times)

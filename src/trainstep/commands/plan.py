@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from tyro.conf import FlagCreatePairsOff
 
+from trainstep.base.config import StepConfig
+from trainstep.base.errors import UsageError
 from trainstep.commands.options import Common, ModelFlags, commas, flags_of, preset, short_name, sources
 from trainstep.commands.output import run_and_report
-from trainstep.config import StepConfig
-from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
     from trainstep.plan.machine import Cluster, Machine
-    from trainstep.records import Row
+    from trainstep.rows.records import Row
 
 DEFAULT_SIZE = "2.7B"
 DEFAULT_STEP = StepConfig(precision="bf16", attention="sdpa", optimizer="adamw-fused")
@@ -98,7 +98,7 @@ class Plan(Common):
         from trainstep.bench.planning import machine_here, timed_here, traced_cases
         from trainstep.bench.step import case_columns
         from trainstep.plan.rows import PlanRequest, plan_records, refuse_for_own_models
-        from trainstep.workload import resolve_device
+        from trainstep.step.workload import resolve_device
 
         refuse_for_own_models(self.tensor_parallel, self.blocks_per_group)
         (source,) = sources([self.size] if self.size else [], workload, None, list(self.model))
@@ -148,10 +148,10 @@ class Plan(Common):
         return Cluster(machine, gpus_per_node, nodes, rate)
 
     def _machine(self) -> Machine:
-        from trainstep.hardware import require_device
+        from trainstep.base.hardware import require_device
         from trainstep.plan.machine import machine_of
         from trainstep.plan.measured import calibrated
-        from trainstep.records import read_records
+        from trainstep.rows.records import read_records
 
         spec = require_device(self.device) if self.device is not None else None
         if self.calibration:

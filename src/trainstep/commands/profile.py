@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, arg
 
+from trainstep.base.config import StepConfig
+from trainstep.base.errors import UsageError
+from trainstep.base.precision import PrecisionName
 from trainstep.commands.options import Climbed, Common, OneModel, axes_of, flags_of, own_precisions, sources
 from trainstep.commands.output import run_and_report
-from trainstep.config import StepConfig
-from trainstep.errors import UsageError
-from trainstep.precision import PrecisionName
 
 if TYPE_CHECKING:
-    from trainstep.records import Row
-    from trainstep.workload import WorkloadSource
+    from trainstep.rows.records import Row
+    from trainstep.step.workload import WorkloadSource
 
 DTYPES_OF: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16")
 """The precisions that `dtypes` shows, unless the workload's weights come in bf16."""
@@ -37,7 +37,7 @@ class Analyze(Climbed):
     """Folder for results.jsonl, tables/, report.html and the profiler's trace (for ui.perfetto.dev)."""
 
     def run(self) -> int:
-        from trainstep.analysis import analysis_records
+        from trainstep.bench.analysis import analysis_records
 
         source = self.source()
         if self.quick and self.rungs is not None:
@@ -94,7 +94,7 @@ class Profile(OneModel):
 
     def _records(self, source: WorkloadSource) -> Iterator[Row]:
         from trainstep.bench.profile import ceiling_records, profile_records
-        from trainstep.workload import resolve_device
+        from trainstep.step.workload import resolve_device
 
         config, trace, warmup = self.own_step(source), self.out / "trace.json.gz", self.warmup
         yield from ceiling_records(resolve_device(config.device))
@@ -105,7 +105,7 @@ class Profile(OneModel):
     def _run_nsys(self) -> Path:
         """Run these very flags under nsys; returns the export."""
         from trainstep.measure.profile.nsys import nsys_command, require_nsys
-        from trainstep.workload import resolve_device
+        from trainstep.step.workload import resolve_device
 
         flags = ["--nvtx" if word == "--nsys" else word for word in sys.argv[1:]]
         command = nsys_command([sys.executable, "-m", "trainstep", *flags], self.out / "profile")

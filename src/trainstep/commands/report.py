@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from trainstep.base.errors import UsageError
 from trainstep.commands.options import Common
 from trainstep.commands.output import console_for_output
-from trainstep.errors import UsageError
 
 PAGE = "report.html"
 
@@ -24,8 +24,8 @@ class Report(Common):
     """Folder for report.html; by default that of the run, where one is named."""
 
     def run(self) -> int:
-        from trainstep.records import collection_paused, read_records
         from trainstep.report.page import write_html
+        from trainstep.rows.records import collection_paused, read_records
         from trainstep.train.history import history
 
         if not self.runs:

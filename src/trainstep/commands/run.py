@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import FlagCreatePairsOff, Suppress
 
+from trainstep.base.errors import UsageError
 from trainstep.commands.options import Common
 from trainstep.commands.output import console_for_output, show_report
-from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainstep.records import Row
-    from trainstep.run.supervise import Command, Rank
+    from trainstep.observe.supervise import Command, Rank
+    from trainstep.rows.records import Row
 
 LADDER_STEPS = 30
 """Updates of each of a ladder's runs, where no number is given."""
@@ -59,7 +59,7 @@ class Run(Common):
     script: Suppress[tuple[str, ...]] = ()
 
     def run(self) -> int:
-        from trainstep.run.supervise import Rank, command_of, run_script
+        from trainstep.observe.supervise import Rank, command_of, run_script
 
         for name in ("steps", "profiled_steps", "profile_after"):
             least, value = int(name == "steps") * (LEAST_STEPS if self.ladder else 1), getattr(self, name)
@@ -78,8 +78,8 @@ class Run(Common):
         }
         code = run_script(command, rank, self.out, plan)
         if rank.rank == 0:
-            from trainstep.run.rows import kernel_records, script_records
-            from trainstep.run.watch.log import read_logs
+            from trainstep.observe.log import read_logs
+            from trainstep.observe.rows import kernel_records, script_records
 
             logs = read_logs(self.out, rank.launch, rank.world_size)
             rows = script_records(logs, command.name, code)
@@ -92,7 +92,7 @@ class Run(Common):
     def _climb(self, command: Command, rank: Rank) -> int:
         """The ladder instead of one run."""
         from trainstep.commands.climb import climb_script
-        from trainstep.run.ladder.ranks import Leader, check_one_host, follow
+        from trainstep.ladder.ranks import Leader, check_one_host, follow
 
         check_one_host(os.environ)
         if rank.rank > 0:
@@ -111,8 +111,8 @@ class Run(Common):
 
     def _report(self, rows: Sequence[Row], name: str) -> None:
         """Write the rows and show what they say; what fails here is said and changes nothing of the exit code."""
-        from trainstep.kinds import PeakRow, RecompilationRow, ScriptRow, WaitRow
-        from trainstep.records import RecordWriter
+        from trainstep.rows import PeakRow, RecompilationRow, ScriptRow, WaitRow
+        from trainstep.rows.records import RecordWriter
 
         console = console_for_output(to_stderr=True)
         try:

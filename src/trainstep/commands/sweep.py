@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from trainstep.base.errors import UsageError
 from trainstep.commands.bench import Bench
 from trainstep.commands.memory import Memory
 from trainstep.commands.options import Common, parse_as
 from trainstep.commands.output import run_and_report
 from trainstep.commands.plan import Plan
 from trainstep.commands.profile import Analyze, Profile
-from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
     from trainstep.bench.sweep.cases import Case
-    from trainstep.records import Row, Status
+    from trainstep.rows.records import Row, Status
 
 ENDING_S = 3.0  # what the case of a sweep that was just killed takes to end
 SWEPT: Any = Analyze | Bench | Memory | Plan | Profile
@@ -64,10 +64,10 @@ class Sweep(Common):
     """Folder for results.jsonl, tables/, report.html and cases/; by default results/sweep-NAME of NAME.toml."""
 
     def run(self) -> int:
+        from trainstep.base.guards import StopSignals, held_folder
         from trainstep.bench.sweep.cases import load_grid
         from trainstep.bench.sweep.jobs import require_slurm
         from trainstep.bench.sweep.rows import RETRIED, sweep_records
-        from trainstep.guards import StopSignals, held_folder
 
         if (self.jobs is not None and self.jobs < 1) or self.time < 1 or min(self.gpus, self.cpus) < 0:
             given = f"jobs is {self.jobs}, time {self.time}, gpus {self.gpus}, cpus {self.cpus}"

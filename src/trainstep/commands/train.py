@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainstep.base.config import load_toml, replace_checked
+from trainstep.base.errors import UsageError
 from trainstep.commands.options import AnyModel, flags_of, words_of
 from trainstep.commands.output import INTERRUPTED, console_for_output
 from trainstep.commands.report import PAGE
-from trainstep.config import load_toml, replace_checked
-from trainstep.errors import UsageError
 from trainstep.train.config import OF_BUILTIN, OF_OWN, OF_WORKLOADS, RunConfig, TrainConfig
 from trainstep.train.launchers import Launch
 
@@ -46,7 +46,7 @@ class Train(AnyModel):
         if self.launch:
             print(self.launch_file(), end="")
             return 0
-        from trainstep.bench.outcome import classify
+        from trainstep.measure.outcome import classify
         from trainstep.parallel.process import AgreedError, join_group_or_alone
         from trainstep.train.loop import train
         from trainstep.train.metrics import Show

@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from trainstep.errors import UnsupportedError, UsageError, refuse_create_graph
+from trainstep.base.errors import UnsupportedError, UsageError, refuse_create_graph
 from trainstep.fused.logits import add_by_weight, by_states, logits_of, width_of
 from trainstep.fused.one_piece import WORDS, LossInOnePiece
 from trainstep.fused.operators import described, operator, require

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.errors import refuse_create_graph
+from trainstep.base.errors import refuse_create_graph
 from trainstep.fused.logits import by_states, by_weight, empty_logits, logits_of
 from trainstep.fused.operators import operator
 from trainstep.fused.scaling import scaled

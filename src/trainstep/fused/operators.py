@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.errors import UnsupportedError
+from trainstep.base.errors import UnsupportedError
 from trainstep.fused.triton import INTERPRETED
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

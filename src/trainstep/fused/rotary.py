@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.fused.operators import described, operator, require
 from trainstep.fused.triton.rotary import launch_rope
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.fused.triton.cross_entropy import launch_targets
 
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from trainstep.casting import DTYPES, matmul_precision
-from trainstep.config import PhaseContext
-from trainstep.cores import cores
+from trainstep.base.config import PhaseContext
+from trainstep.base.cores import cores
+from trainstep.base.precision import PrecisionName
 from trainstep.measure.timing import device_clock, time_steps
-from trainstep.precision import PrecisionName
+from trainstep.step.casting import DTYPES, matmul_precision
 
 Environment = dict[str, str | float | int]  # column → value
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from trainstep.config import PhaseContext
+from trainstep.base.config import PhaseContext
 
 GIB = 2**30
 MIB = 2**20
@@ -193,12 +193,6 @@ def step_memory(
 def parameter_bytes(module: nn.Module) -> int:
     """Bytes of a module's parameters, tied ones once."""
     return sum(parameter.nbytes for parameter in module.parameters())
-
-
-def optimizer_state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Every tensor in the optimizer's state."""
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainstep.config import PhaseContext
+from trainstep.base.config import PhaseContext
 
 COVERED = 1.5
 """Time for which the device is kept busy before a step, over the host's time to launch one."""

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 
 METADATA = ".metadata"
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel import over_gloo
 from trainstep.parallel.forms import Form, form_of
 from trainstep.parallel.slices import flat, slices_of

@@ -25,7 +25,7 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 
 
 class Form(Enum):

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)

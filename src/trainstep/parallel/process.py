@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from trainstep.errors import CollectiveError, UsageError
+from trainstep.base.errors import CollectiveError, UsageError
 from trainstep.parallel.rollcall import Rollcall, is_of_a_collective, shortened
 from trainstep.parallel.started import BESIDE
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.process import resolve_group
 
 DIMENSIONS = ("replicate", "shard")

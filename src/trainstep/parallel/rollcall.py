@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from trainstep.errors import CollectiveError, UsageError, line_of, printable
+from trainstep.base.errors import CollectiveError, UsageError, line_of, printable
 from trainstep.parallel.announced import noted
 from trainstep.parallel.started import BESIDE, Call, members, started
 

@@ -38,8 +38,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from trainstep.errors import UsageError
-from trainstep.schemes import DataParallel
+from trainstep.base.errors import UsageError
+from trainstep.base.schemes import DataParallel
 
 CollectiveName = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast"]
 COLLECTIVES: tuple[CollectiveName, ...] = get_args(CollectiveName)

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.base.errors import UnsupportedError, UsageError
 
 GIB = 2**30
 LIMIT_S = 30.0

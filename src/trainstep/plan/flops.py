@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainstep.config import ModelConfig, StepMode
+from trainstep.base.config import ModelConfig, StepMode
 
 OMISSIONS = (
     "matrix products and the causal half of attention, backward as twice forward; without norms, softmax, rotary "

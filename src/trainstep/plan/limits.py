@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import math
 
-from trainstep.config import ModelConfig
-from trainstep.errors import UsageError
+from trainstep.base.config import ModelConfig
+from trainstep.base.errors import UsageError
 
 
 def intensity(flops_per_s: float, bytes_per_s: float, width: int = 2) -> float:

@@ -11,11 +11,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trainstep.errors import UsageError
-from trainstep.hardware import DeviceSpec
+from trainstep.base.errors import UsageError
+from trainstep.base.hardware import DeviceSpec
+from trainstep.base.precision import PRECISIONS
+from trainstep.base.schemes import Strategy
 from trainstep.plan.communication import CollectiveName, Link
-from trainstep.precision import PRECISIONS
-from trainstep.schemes import Strategy
 
 GIB = 2**30
 

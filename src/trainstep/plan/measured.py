@@ -22,20 +22,20 @@ from contextlib import suppress
 from statistics import median
 from typing import Any
 
-from trainstep.config import SIZES, ModelConfig, StepConfig
-from trainstep.errors import UnsupportedError, UsageError
-from trainstep.hardware import DeviceSpec, require_device
-from trainstep.kinds import CeilingRow, CollectiveFitRow, ParallelRow, PlanCheckRow, StepRow
-from trainstep.kinds.steps import MeasuredStep
+from trainstep.base.config import SIZES, ModelConfig, StepConfig
+from trainstep.base.errors import UnsupportedError, UsageError
+from trainstep.base.hardware import DeviceSpec, require_device
+from trainstep.base.precision import PRECISIONS
+from trainstep.base.schemes import SCHEMES, Strategy
 from trainstep.plan.communication import CollectiveName, Link
 from trainstep.plan.machine import GIB, Cluster, Machine, machine_of
 from trainstep.plan.memory import peak_bytes
 from trainstep.plan.parallelism import strategy_plan
 from trainstep.plan.roofline import OPTIMIZER_BYTES, step_seconds
 from trainstep.plan.strategies import Layout, strategy_memory
-from trainstep.precision import PRECISIONS
-from trainstep.records import Row, Scalar, make_row, of_kind
-from trainstep.schemes import SCHEMES, Strategy
+from trainstep.rows import CeilingRow, CollectiveFitRow, ParallelRow, PlanCheckRow, StepRow
+from trainstep.rows.records import Row, Scalar, make_row, of_kind
+from trainstep.rows.steps import MeasuredStep
 
 LAUNCH_BOUND = 0.97
 """Of the forward phase spent launching it: then the host sets the pace (docs/lab-log.md)."""

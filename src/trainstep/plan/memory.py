@@ -39,9 +39,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from trainstep.config import ModelConfig, OptimizerImpl, StepConfig, blocks_per_checkpoint, keeps_whole_blocks
-from trainstep.errors import UnsupportedError
-from trainstep.precision import PRECISIONS, PrecisionName
+from trainstep.base.config import ModelConfig, OptimizerImpl, StepConfig, blocks_per_checkpoint, keeps_whole_blocks
+from trainstep.base.errors import UnsupportedError
+from trainstep.base.precision import PRECISIONS, PrecisionName
 
 FUSED_ATTENTION = ("auto", "flash-reference", "flash-triton", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
 """Implementations that keep q, k, v, the result and the log-sum-exp."""

@@ -27,7 +27,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainstep.config import ModelConfig, StepConfig
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.precision import PRECISIONS
 from trainstep.plan.communication import (
     LEAST_BUCKET_BYTES,
     best_calls,
@@ -40,7 +41,6 @@ from trainstep.plan.flops import step_flops
 from trainstep.plan.machine import Cluster
 from trainstep.plan.roofline import StepSeconds, step_seconds
 from trainstep.plan.strategies import MOST_GPUS, Layout, MemorySplit, kept_groups, shared_bytes, strategy_memory
-from trainstep.precision import PRECISIONS
 
 GATHER_BYTES = 256e6
 """Of updated parameters gathered in one call by the sharded optimizer, at least."""

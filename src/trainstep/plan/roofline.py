@@ -34,10 +34,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainstep.config import ModelConfig, StepConfig, blocks_per_checkpoint, keeps_whole_blocks
-from trainstep.errors import UnsupportedError
+from trainstep.base.config import ModelConfig, StepConfig, blocks_per_checkpoint, keeps_whole_blocks
+from trainstep.base.errors import UnsupportedError
+from trainstep.base.precision import PRECISIONS
 from trainstep.plan.machine import Machine
-from trainstep.precision import PRECISIONS
 
 TILES = {
     "wide": ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 128, 0.65)),

@@ -11,18 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UsageError
-from trainstep.kinds import PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.errors import UsageError
+from trainstep.base.precision import PRECISIONS
+from trainstep.base.schemes import STRATEGIES, Strategy, usual_replicas
 from trainstep.plan import limits, strategies
 from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.memory import best_blocks_per_checkpoint
 from trainstep.plan.parallelism import StepPlan, gpu_counts, scaled, strategy_plan
 from trainstep.plan.strategies import Layout, MemorySplit
 from trainstep.plan.traced import TracedCase
-from trainstep.precision import PRECISIONS
-from trainstep.records import Row
-from trainstep.schemes import STRATEGIES, Strategy, usual_replicas
+from trainstep.rows import PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
+from trainstep.rows.records import Row
 
 
 @dataclasses.dataclass(frozen=True)

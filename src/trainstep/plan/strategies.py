@@ -24,13 +24,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UsageError
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.errors import UsageError
+from trainstep.base.precision import PRECISIONS
+from trainstep.base.schemes import DataParallel, Strategy
 from trainstep.plan.communication import CollectiveName, RankBytes, default_bucket, rank_bytes
 from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.memory import BEFORE_BACKWARD, peak_bytes
-from trainstep.precision import PRECISIONS
-from trainstep.schemes import DataParallel, Strategy
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainstep.errors import UnsupportedError
+from trainstep.base.errors import UnsupportedError
+from trainstep.base.precision import PRECISIONS, PrecisionName
 from trainstep.plan.communication import RankBytes, bytes_sent, default_bucket, staged_gradients
 from trainstep.plan.machine import Cluster, Machine
 from trainstep.plan.parallelism import Exchange, StepPlan, exchange_seconds
 from trainstep.plan.roofline import FUSED_ATTENTION, PhaseSeconds, StepSeconds, product_seconds
 from trainstep.plan.strategies import Layout, MemorySplit
-from trainstep.precision import PRECISIONS, PrecisionName
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from trainstep.errors import printable
-from trainstep.records import Row, Scalar
+from trainstep.base.errors import printable
 from trainstep.report.columns import Cell, median_cell
 from trainstep.report.numbers import as_float, gib, number, numeric
 from trainstep.report.tables import Table
+from trainstep.rows.records import Row, Scalar
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure

@@ -10,16 +10,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from trainstep.config import PHASES
-from trainstep.kinds import KernelRow, ParallelRow, ProfileRow, RungRow
-from trainstep.kinds.row import Timed
-from trainstep.records import Row, belonging, of_kind
+from trainstep.base.config import PHASES
 from trainstep.report.blocks import Breakdown, Part, Stack, in_ms, percent, told_apart
 from trainstep.report.numbers import as_float
 from trainstep.report.subjects import run
 from trainstep.report.subjects.ladder_findings import climbs, disputing, kept_rungs, with_controls
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.report.subjects.uneven import as_told, is_uneven
+from trainstep.rows import KernelRow, ParallelRow, ProfileRow, RungRow
+from trainstep.rows.records import Row, belonging, of_kind
+from trainstep.rows.row import Timed
 
 MOST_GROUPS = 6  # modules with a colour of their own; the rest is "other modules"
 IDLE, BESIDE, OTHERS, UNPLACED = "device idle", "outside of operators", "other modules", "in no known module"

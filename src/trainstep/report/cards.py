@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainstep.config import CHANGES
-from trainstep.kinds import PieceRow, ProfileRow, RungRow, ScriptRow, ScriptRungRow, StepRow
-from trainstep.precision import PRECISIONS
-from trainstep.records import Row, Scalar, belonging, of_kind
+from trainstep.base.config import CHANGES
+from trainstep.base.precision import PRECISIONS
 from trainstep.report.blocks import Card, Cards, Finding, Section, found, in_gib, in_ms, percent
 from trainstep.report.numbers import as_float
 from trainstep.report.subjects.ladder_findings import GAIN, base_name, base_names, changes, climbs, kept_rungs
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.subjects.uneven import as_told
 from trainstep.report.tables import Table
+from trainstep.rows import PieceRow, ProfileRow, RungRow, ScriptRow, ScriptRungRow, StepRow
+from trainstep.rows.records import Row, Scalar, belonging, of_kind
 
 LEAST = 0.01  # share of the step or of the peak from which something is a card
 MOST, FEWEST = 5, 3  # cards; fewer where there is less to say

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from trainstep.records import Row, Scalar
+from trainstep.base.stats import WITHIN_RUN
 from trainstep.report import numbers
 from trainstep.report.numbers import as_float, number, typeset
-from trainstep.stats import WITHIN_RUN
+from trainstep.rows.records import Row, Scalar
 
 INTERVAL = f"95 % interval {WITHIN_RUN}"
 """What a sentence calls the interval of a ratio that one run a side gave."""

@@ -10,13 +10,13 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainstep.errors import UsageError
-from trainstep.records import Row, Scalar
+from trainstep.base.errors import UsageError
+from trainstep.base.stats import RUN_SPREAD, WITHIN_RUN, Interval, Ratio, ratio_interval_of, ratio_of_runs, verdict
 from trainstep.report.losses import WRITTEN, Losses, hold, tokens_of
 from trainstep.report.matching import ACROSS, MATCHED_BY, CaseKey, is_measured, key_of, told, unmatched, without
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, text_table
-from trainstep.stats import RUN_SPREAD, WITHIN_RUN, Interval, Ratio, ratio_interval_of, ratio_of_runs, verdict
+from trainstep.rows.records import Row, Scalar
 
 LOSSES = ("losses differ by", "allowed")
 LOSSES_DIFFER, TOKENS_DIFFER, BATCH_GREW = "losses differ", "tokens differ", "moved to batch"

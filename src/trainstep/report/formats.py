@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainstep.errors import printable
-from trainstep.records import Row
+from trainstep.base.errors import printable
 from trainstep.report.subjects import make_tables
 from trainstep.report.tables import Table
+from trainstep.rows.records import Row
 
 if TYPE_CHECKING:
     import pandas

@@ -8,20 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from trainstep.kinds import (
-    AttentionRow,
-    ControlRow,
-    ParallelRow,
-    PeakRow,
-    ProfileRow,
-    RatioRow,
-    RungRow,
-    ScriptRow,
-    ScriptRungRow,
-    StepRow,
-)
-from trainstep.kinds.row import Timed
-from trainstep.records import Row, Scalar, Times, of_kind
+from trainstep.base.stats import WITHIN_RUN
 from trainstep.report.blocks import Finding, Headline, listed, span, told_apart
 from trainstep.report.columns import Cell, ratio_cell
 from trainstep.report.numbers import NONE, as_float, gib, number
@@ -39,7 +26,20 @@ from trainstep.report.subjects.ladder_findings import (
 from trainstep.report.subjects.noise import NOISY_INTERVAL, TIMED, same_step_twice, throttled, unsteady
 from trainstep.report.subjects.parallel import label_among
 from trainstep.report.subjects.steps import analysed_step
-from trainstep.stats import WITHIN_RUN
+from trainstep.rows import (
+    AttentionRow,
+    ControlRow,
+    ParallelRow,
+    PeakRow,
+    ProfileRow,
+    RatioRow,
+    RungRow,
+    ScriptRow,
+    ScriptRungRow,
+    StepRow,
+)
+from trainstep.rows.records import Row, Scalar, Times, of_kind
+from trainstep.rows.row import Timed
 
 TimedRow = TypeVar("TimedRow", bound=Timed)
 

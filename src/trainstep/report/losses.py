@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from trainstep.budgets import FLOAT32_LOSES, VACUOUS, headroom
-from trainstep.precision import PRECISIONS
-from trainstep.records import Row
+from trainstep.base.budgets import FLOAT32_LOSES, VACUOUS, headroom
+from trainstep.base.precision import PRECISIONS
 from trainstep.report.numbers import number
+from trainstep.rows.records import Row
 
 WRITTEN = 1e-5
 """By how much two numbers that files have with six significant digits may seem apart, relative."""

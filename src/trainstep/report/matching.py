@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainstep.records import Row, Scalar
 from trainstep.report.numbers import number
+from trainstep.rows.records import Row, Scalar
 
 ACROSS = (
     *("workload", "batch", "context", "precision", "compile", "attention", "loss", "fused", "optimizer"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from trainstep.records import Scalar
+from trainstep.rows.records import Scalar
 
 NONE = "–"
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")

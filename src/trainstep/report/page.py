@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainstep.errors import UsageError
-from trainstep.kinds import WorkloadRow
-from trainstep.records import Row, of_kind
+from trainstep.base.errors import UsageError
 from trainstep.report.blocks import Charts, Finding, in_ms
 from trainstep.report.charts import COLOURS, embedded
 from trainstep.report.formats import write_tables
@@ -26,6 +24,8 @@ from trainstep.report.subjects.ladder_findings import (
     recommended_flags,
 )
 from trainstep.report.summary import summary
+from trainstep.rows import WorkloadRow
+from trainstep.rows.records import Row, of_kind
 
 
 @dataclass(frozen=True)

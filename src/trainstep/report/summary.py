@@ -6,9 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from trainstep.config import CHANGES, Change
-from trainstep.kinds import RungRow, ScriptRungRow
-from trainstep.records import Row
+from trainstep.base.config import CHANGES, Change
+from trainstep.base.stats import WITHIN_RUN
 from trainstep.report.blocks import TOPICS, Advice, Block, Finding, Flags, Line, Section, Sentences
 from trainstep.report.breakdown import breakdown
 from trainstep.report.cards import alarms, cards
@@ -27,7 +26,8 @@ from trainstep.report.subjects.ladder_findings import (
     recommended_flags,
     with_controls,
 )
-from trainstep.stats import WITHIN_RUN
+from trainstep.rows import RungRow, ScriptRungRow
+from trainstep.rows.records import Row
 
 
 def summary(records: Sequence[Row], found: Sequence[Finding], sections: Sequence[Section]) -> Section | None:

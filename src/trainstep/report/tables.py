@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainstep.errors import printable
-from trainstep.records import Row
+from trainstep.base.errors import printable
 from trainstep.report.columns import Cell, Column, outcome_cell
+from trainstep.rows.records import Row
 
 if TYPE_CHECKING:
     import pandas

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Group
 from rich.text import Text
 
-from trainstep.errors import printable
+from trainstep.base.errors import printable
 from trainstep.report.tables import Table
 
 LONGEST_CELL = 60

@@ -32,14 +32,14 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
 from trainstep.parallel.checkpoint_files import checksums, damaged_file, load_files, read_metadata
 from trainstep.parallel.fsdp.checkpoint import empty_optimizer, load_state_by_name, state_by_name
 from trainstep.parallel.process import Process, on_all_ranks
 from trainstep.parallel.rollcall import is_of_a_collective
+from trainstep.step.training_step import Replica
 from trainstep.train.forms import NAMES, SLICES, numbering, read_names_in_slices, read_slices_by_name
-from trainstep.training_step import Replica
 
 NOTE = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{8})")

@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UnsupportedError, UsageError
-from trainstep.policies import INSTEAD, policy_of
-from trainstep.precision import PRECISIONS
-from trainstep.records import Scalar
-from trainstep.schemes import SCHEMES, Scheme, TrainScheme
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.errors import UnsupportedError, UsageError
+from trainstep.base.precision import PRECISIONS
+from trainstep.base.schemes import SCHEMES, Scheme, TrainScheme
+from trainstep.checkpointing.policies import INSTEAD, policy_of
+from trainstep.rows.records import Scalar
 
 MOST = 10**15  # parameters of a model, and tokens of an update: more is a slip of the keyboard
 

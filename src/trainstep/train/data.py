@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UsageError
-from trainstep.model.text import Tokens, cut_sequences, load_tokens
-from trainstep.records import Scalar
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.errors import UsageError
+from trainstep.rows.records import Scalar
+from trainstep.step.model.text import Tokens, cut_sequences, load_tokens
+from trainstep.step.workload import Workload, builtin_workload, make_optimizer
 from trainstep.train.config import RunConfig
-from trainstep.workload import Workload, builtin_workload, make_optimizer
 
 _PIECES, _PIECE_TOKENS = 64, 2**16
 """Of the tokens this many pieces, evenly spaced, are hashed; of a small data set that is all of it."""

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainstep.errors import UsageError
-from trainstep.guards import LOCK
-from trainstep.records import Scalar
+from trainstep.base.errors import UsageError
+from trainstep.base.guards import LOCK
+from trainstep.rows.records import Scalar
 from trainstep.train.checkpoints import Checkpoint, name_of, open_checkpoint, set_aside, steps_in, tidy
 from trainstep.train.config import RunConfig, counted, differences
 from trainstep.train.history import METRICS, read_metrics

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel import ShardedOptimizer
 from trainstep.parallel.checkpoint_files import Part, load_files, read_metadata
 from trainstep.parallel.fsdp.checkpoint import load_state_by_name

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from trainstep.errors import UsageError
-from trainstep.kinds import TrainRow
-from trainstep.kinds.row import check_columns, check_types
-from trainstep.records import Scalar, Times
-from trainstep.schemes import SCHEMES
-from trainstep.stats import summarize
+from trainstep.base.errors import UsageError
+from trainstep.base.schemes import SCHEMES
+from trainstep.base.stats import summarize
+from trainstep.rows import TrainRow
+from trainstep.rows.records import Scalar, Times
+from trainstep.rows.row import check_columns, check_types
 
 METRICS = "metrics.jsonl"  # the file's name in the run's folder
 WARMUP = 10  # updates after a start whose speed is not counted: compilation and first allocations are in them

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 
 Launcher = Literal["slurm", "skypilot", "kubeflow"]
 NOTICE_S = 120

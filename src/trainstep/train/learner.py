@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainstep.parallel.process import Process
+from trainstep.parallel.replicas import build, uncounted_bytes
 from trainstep.plan.flops import step_flops
-from trainstep.replicas import build, uncounted_bytes
+from trainstep.step.training_step import MakeOptimizer, Replica, TrainingStep
 from trainstep.train.config import RunConfig
 from trainstep.train.data import TokenData
 from trainstep.train.own import OwnData
-from trainstep.training_step import MakeOptimizer, Replica, TrainingStep
 
 PROMPT = 48  # tokens of validation text that a sample begins with
 BYTES = 256  # text has no other ids than these, so no other is drawn

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainstep.casting import check_precision
-from trainstep.guards import StopSignals, held_folder
+from trainstep.base.guards import StopSignals, held_folder
 from trainstep.measure.environment import device_name
 from trainstep.parallel.process import AgreedError, Process, is_restart, on_all_ranks, on_first_rank
-from trainstep.records import Scalar, write_whole
+from trainstep.rows.records import Scalar, write_whole
+from trainstep.step.casting import check_precision
+from trainstep.step.workload import WorkloadSource
 from trainstep.train.checkpoints import (
     Checkpoint,
     CheckpointWriter,
@@ -42,7 +43,6 @@ from trainstep.train.metrics import Meter, MetricsWriter, Show, as_summary, run_
 from trainstep.train.own import OwnData, check_options, options_of, restore_options
 from trainstep.train.own_learner import OwnLearner
 from trainstep.train.pages import Pages
-from trainstep.workload import WorkloadSource
 
 
 @dataclass(frozen=True)

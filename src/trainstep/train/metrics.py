@@ -11,13 +11,13 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainstep.config import StepConfig
-from trainstep.errors import UsageError
-from trainstep.hardware import find_device
-from trainstep.kinds import TrainRow
+from trainstep.base.config import StepConfig
+from trainstep.base.errors import UsageError
+from trainstep.base.hardware import find_device
 from trainstep.measure.environment import describe, device_name
 from trainstep.measure.memory import GIB
 from trainstep.parallel.process import Process
+from trainstep.rows import TrainRow
 from trainstep.train.config import RunConfig
 from trainstep.train.history import METRICS, read_metrics, record_of
 from trainstep.train.learner import Reading

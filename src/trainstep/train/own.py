@@ -25,15 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainstep.batches import count_tokens, fingerprint, map_tensors, share_of
-from trainstep.config import StepConfig
-from trainstep.errors import UsageError, place_of
+from trainstep.base.config import StepConfig
+from trainstep.base.errors import UsageError, place_of
 from trainstep.parallel.process import AgreedError, Process
-from trainstep.randomness import seed_everything
-from trainstep.records import Scalar
+from trainstep.rows.records import Scalar
+from trainstep.step.batches import count_tokens, fingerprint, map_tensors, share_of
+from trainstep.step.randomness import seed_everything
+from trainstep.step.training_step import batches_of
+from trainstep.step.workload import Workload, WorkloadSource
 from trainstep.train.config import RunConfig, differences, division
-from trainstep.training_step import batches_of
-from trainstep.workload import Workload, WorkloadSource
 
 SAME_BATCHES = (
     "a batch is to follow from its number alone: torch, numpy and `random` are seeded before the factory is called and "

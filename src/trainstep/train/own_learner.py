@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainstep.batches import tensors_of
 from trainstep.measure.flops import counted_flops
 from trainstep.parallel.collectives import broadcast_from_first
 from trainstep.parallel.process import Process
+from trainstep.step.batches import tensors_of
+from trainstep.step.training_step import uncompiled
 from trainstep.train.config import RunConfig
 from trainstep.train.learner import Learner, Update
 from trainstep.train.own import OwnData, check_steps_once, options_of, tokens_of
-from trainstep.training_step import uncompiled
 
 
 class OwnLearner(Learner):

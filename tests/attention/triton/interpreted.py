@@ -22,9 +22,9 @@ from trainstep.attention.hopper.dq_sum import empty_statistic, launch_finish, la
 from trainstep.attention.triton.backward import launch_dkdv, launch_dq
 from trainstep.attention.triton.forward import launch_forward
 from trainstep.attention.tuned import Tile
-from trainstep.casting import matmul_precision
-from trainstep.errors import UnsupportedError
-from trainstep.precision import PrecisionName
+from trainstep.base.errors import UnsupportedError
+from trainstep.base.precision import PrecisionName
+from trainstep.step.casting import matmul_precision
 
 SQUARE, WIDE, TALL = Tile(32, 32, 4, 2), Tile(16, 64, 4, 2), Tile(64, 16, 4, 2)
 CASES = [

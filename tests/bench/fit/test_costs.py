@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.errors import UnsupportedError
 from trainstep.bench.fit.costs import block_costs
 from trainstep.bench.fit.moments import HEAD, LOSS, OTHER, measure_moments
 from trainstep.bench.fit.operators import Operators
 from trainstep.bench.memory import measure_peaks
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UnsupportedError
 from trainstep.measure.timing import device_clock
 from trainstep.plan.fit import Choice, StepCost, peak_of
-from trainstep.training_step import build_step
-from trainstep.workload import Workload, WorkloadSource, builtin_source
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import Workload, WorkloadSource, builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=80, num_layers=3, num_heads=2)
 SOURCE = builtin_source("toy", MODEL)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.bench.fit.search import Budget, fit_records
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UnsupportedError, UsageError
-from trainstep.policies import Policy
-from trainstep.training_step import build_step
-from trainstep.workload import WorkloadSource, builtin_source
+from trainstep.checkpointing.policies import Policy
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import WorkloadSource, builtin_source
 
 SOURCE = builtin_source("toy", ModelConfig(vocab_size=256, d_model=32, d_ff=80, num_layers=4, num_heads=2))
 CONFIG = StepConfig(batch=8, context=64, attention="sdpa", device="cpu")

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from trainstep.bench.check.gradients import Deviation
-from trainstep.bench.check.updates import UpdateError
-from trainstep.bench.outcome import Failure
+from trainstep.base.schemes import Scheme
 from trainstep.bench.parallel.check import Agreement, Comparison
-from trainstep.schemes import Scheme
+from trainstep.check.gradients import Deviation
+from trainstep.check.updates import UpdateError
+from trainstep.measure.outcome import Failure
 
 
 def deviation(allowed: float = 0.02, **change: Any) -> Deviation:

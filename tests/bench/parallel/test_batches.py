@@ -14,16 +14,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.planted.parallel import quick
-from trainstep.batches import fingerprint
-from trainstep.bench.check.rounding import RandomRounding
+from trainstep.base.config import StepConfig
+from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.batches import KEPT, Kept
 from trainstep.bench.parallel.run import run_cases
-from trainstep.config import StepConfig
+from trainstep.check.rounding import RandomRounding
 from trainstep.parallel.process import AgreedError
-from trainstep.records import SoFar
-from trainstep.schemes import SCHEMES
-from trainstep.workload import Workload, WorkloadSource
+from trainstep.rows.records import SoFar
+from trainstep.step.batches import fingerprint
+from trainstep.step.workload import Workload, WorkloadSource
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 CONFIG = StepConfig(device="cpu")

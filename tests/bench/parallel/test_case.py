@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from trainstep.base.errors import UsageError
 from trainstep.bench.parallel import part_of
-from trainstep.errors import UsageError
-from trainstep.workload import Workload
+from trainstep.step.workload import Workload
 
 
 def test_a_batch_that_does_not_divide_is_refused():

@@ -8,19 +8,19 @@ import torch
 
 from tests.bench.parallel import agreement, by_scheme, deviation
 from tests.planted.parallel import CONFIG, RIGHT, SOURCE, WRONG, judge_right, judge_wrong, quick
-from trainstep.batches import share_of
-from trainstep.bench.check import allowed_error, one_rounding
-from trainstep.bench.check.gradients import Gradients
-from trainstep.bench.check.reference import DRAWS
-from trainstep.bench.check.updates import UpdateError
+from trainstep.base.config import ModelConfig
+from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.check import _BITS, _checksum, compare_with_one_process
 from trainstep.bench.parallel.check import agreement as judge
 from trainstep.bench.parallel.one_process import MOVED, SHRUNK, STEPS, _places, expected
-from trainstep.config import ModelConfig
-from trainstep.schemes import SCHEMES
-from trainstep.training_step import build_step
-from trainstep.workload import WorkloadSource, builtin_source
+from trainstep.check import allowed_error, one_rounding
+from trainstep.check.gradients import Gradients
+from trainstep.check.reference import DRAWS
+from trainstep.check.updates import UpdateError
+from trainstep.step.batches import share_of
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import WorkloadSource, builtin_source
 
 TWO_RANKS = dataclasses.replace(CONFIG, batch=2 * CONFIG.batch)
 PARTS = ("gradients × 1.02", "β₂ of 0.999", "reduced in 16 bits", "gradients × 1.05 on rank 1")

@@ -5,11 +5,11 @@ import torch
 
 from tests.bench.parallel import by_scheme
 from tests.workers import Workers
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.check import compare_with_one_process
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.schemes import SCHEMES
-from trainstep.workload import builtin_source
+from trainstep.step.workload import builtin_source
 
 MODEL = ModelConfig(vocab_size=512, d_model=128, d_ff=256, num_layers=2, num_heads=2, max_context=64)
 CONFIG = StepConfig(context=64, batch=2, device="cuda", precision="bf16", attention="sdpa", optimizer="adamw-fused")

@@ -15,18 +15,18 @@ from torch import nn
 
 from tests.bench.parallel import by_scheme
 from tests.planted.parallel import Planted, faster, from_step, handed, quick, times
-from trainstep.bench.check import reference
-from trainstep.bench.check.reference import DRAWS
-from trainstep.bench.outcome import Failure
+from trainstep.base.config import StepConfig
+from trainstep.base.errors import UnsupportedError, UsageError
+from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel import ParallelCase, check
 from trainstep.bench.parallel.check import _checksum, compare_with_one_process
 from trainstep.bench.parallel.check import agreement as judge
 from trainstep.bench.parallel.one_process import STEPS, expected
-from trainstep.config import StepConfig
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.check import reference
+from trainstep.check.reference import DRAWS
+from trainstep.measure.outcome import Failure
 from trainstep.parallel.process import AgreedError, joined
-from trainstep.schemes import SCHEMES
-from trainstep.workload import Workload, WorkloadSource
+from trainstep.step.workload import Workload, WorkloadSource
 
 CONFIG = StepConfig(device="cpu")
 FLAT, SINGLE, TORCH_DDP = SCHEMES["flat"], SCHEMES["single"], SCHEMES["torch-ddp"]

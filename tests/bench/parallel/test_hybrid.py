@@ -5,18 +5,18 @@ import dataclasses
 import pytest
 
 from tests.planted.parallel import quick
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.errors import UnsupportedError, UsageError
+from trainstep.base.schemes import SCHEMES, usual_replicas
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.ratios import ratio_rows
 from trainstep.bench.parallel.run import run_cases
 from trainstep.commands.bench import BenchParallel
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UnsupportedError, UsageError
-from trainstep.kinds import ParallelRatioRow, ParallelRow
 from trainstep.parallel.transport.by_collectives import Collectives
-from trainstep.records import SoFar, make_row, of_kind
 from trainstep.report.subjects.parallel import alone_ms
-from trainstep.schemes import SCHEMES, usual_replicas
-from trainstep.workload import builtin_source
+from trainstep.rows import ParallelRatioRow, ParallelRow
+from trainstep.rows.records import SoFar, make_row, of_kind
+from trainstep.step.workload import builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=1, num_heads=2, max_context=16)
 CONFIG = StepConfig(context=16, batch=2, device="cpu")

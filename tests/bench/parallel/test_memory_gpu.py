@@ -7,11 +7,11 @@ import torch
 
 from tests.bench.parallel.test_trace_gpu import CONFIG, MODEL
 from tests.workers import Workers
-from trainstep.bench.outcome import attempt_on_all_ranks
+from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.run import measure
-from trainstep.schemes import SCHEMES
-from trainstep.workload import builtin_source
+from trainstep.measure.outcome import attempt_on_all_ranks
+from trainstep.step.workload import builtin_source
 
 NAMES = ("single", "torch-ddp-1000", "torch-zero-1000", "torch-fsdp2", "bucketed-1000", "fsdp")
 

@@ -12,17 +12,17 @@ from torch import nn
 
 from tests.planted.parallel import quick
 from tests.workers import WorkerError, Workers
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.schemes import SCHEMES
 from trainstep.bench import parallel
-from trainstep.bench.check.reference import Reference
 from trainstep.bench.parallel import ParallelCase, run
 from trainstep.bench.parallel.check import Comparison
 from trainstep.bench.parallel.run import run_cases
+from trainstep.check.reference import Reference
 from trainstep.commands.output import run_and_report
-from trainstep.config import ModelConfig, StepConfig
 from trainstep.parallel import DistributedDataParallel
-from trainstep.records import SoFar, read_records
-from trainstep.schemes import SCHEMES
-from trainstep.workload import Workload, WorkloadSource, builtin_source
+from trainstep.rows.records import SoFar, read_records
+from trainstep.step.workload import Workload, WorkloadSource, builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2, max_context=16)
 CONFIG = StepConfig(context=16, batch=2, device="cpu")

@@ -7,21 +7,21 @@ import pytest
 import torch
 
 from tests.bench.parallel import agreement, deviation
-from trainstep.bench.outcome import Failure
+from trainstep.base.config import SIZES, ModelConfig, StepConfig
+from trainstep.base.schemes import BENCH_SCHEMES, SCHEMES
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.planned import copies_of, moments, planned_bytes, scheme_of
 from trainstep.bench.parallel.ratios import ratio_rows, ratios_alike
 from trainstep.bench.parallel.run import RankMeasurement, Timed, parallel_row, with_exposed
-from trainstep.config import SIZES, ModelConfig, StepConfig
-from trainstep.kinds import ParallelRow
 from trainstep.measure.collectives import Collective
 from trainstep.measure.memory import GIB
+from trainstep.measure.outcome import Failure
 from trainstep.measure.timing import Lap, Sample, Timing
 from trainstep.parallel.process import Process
 from trainstep.parallel.ranks import AMONG_ALL
-from trainstep.records import of_kind, read_records
-from trainstep.schemes import BENCH_SCHEMES, SCHEMES
-from trainstep.workload import builtin_source
+from trainstep.rows import ParallelRow
+from trainstep.rows.records import of_kind, read_records
+from trainstep.step.workload import builtin_source
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 

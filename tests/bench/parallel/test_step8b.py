@@ -11,17 +11,17 @@ import torch
 
 from tests.bench.parallel import agreement
 from tests.planted.parallel import quick
+from trainstep.base.config import SIZES, ModelConfig, StepConfig
+from trainstep.base.errors import UsageError
+from trainstep.base.schemes import SCHEMES
 from trainstep.bench import parallel
 from trainstep.bench.parallel import DoBench, ParallelCase, step8b
 from trainstep.bench.parallel.step8b import checkpointing_of, leaderboard_lines, reduced, reduced_model, source_of
-from trainstep.checkpointing import Checkpointing
+from trainstep.checkpointing.policies import policy_of
+from trainstep.checkpointing.recomputing import Checkpointing
 from trainstep.commands.bench_ranks import BenchStep8b
-from trainstep.config import SIZES, ModelConfig, StepConfig
-from trainstep.errors import UsageError
-from trainstep.kinds import ParallelRow
-from trainstep.policies import policy_of
-from trainstep.records import of_kind, read_records
-from trainstep.schemes import SCHEMES
+from trainstep.rows import ParallelRow
+from trainstep.rows.records import of_kind, read_records
 
 REPOSITORY = Path(__file__).parents[3]
 MODEL = ModelConfig(vocab_size=300, d_model=16, d_ff=20, num_layers=5, num_heads=2)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from trainstep.kinds import ParallelTraceRow
 from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.ranges import GLOO
-from trainstep.records import of_kind, read_records
+from trainstep.rows import ParallelTraceRow
+from trainstep.rows.records import of_kind, read_records
 
 pytestmark = pytest.mark.thorough
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from tests.workers import Workers
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.run import run_cases
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.kinds import ParallelTraceRow
-from trainstep.records import of_kind
-from trainstep.schemes import SCHEMES
-from trainstep.workload import builtin_source
+from trainstep.rows import ParallelTraceRow
+from trainstep.rows.records import of_kind
+from trainstep.step.workload import builtin_source
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 

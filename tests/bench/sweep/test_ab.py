@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from trainstep.base.errors import UsageError
+from trainstep.base.stats import Interval, ratio_of_runs
 from trainstep.bench.sweep.ab import FEWEST, LOOKING, Arm, arms_of, run_arms
-from trainstep.cli import main
-from trainstep.errors import UsageError
-from trainstep.kinds import RatioRow, StepRow, row_of
-from trainstep.records import of_kind, read_records
+from trainstep.commands.cli import main
 from trainstep.report.compare import compare, repeatability
 from trainstep.report.subjects.ratios import between_runs
-from trainstep.stats import Interval, ratio_of_runs
+from trainstep.rows import RatioRow, StepRow, row_of
+from trainstep.rows.records import of_kind, read_records
 
 REPOSITORY = Path(__file__).parents[3]
 ARMS = [Arm("fp32", {"precision": "fp32"}), Arm("bf16", {"precision": "bf16"})]

@@ -17,8 +17,8 @@ from tests.slurm import BY_KERNEL, MEMORY, Cluster
 from trainstep.bench.sweep import jobs
 from trainstep.bench.sweep import slurm as slurm_files
 from trainstep.bench.sweep.jobs import Resources, slurm_jobs
-from trainstep.cli import main
-from trainstep.records import read_records
+from trainstep.commands.cli import main
+from trainstep.rows.records import read_records
 
 pytestmark = pytest.mark.slurm
 REPOSITORY = Path(__file__).parents[3]

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from trainstep.base.errors import UsageError
+from trainstep.base.guards import held_folder
 from trainstep.bench.sweep import keeper
 from trainstep.bench.sweep import run as processes
 from trainstep.bench.sweep.cases import Case, flags, load_grid
 from trainstep.bench.sweep.jobs import local_jobs
 from trainstep.bench.sweep.run import run_here, visible_gpus
-from trainstep.cli import main, parse
+from trainstep.commands.cli import main, parse
 from trainstep.commands.sweep import Sweep
-from trainstep.errors import UsageError
-from trainstep.guards import held_folder
-from trainstep.records import read_records
 from trainstep.report.compare import compare
+from trainstep.rows.records import read_records
 
 REPOSITORY = Path(__file__).parents[3]
 HERE = "tests.bench.sweep.workloads"

@@ -6,13 +6,13 @@ import tracemalloc
 import pytest
 
 from tests.measure.allocations.large import snapshot, write
+from trainstep.base.errors import UsageError
 from trainstep.bench.allocations import imported_records
-from trainstep.errors import UsageError
-from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow
 from trainstep.measure.allocations import history
 from trainstep.measure.allocations.loading import imported_timelines, load_snapshot
 from trainstep.measure.allocations.timeline import Frame
-from trainstep.records import of_kind
+from trainstep.rows import AllocationRow, MemoryTimelineRow, OwnerRow
+from trainstep.rows.records import of_kind
 
 
 def written(path, content, protocol=4):

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.errors import UnsupportedError
 from trainstep.bench.allocations import record_step
 from trainstep.bench.residuals import measure_residuals
 from trainstep.bench.step import measure_step
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UnsupportedError
 from trainstep.measure.allocations.recording import StepWatch, record_on_cpu
-from trainstep.training_step import TrainingStep
-from trainstep.workload import builtin_source
+from trainstep.step.training_step import TrainingStep
+from trainstep.step.workload import builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=3, num_heads=2)
 TOY = builtin_source("toy", MODEL, Path(__file__))

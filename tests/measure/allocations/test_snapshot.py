@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.measure.allocations import loading as module
 from trainstep.measure.allocations.loading import imported_timelines, load_snapshot
 from trainstep.measure.allocations.snapshot import (

@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from trainstep.attention.eager import pieces_announced
-from trainstep.config import ModelConfig, StepConfig
+from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.measure.costs import UNKNOWN_LISTS, Lists
 from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.kernels import MATMULS, profile_of
 from trainstep.measure.profile.ranges import announce, classify_range, record_steps
 from trainstep.measure.profile.trace import Range, Stream, Trace, Work, attribute, owner_of
 from trainstep.measure.timing import CpuClock
-from trainstep.training_step import build_step
-from trainstep.workload import WorkloadSource, builtin_source
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import WorkloadSource, builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=48, num_layers=4, num_heads=2)
 BATCH, CONTEXT = 2, 16
@@ -148,7 +148,7 @@ def test_gradients_added_to_others_belong_to_their_module(tmp_path):
 
 
 def toy_source(module):
-    from trainstep.workload import Workload
+    from trainstep.step.workload import Workload
 
     def build(step):
         return Workload(

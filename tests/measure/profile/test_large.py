@@ -8,7 +8,7 @@ import pytest
 
 from tests.measure.profile.large import write
 from tests.measure.profile.test_trace import GPU, event
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.measure.profile import json_stream
 from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.kernels import profile_of

@@ -4,7 +4,7 @@ import sqlite3
 
 import pytest
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.measure.profile import nsys
 from trainstep.measure.profile.kernels import profiles_of
 from trainstep.measure.profile.nsys import is_sqlite, nsys_command, read_nsys, require_nsys

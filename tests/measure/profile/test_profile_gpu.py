@@ -3,14 +3,14 @@
 import pytest
 
 from trainstep.attention.eager import pieces_announced
-from trainstep.config import ModelConfig, StepConfig
+from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.kernels import MATMULS, profile_of
 from trainstep.measure.profile.overlap import busy_us
 from trainstep.measure.profile.ranges import announce, record_steps
 from trainstep.measure.timing import device_clock
-from trainstep.training_step import build_step
-from trainstep.workload import builtin_source
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import builtin_source
 
 pytestmark = pytest.mark.gpu
 

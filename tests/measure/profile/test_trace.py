@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.measure.profile import chrome as module
 from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.kernels import profile_of

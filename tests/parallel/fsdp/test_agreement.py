@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.fsdp.agreement import Agreement
 
 pytestmark = pytest.mark.distributed

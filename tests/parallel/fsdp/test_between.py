@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.parallel import FullyShardedDataParallel, load_checkpoint, save_checkpoint
 from trainstep.parallel.fsdp.agreement import Agreement
 from trainstep.parallel.fsdp.schedule import Schedule

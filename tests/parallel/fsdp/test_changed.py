@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.parallel.fsdp.training import gradients_beside
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel import FullyShardedDataParallel
 
 pytestmark = pytest.mark.distributed

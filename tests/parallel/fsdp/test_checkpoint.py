@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
 from tests.workers import WorkerError, Workers
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel import FullyShardedDataParallel, load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.distributed

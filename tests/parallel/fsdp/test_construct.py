@@ -9,10 +9,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.nets import Net, batch, build
-from trainstep.config import ModelConfig
-from trainstep.errors import UsageError
-from trainstep.model.transformer import build_transformer, init_module
+from trainstep.base.config import ModelConfig
+from trainstep.base.errors import UsageError
 from trainstep.parallel import FullyShardedDataParallel
+from trainstep.step.model.transformer import build_transformer, init_module
 
 pytestmark = pytest.mark.distributed
 

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
 from tests.workers import WorkerError, Workers
-from trainstep.config import SIZES
-from trainstep.model.transformer import build_transformer, cross_entropy, init_module
+from trainstep.base.config import SIZES
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp.group import GatherGroup
+from trainstep.step.model.transformer import build_transformer, cross_entropy, init_module
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

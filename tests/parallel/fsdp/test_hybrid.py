@@ -16,12 +16,12 @@ from tests.parallel.fsdp.training import CASES, Delays, assert_same, error, in_t
 from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
 from trainstep.measure.collectives import recorded_collectives
-from trainstep.model.transformer import build_transformer, cross_entropy
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp import gradients as fsdp_gradients
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.ranks import DIMENSIONS
 from trainstep.parallel.transport import by_collectives
+from trainstep.step.model.transformer import build_transformer, cross_entropy
 
 pytestmark = pytest.mark.distributed
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
 from tests.workers import WorkerError, Workers
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel import FullyShardedDataParallel
 
 pytestmark = pytest.mark.distributed

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.parallel.nets import batch, build, loss_of
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel import FullyShardedDataParallel
 
 pytestmark = pytest.mark.distributed

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.parallel.nets import build
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.fsdp.shards import cut_rows, plan_groups
 
 

@@ -6,11 +6,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parallel.nets import batch, build, loss_of
 from tests.workers import Workers
-from trainstep.checkpointing import Checkpointing
-from trainstep.errors import UnsupportedError
+from trainstep.base.errors import UnsupportedError
+from trainstep.checkpointing.policies import BlockPolicy, Policy
+from trainstep.checkpointing.recomputing import Checkpointing
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.peers.fsdp2 import shard_fully
-from trainstep.policies import BlockPolicy, Policy
+from trainstep.parallel.peers.fsdp2 import shard_fully
 
 pytestmark = pytest.mark.distributed
 

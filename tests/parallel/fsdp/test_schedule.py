@@ -8,11 +8,11 @@ from torch import nn
 
 from tests.parallel.fsdp.recorder import Recorder, halves
 from tests.parallel.nets import batch
-from trainstep.checkpointing import Checkpointing
-from trainstep.config import ModelConfig
-from trainstep.errors import UsageError
-from trainstep.model.transformer import build_transformer, cross_entropy
+from trainstep.base.config import ModelConfig
+from trainstep.base.errors import UsageError
+from trainstep.checkpointing.recomputing import Checkpointing
 from trainstep.parallel import FullyShardedDataParallel
+from trainstep.step.model.transformer import build_transformer, cross_entropy
 
 pytestmark = pytest.mark.distributed
 

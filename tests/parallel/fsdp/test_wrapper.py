@@ -24,7 +24,7 @@ from tests.parallel.fsdp.training import (
 )
 from tests.parallel.nets import OPTIMIZERS, Net, batch, build, loss_of, train_alone
 from tests.workers import Workers
-from trainstep.checkpointing import Checkpointing
+from trainstep.checkpointing.recomputing import Checkpointing
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp.group import GatherGroup
 

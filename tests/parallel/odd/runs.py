@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.workers import WorkerError, Workers
-from trainstep.blocks import blocks_in_runs, find_blocks
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
-from trainstep.training_step import recipe
+from trainstep.step.blocks import blocks_in_runs, find_blocks
+from trainstep.step.training_step import recipe
 
 RANKS, STEPS, ROWS, WIDTH = 2, 3, 4, 8
 OURS = ("ddp", "sharded optimizer", "fsdp")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
 
 pytestmark = pytest.mark.distributed

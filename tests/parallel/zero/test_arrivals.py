@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.parallel.training import EXCHANGE_MB, OPTIMIZERS, WIDTH, build, differing, loss_of, reference, shares, state
-from trainstep.checkpointing import Checkpointing
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
+from trainstep.checkpointing.recomputing import Checkpointing
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
 from trainstep.parallel.zero import optimizer as zero_optimizer

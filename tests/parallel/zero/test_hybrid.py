@@ -17,7 +17,7 @@ from tests.parallel.training import (
     shares,
     state,
 )
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
 

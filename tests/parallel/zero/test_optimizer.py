@@ -21,7 +21,7 @@ from tests.parallel.training import (
     state,
     whole_batch,
 )
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
 from trainstep.parallel.ddp.scattered import ScatteredGradient

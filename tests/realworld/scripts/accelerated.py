@@ -14,7 +14,7 @@ accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulati
 model = nn.Sequential(nn.Linear(16, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
 optimizer = torch.optim.AdamW(model.parameters())
 loader = DataLoader(TensorDataset(torch.randn(2 * BATCH * STEPS, 16)), batch_size=BATCH)
-# by hand: from tests.run.by_hand import clock
+# by hand: from tests.observe.by_hand import clock
 # by hand: clock.around(model, "forward", "forward")
 # by hand: clock.around(torch.Tensor, "backward", "backward")
 # by hand: clock.around(torch.nn.utils, "clip_grad_norm_", "optimizer")

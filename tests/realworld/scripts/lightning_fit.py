@@ -21,7 +21,7 @@ class Learner(pl.LightningModule):
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(16, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
         self.head = nn.Linear(WIDTH, 1)
-        # by hand: from tests.run.by_hand import clock
+        # by hand: from tests.observe.by_hand import clock
         # by hand: clock.around(self.encoder, "forward", "forward")
         # by hand: clock.around(self.head, "forward", "forward")
         # by hand: clock.around(torch.Tensor, "backward", "backward")
@@ -34,13 +34,13 @@ class Learner(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
     # by hand: def optimizer_zero_grad(self, epoch, index, optimizer):
-    # by hand:     from tests.run.by_hand import clock
+    # by hand:     from tests.observe.by_hand import clock
     # by hand:     clock("other")
     # by hand:     optimizer.zero_grad()
     # by hand:     clock("optimizer")
 
     # by hand: def optimizer_step(self, epoch, index, optimizer, closure):
-    # by hand:     from tests.run.by_hand import clock
+    # by hand:     from tests.observe.by_hand import clock
     # by hand:     def passes():
     # by hand:         clock("optimizer")
     # by hand:         loss = closure()

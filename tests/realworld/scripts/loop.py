@@ -6,14 +6,14 @@ import torch
 from tests.realworld import models
 from torch.utils.data import DataLoader
 
-from trainstep.batches import map_tensors
+from trainstep.step.batches import map_tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 made = getattr(models, sys.argv[1])()
 model, updates = made.module.to(DEVICE), int(sys.argv[2])
 optimizer = made.optimizer(model.parameters())
 batches = list(made.batches)
-# by hand: from tests.run.by_hand import clock
+# by hand: from tests.observe.by_hand import clock
 for batch in DataLoader([batches[place % len(batches)] for place in range(updates)], batch_size=None):
     batch = map_tensors(batch, lambda tensor: tensor.to(DEVICE))
     # by hand: clock("other")

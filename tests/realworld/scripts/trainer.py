@@ -43,7 +43,7 @@ def training(folder, callbacks=None, name="llama", updates=14):
         use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
     )
-    # by hand: from tests.run.by_hand import clock
+    # by hand: from tests.observe.by_hand import clock
     # by hand: clock.around(model, "forward", "forward")
     # by hand: clock.around(torch.Tensor, "backward", "backward")
     # by hand: clock.around(torch.nn.utils, "clip_grad_norm_", "optimizer")

@@ -9,14 +9,14 @@ import pytest
 
 from tests.report.browsing import complaints, hover, open_page, requests
 from tests.report.page import Page
-from trainstep.bench.outcome import Failure
 from trainstep.bench.parallel.trace import TracedStep, family_rows, phases_of, trace_row
-from trainstep.kinds import ParallelFamilyRow, ParallelRow, ParallelTraceRow
+from trainstep.measure.outcome import Failure
 from trainstep.measure.profile.kernels import Kernel, KernelProfile, kernel_family
 from trainstep.measure.profile.trace import Stream, Trace
-from trainstep.records import Times
 from trainstep.report.page import render, write_html
 from trainstep.report.subjects import findings
+from trainstep.rows import ParallelFamilyRow, ParallelRow, ParallelTraceRow
+from trainstep.rows.records import Times
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 BLOCKS = 32

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from tests.report.browsing import complaints, hover, open_page, requests, set_scheme, wait_for, wait_until_drawn
+from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.bench.allocations import allocation_records, imported_records
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow
 from trainstep.measure.allocations.snapshot import snapshot_of, write_snapshot
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
-from trainstep.records import Row, of_kind, read_records, write_whole
 from trainstep.report.page import render, write_html
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.allocations import owner_findings
-from trainstep.workload import builtin_source
+from trainstep.rows import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow
+from trainstep.rows.records import Row, of_kind, read_records, write_whole
+from trainstep.step.workload import builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=64, d_ff=128, num_layers=3, num_heads=2)
 HOSTILE = "<script>document.title = 'run'</script>"

@@ -4,9 +4,9 @@ import dataclasses
 import re
 
 from tests.report.page import Page
-from trainstep.kinds import AttentionRow
-from trainstep.records import Times
 from trainstep.report.page import render
+from trainstep.rows import AttentionRow
+from trainstep.rows.records import Times
 
 
 def row(impl, seq, both=1.0, status="ok", reason=""):

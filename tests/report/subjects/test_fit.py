@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tests.report.page import Page
-from trainstep.kinds import FitRow
-from trainstep.kinds.row import Times
 from trainstep.plan.fit import ENOUGH
 from trainstep.report.page import render
 from trainstep.report.subjects.fit import PROVEN, fit, fit_findings, form_of
+from trainstep.rows import FitRow
+from trainstep.rows.row import Times
 
 CASE = {"workload": "m", "context": 128, "precision": "fp32"}
 SAMPLES = [100.0 + step / 10 for step in range(10)]

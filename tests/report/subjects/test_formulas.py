@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from trainstep.kinds import KernelRow, PieceRow, ProfileRow
 from trainstep.report.subjects.kernel_findings import FORMULA, formula_findings
+from trainstep.rows import KernelRow, PieceRow, ProfileRow
 
 CASE = {"workload": "theirs", "precision": "fp32"}
 PROFILE = ProfileRow(**CASE)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.report.subjects.test_kernels import gpu_profile, records
-from trainstep.kinds import CeilingRow, FamilyRow, PieceRow, ProfileRow, RungRow
-from trainstep.records import Row, of_kind
 from trainstep.report.blocks import Finding
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.kernel_findings import IDLE, MUCH, NEEDED_COVERAGE, brief_name
+from trainstep.rows import CeilingRow, FamilyRow, PieceRow, ProfileRow, RungRow
+from trainstep.rows.records import Row, of_kind
 
 
 def found(rows: list[Row]) -> dict[str, Finding]:

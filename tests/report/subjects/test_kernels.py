@@ -11,14 +11,14 @@ import pytest
 from tests.report import sample
 from tests.report.browsing import complaints, hover, open_page, requests, wait_for
 from tests.report.page import Page
-from trainstep.bench.profile_rows import profile_rows, summary_values
-from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, ProfileRow
 from trainstep.measure.profile.kernels import Family, Kernel, KernelProfile, Lane
+from trainstep.measure.profile.rows import profile_rows, summary_values
 from trainstep.measure.profile.trace import Stream
-from trainstep.records import Row, make_row, of_kind
 from trainstep.report.page import render, write_html
 from trainstep.report.subjects.kernels import TOP_KERNELS, kernels
 from trainstep.report.tables import Table
+from trainstep.rows import CeilingRow, FamilyRow, KernelRow, ProfileRow
+from trainstep.rows.records import Row, make_row, of_kind
 
 HOSTILE = "<script>document.title = 'run'</script>"
 CASE = {"workload": "large", "batch": 4, "context": 512, "precision": "bf16"}

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tests.report.test_findings import SETTINGS, bf16, found, rung
-from trainstep.kinds import ControlRow
-from trainstep.records import make_row
 from trainstep.report.subjects.ladder_findings import after, after_precision, changes, climbs, disputing, times_agree
+from trainstep.rows import ControlRow
+from trainstep.rows.records import make_row
 
 BASELINE = rung("baseline", "baseline", step_ms=1000.0)
 

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from tests.report.page import Page
-from trainstep.kinds import (
+from trainstep.report.blocks import Finding
+from trainstep.report.page import render
+from trainstep.report.subjects import findings
+from trainstep.report.subjects.memory import cache_findings, uncompiled_findings
+from trainstep.report.subjects.precision import dtype_findings, script_dtypes
+from trainstep.rows import (
     AccumulationRow,
     CheckpointingRow,
     DtypeRow,
@@ -18,12 +23,7 @@ from trainstep.kinds import (
     RungRow,
     StepRow,
 )
-from trainstep.records import Row, Status
-from trainstep.report.blocks import Finding
-from trainstep.report.page import render
-from trainstep.report.subjects import findings
-from trainstep.report.subjects.memory import cache_findings, uncompiled_findings
-from trainstep.report.subjects.precision import dtype_findings, script_dtypes
+from trainstep.rows.records import Row, Status
 
 CASE: dict[str, Any] = {"workload": "m", "context": 128, "precision": "fp32"}
 KEPT = {**CASE, "compile": "off"}

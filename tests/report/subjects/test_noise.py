@@ -3,9 +3,9 @@
 import pytest
 
 from tests.report.test_findings import SETTINGS, found, rung, step
-from trainstep.kinds import CeilingRow, FamilyRow, ProfileRow
-from trainstep.records import make_row
 from trainstep.report.page import render
+from trainstep.rows import CeilingRow, FamilyRow, ProfileRow
+from trainstep.rows.records import make_row
 
 SUMMARY = {"module_coverage": 1.0, "phase_coverage": 1.0}
 

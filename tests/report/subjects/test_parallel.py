@@ -1,8 +1,6 @@
 """Collectives and schemes of data parallel training on the page."""
 
 from tests.report.page import Page
-from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelFamilyRow, ParallelRow, ParallelTraceRow
-from trainstep.records import Times
 from trainstep.report.page import render
 from trainstep.report.subjects.parallel import (
     computation_findings,
@@ -11,6 +9,8 @@ from trainstep.report.subjects.parallel import (
     label_among,
     overlap_findings,
 )
+from trainstep.rows import CollectiveFitRow, CollectiveRow, ParallelFamilyRow, ParallelRow, ParallelTraceRow
+from trainstep.rows.records import Times
 
 
 def row(collective, size, time=1.0, status="ok", reason="", ranks=2):

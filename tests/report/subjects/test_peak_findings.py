@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from tests.report.test_findings import rung, step
-from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.allocations import owner_findings
+from trainstep.rows import AllocationRow, MemoryTimelineRow, OwnerRow
 
 CASE = {"workload": "m", "precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach", "compile": "off",
         "loss": "dense", "batch": 4, "checkpointing": None}  # fmt: skip

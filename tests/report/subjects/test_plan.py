@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from trainstep.kinds import PlanScalingRow, row_of
 from trainstep.report.blocks import Charts
 from trainstep.report.page import render
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.plan import plan, scaling_table
+from trainstep.rows import PlanScalingRow, row_of
 
 CASE = {
     "workload": "big", "device": "NVIDIA H200", "batch": 4, "context": 512, "precision": "bf16", "compile": "off",

@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from trainstep.kinds import ScriptRungRow
-from trainstep.records import Times
 from trainstep.report.page import Report, render
 from trainstep.report.subjects import make_tables
 from trainstep.report.subjects.script_ladder import script_ladder
+from trainstep.rows import ScriptRungRow
+from trainstep.rows.records import Times
 
 
 def row(rung, ms=None, **more):

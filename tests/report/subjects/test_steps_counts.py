@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainstep.kinds import FamilyRow, StepRow
 from trainstep.report.subjects.steps import COUNTS_AGREE, counts_apart
+from trainstep.rows import FamilyRow, StepRow
 
 CASE = {"workload": "theirs", "precision": "fp32", "compile": "off"}
 

@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from trainstep.kinds import row_of
 from trainstep.report.blocks import Charts
 from trainstep.report.page import render
 from trainstep.report.subjects import findings, make_tables
 from trainstep.report.subjects.sweep import MOST_DOTS, MOST_LINES, axes_of, measures_of, sweep
+from trainstep.rows import row_of
 
 
 def row(number, ms=10.0, status="ok", reason="", row=None, commit="a", **settings):

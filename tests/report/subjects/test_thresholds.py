@@ -6,7 +6,11 @@ import pytest
 
 from tests.report.subjects.test_peak_findings import owned
 from tests.report.test_findings import SETTINGS, rung, step
-from trainstep.kinds import (
+from trainstep.base.stats import RUN_SPREAD
+from trainstep.report.subjects import findings
+from trainstep.report.subjects.noise import APART
+from trainstep.report.subjects.steps import analysed_step
+from trainstep.rows import (
     AllocationRow,
     CeilingRow,
     ControlRow,
@@ -19,11 +23,7 @@ from trainstep.kinds import (
     RungRow,
     SweepRow,
 )
-from trainstep.records import Times
-from trainstep.report.subjects import findings
-from trainstep.report.subjects.noise import APART
-from trainstep.report.subjects.steps import analysed_step
-from trainstep.stats import RUN_SPREAD
+from trainstep.rows.records import Times
 
 PROFILE = ProfileRow(**SETTINGS, profiled_step_ms=10.0, idle_ms=1.0, times={"step": Times(10.0)})
 COPY = CeilingRow(operation="copy", gb_s=100.0)

@@ -2,15 +2,15 @@
 
 import pytest
 
-from trainstep.kinds import ScriptRow
-from trainstep.records import Times
+from trainstep.base.stats import summarize
 from trainstep.report.breakdown import breakdown
 from trainstep.report.cards import cards
 from trainstep.report.headlines import headlines
 from trainstep.report.subjects import run
 from trainstep.report.subjects.uneven import as_told, comes_in_bursts, is_uneven, share_of
 from trainstep.report.tables import make_table
-from trainstep.stats import summarize
+from trainstep.rows import ScriptRow
+from trainstep.rows.records import Times
 
 
 def row(**phases):

@@ -5,7 +5,7 @@ training. Alike blocks (of one class, with the same shapes) are measured once, o
 
 - Every operator is seen with its results and its time. Those that run before the last tensor is saved are computed
   again where the block is: torch stops there.
-- Every storage that is saved for backward is counted, as `trainstep.offloading` counts them.
+- Every storage that is saved for backward is counted, as `trainstep.checkpointing.offloading` counts them.
 - Forward and backward are timed in turns: with nothing computed again, with everything, and with the results of
   products kept. The first two tell what computing again costs; operators' times say which results save how much of it,
   and the third what picking results out costs beyond that.
@@ -27,22 +27,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainstep.batches import map_tensors, tensors_of
+from trainstep.base.config import StepConfig
+from trainstep.base.errors import UnsupportedError
 from trainstep.bench.fit.operators import Operators
-from trainstep.blocks import find_blocks
-from trainstep.checkpointing import Checkpointing
-from trainstep.config import StepConfig
-from trainstep.errors import UnsupportedError
-from trainstep.keeping import is_product
+from trainstep.checkpointing.keeping import is_product
+from trainstep.checkpointing.offloading import SavedStorages
+from trainstep.checkpointing.policies import BlockPolicy, Policy
+from trainstep.checkpointing.recomputing import Checkpointing
+from trainstep.checkpointing.repeating import Repeated
 from trainstep.measure.memory import LiveStorages, casts_parameter, storages_of
 from trainstep.measure.operators import quiet_clock
 from trainstep.measure.timing import device_clock
-from trainstep.offloading import SavedStorages
 from trainstep.plan.fit import BlockCost, Result, Stored
-from trainstep.policies import BlockPolicy, Policy
-from trainstep.repeating import Repeated
-from trainstep.training_step import build_step, uncompiled
-from trainstep.workload import WorkloadSource
+from trainstep.step.batches import map_tensors, tensors_of
+from trainstep.step.blocks import find_blocks
+from trainstep.step.training_step import build_step, uncompiled
+from trainstep.step.workload import WorkloadSource
 
 LEAST_SHARE = 0.01
 """Of what a block keeps: results and storages smaller than this are not chosen one by one."""

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainstep.batches import tensors_of
 from trainstep.bench.step import WARMUP
-from trainstep.blocks import find_blocks
-from trainstep.measure.memory import LiveStorages, optimizer_state_tensors
-from trainstep.training_step import TrainingStep, uncompiled
+from trainstep.measure.memory import LiveStorages
+from trainstep.step.batches import tensors_of
+from trainstep.step.blocks import find_blocks
+from trainstep.step.training_step import TrainingStep, uncompiled
+from trainstep.step.weights import optimizer_state_tensors
 
 LOSS, HEAD, OTHER = "loss", "head", "other"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainstep.keeping import can_be_kept, operator_name
+from trainstep.checkpointing.keeping import can_be_kept, operator_name
 from trainstep.measure.memory import storages_of
 from trainstep.measure.timing import DeviceClock
 from trainstep.plan.fit import Result

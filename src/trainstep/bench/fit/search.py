@@ -12,27 +12,27 @@ from typing import Any
 
 import torch
 
-from trainstep.bench.check.reference import EVERY_BLOCK
-from trainstep.bench.check.step import StepCheck, Verdict
+from trainstep.base.config import StepConfig
+from trainstep.base.errors import UnsupportedError, UsageError
+from trainstep.base.hardware import free_host_bytes
+from trainstep.base.stats import summarize
 from trainstep.bench.fit.copies import copy_rates
 from trainstep.bench.fit.costs import block_costs
 from trainstep.bench.fit.moments import HEAD, LOSS, OTHER, measure_moments
 from trainstep.bench.memory import UNFOLLOWED, default_policies
-from trainstep.bench.outcome import Failure, attempt, failed_row, one_line
 from trainstep.bench.step import StepMeasurement, case_columns, measure_step, measure_training_step
-from trainstep.config import StepConfig
-from trainstep.errors import UnsupportedError, UsageError
-from trainstep.hardware import free_host_bytes
-from trainstep.kinds import FitRow
-from trainstep.kinds.row import Times
+from trainstep.check.reference import EVERY_BLOCK
+from trainstep.check.step import StepCheck, Verdict
+from trainstep.checkpointing.policies import BlockPolicy, Policy
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB
+from trainstep.measure.outcome import Failure, attempt, failed_row, one_line
 from trainstep.plan.fit import Choice, Chosen, Copies, StepCost, choose, peak_of, seconds_of, with_budget_error
-from trainstep.policies import BlockPolicy, Policy
-from trainstep.records import Scalar
-from trainstep.stats import summarize
-from trainstep.training_step import build_step
-from trainstep.workload import WorkloadSource, resolve_device
+from trainstep.rows import FitRow
+from trainstep.rows.records import Scalar
+from trainstep.rows.row import Times
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import WorkloadSource, resolve_device
 
 AGAIN = "all again"
 """What the row of `EVERY_BLOCK` is called, from which choices are counted."""

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from trainstep.base.config import PhaseContext
 from trainstep.bench.cases import FusedCase
-from trainstep.bench.check.fused import Budget, Operator, check, compare, expected, run
 from trainstep.bench.fused.problems import PROBLEMS, Problem
-from trainstep.casting import DTYPES
-from trainstep.config import PhaseContext
+from trainstep.check.fused import Budget, Operator, check, compare, expected, run
+from trainstep.step.casting import DTYPES
 
 CHECK_TOKENS, LAST_TOKENS = 1024, 64
 

@@ -15,12 +15,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from trainstep.base.errors import UnsupportedError
 from trainstep.bench.cases import FusedCase, FusedOperator, FusedSizes
-from trainstep.bench.check.fused import Operator
-from trainstep.errors import UnsupportedError
-from trainstep.fused import eager
-from trainstep.model.transformer import RotaryEmbedding, chunked_cross_entropy
-from trainstep.peers import liger
+from trainstep.check.fused import Operator
+from trainstep.fused import eager, liger
+from trainstep.step.model.transformer import RotaryEmbedding, chunked_cross_entropy
 
 Draw = Callable[..., Tensor]
 """Of a shape: standard normal numbers that take a gradient."""

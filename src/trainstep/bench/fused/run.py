@@ -9,11 +9,11 @@ from functools import partial
 
 import torch
 
+from trainstep.base.config import PhaseContext, no_phases
+from trainstep.base.stats import summarize
 from trainstep.bench.cases import FusedCase
-from trainstep.bench.check.fused import Budget
 from trainstep.bench.fused import problems
 from trainstep.bench.fused.passes import judge, step_of
-from trainstep.bench.outcome import Failure, failed_row
 from trainstep.bench.turns import (
     Checked,
     by_problem,
@@ -24,14 +24,14 @@ from trainstep.bench.turns import (
     take_turns,
     time_passes,
 )
-from trainstep.config import PhaseContext, no_phases
-from trainstep.kinds import FusedRatioRow, FusedRow
+from trainstep.check.fused import Budget
+from trainstep.fused import liger
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
-from trainstep.peers import liger
-from trainstep.records import Scalar, make_row
-from trainstep.stats import summarize
-from trainstep.workload import resolve_device
+from trainstep.measure.outcome import Failure, failed_row
+from trainstep.rows import FusedRatioRow, FusedRow
+from trainstep.rows.records import Scalar, make_row
+from trainstep.step.workload import resolve_device
 
 
 def run_cases(

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from trainstep.batches import share_of
+from trainstep.base.config import StepConfig
+from trainstep.base.schemes import Scheme
 from trainstep.bench.step import case_columns
-from trainstep.config import StepConfig
 from trainstep.parallel.process import Process
-from trainstep.records import Scalar
-from trainstep.replicas import build
-from trainstep.schemes import Scheme
-from trainstep.training_step import TrainingStep
-from trainstep.workload import Workload, WorkloadSource
+from trainstep.parallel.replicas import build
+from trainstep.rows.records import Scalar
+from trainstep.step.batches import share_of
+from trainstep.step.training_step import TrainingStep
+from trainstep.step.workload import Workload, WorkloadSource
 
 
 @dataclass(frozen=True)

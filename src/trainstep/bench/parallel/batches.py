@@ -19,13 +19,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.batches import fingerprint, map_tensors
+from trainstep.base.config import StepConfig
+from trainstep.base.errors import UsageError, place_of
 from trainstep.bench.parallel.one_process import BATCHES, STEPS
-from trainstep.config import StepConfig
-from trainstep.errors import UsageError, place_of
 from trainstep.parallel.process import Process, on_all_ranks
-from trainstep.training_step import batches_of
-from trainstep.workload import Workload, WorkloadSource
+from trainstep.step.batches import fingerprint, map_tensors
+from trainstep.step.training_step import batches_of
+from trainstep.step.workload import Workload, WorkloadSource
 
 KEPT = max(STEPS, *BATCHES)
 """As many as a comparison takes."""

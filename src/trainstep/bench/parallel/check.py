@@ -39,10 +39,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainstep.bench.check.dropout import eager_random, without_dropout
-from trainstep.bench.check.gradients import Deviation, Gradients
-from trainstep.bench.check.updates import ROUNDING, UPDATES, UpdateError, compare_updates
-from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks, release_memory
+from trainstep.base.config import StepConfig
+from trainstep.base.errors import UnsupportedError, UsageError
+from trainstep.base.precision import PRECISIONS, PrecisionName
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.one_process import (
     BATCHES,
@@ -57,14 +56,15 @@ from trainstep.bench.parallel.one_process import (
     ready_to_fill,
     seeded,
 )
-from trainstep.config import StepConfig
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.check.dropout import eager_random, without_dropout
+from trainstep.check.gradients import Deviation, Gradients
+from trainstep.check.updates import ROUNDING, UPDATES, UpdateError, compare_updates
+from trainstep.measure.outcome import Failure, attempt, attempt_on_all_ranks, release_memory
 from trainstep.parallel.process import AgreedError, Process
-from trainstep.precision import PRECISIONS, PrecisionName
-from trainstep.records import Scalar
-from trainstep.replicas import full_parameters
-from trainstep.training_step import TrainingStep
-from trainstep.workload import Workload
+from trainstep.parallel.replicas import full_parameters
+from trainstep.rows.records import Scalar
+from trainstep.step.training_step import TrainingStep
+from trainstep.step.workload import Workload
 
 Result = TypeVar("Result")
 

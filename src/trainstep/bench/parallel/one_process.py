@@ -23,23 +23,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstep.batches import map_tensors, share_of
-from trainstep.bench.check import allowed_error, one_rounding
-from trainstep.bench.check.dropout import without_dropout
-from trainstep.bench.check.gradients import Gradients, Rounding, dense
-from trainstep.bench.check.reference import DRAWS, FLOAT32_AT_MOST, Reference
-from trainstep.bench.check.reproducible import REPEATS
-from trainstep.bench.check.rounding import RandomRounding
-from trainstep.bench.check.updates import UPDATES
-from trainstep.bench.outcome import Failure, attempt
-from trainstep.casting import autocast_dtype, stored_dtype
-from trainstep.config import StepConfig
-from trainstep.precision import PRECISIONS
-from trainstep.randomness import from_seed
-from trainstep.replicas import local_gradients
-from trainstep.training_step import TrainingStep
-from trainstep.weights import copied_to_host
-from trainstep.workload import Workload, WorkloadSource
+from trainstep.base.config import StepConfig
+from trainstep.base.precision import PRECISIONS
+from trainstep.check import allowed_error, one_rounding
+from trainstep.check.dropout import without_dropout
+from trainstep.check.gradients import Gradients, Rounding, dense
+from trainstep.check.reference import DRAWS, FLOAT32_AT_MOST, Reference
+from trainstep.check.reproducible import REPEATS
+from trainstep.check.rounding import RandomRounding
+from trainstep.check.updates import UPDATES
+from trainstep.measure.outcome import Failure, attempt
+from trainstep.parallel.replicas import local_gradients
+from trainstep.step.batches import map_tensors, share_of
+from trainstep.step.casting import autocast_dtype, stored_dtype
+from trainstep.step.randomness import from_seed
+from trainstep.step.training_step import TrainingStep
+from trainstep.step.weights import copied_to_host
+from trainstep.step.workload import Workload, WorkloadSource
 
 STEPS = 5
 BATCHES = (1, 3)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from trainstep.config import ModelConfig, OptimizerImpl
-from trainstep.kinds import ParallelRow
+from trainstep.base.config import ModelConfig, OptimizerImpl
+from trainstep.base.precision import PRECISIONS, PrecisionName
+from trainstep.base.schemes import SCHEMES, Scheme
 from trainstep.measure.memory import GIB
 from trainstep.parallel import ShardedOptimizer
 from trainstep.parallel.collectives import MB
 from trainstep.parallel.ranks import AMONG_ALL
 from trainstep.plan.communication import RankBytes, rank_bytes
 from trainstep.plan.strategies import kept_groups, largest_group
-from trainstep.precision import PRECISIONS, PrecisionName
-from trainstep.records import Scalar
-from trainstep.schemes import SCHEMES, Scheme
+from trainstep.rows import ParallelRow
+from trainstep.rows.records import Scalar
 
 
 def planned_bytes(

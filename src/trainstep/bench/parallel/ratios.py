@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainstep.kinds import ParallelRatioRow, ParallelRow
-from trainstep.records import make_row
-from trainstep.schemes import SCHEMES
-from trainstep.stats import Ratio, in_rounds, ratio_of_rounds
+from trainstep.base.schemes import SCHEMES
+from trainstep.base.stats import Ratio, in_rounds, ratio_of_rounds
+from trainstep.rows import ParallelRatioRow, ParallelRow
+from trainstep.rows.records import make_row
 
 
 def ratio_rows(rows: Sequence[ParallelRow]) -> Iterator[ParallelRatioRow]:

@@ -24,8 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from trainstep.batches import count_tokens
-from trainstep.bench.outcome import Failure, attempt_on_all_ranks, failed_row
+from trainstep.base.errors import UsageError
+from trainstep.base.precision import PRECISIONS
+from trainstep.base.schemes import SCHEMES
+from trainstep.base.stats import summarize
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.batches import same_on_all_ranks
 from trainstep.bench.parallel.check import Agreement, compare_with_one_process
@@ -33,20 +35,24 @@ from trainstep.bench.parallel.planned import by_copies, moments, planned_bytes
 from trainstep.bench.parallel.ratios import ratios_alike
 from trainstep.bench.parallel.trace import trace_rows, traced_step
 from trainstep.bench.step import phase_samples
-from trainstep.errors import UsageError
-from trainstep.kinds import ParallelFamilyRow, ParallelRatioRow, ParallelRow, ParallelTraceRow
 from trainstep.measure.collectives import Collective, recorded_collectives
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB
+from trainstep.measure.outcome import Failure, attempt_on_all_ranks, failed_row
 from trainstep.measure.timing import Timing, device_clock, time_steps, time_window
 from trainstep.parallel.process import Process
+from trainstep.parallel.replicas import (
+    local_gradients,
+    local_state,
+    transports_of,
+    uncounted_bytes,
+    wait_for_parameters,
+)
 from trainstep.plan.communication import COLLECTIVES, bytes_sent
-from trainstep.precision import PRECISIONS
-from trainstep.records import Scalar, SoFar, Status, Times, make_row
-from trainstep.replicas import local_gradients, local_state, transports_of, uncounted_bytes, wait_for_parameters
-from trainstep.schemes import SCHEMES
-from trainstep.stats import summarize
-from trainstep.training_step import TrainingStep
+from trainstep.rows import ParallelFamilyRow, ParallelRatioRow, ParallelRow, ParallelTraceRow
+from trainstep.rows.records import Scalar, SoFar, Status, Times, make_row
+from trainstep.step.batches import count_tokens
+from trainstep.step.training_step import TrainingStep
 
 LAUNCHES = 5
 """Steps with a synchronisation around each, which tell how long the host takes to launch one. Where nothing waits

@@ -24,20 +24,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainstep.bench.check.step import plain_form
-from trainstep.bench.outcome import Failure, attempt_on_all_ranks
+from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.errors import UsageError
+from trainstep.base.schemes import Scheme
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.check import Agreement, agreement, expected_on_first_rank
 from trainstep.bench.parallel.ratios import ratio_rows
 from trainstep.bench.parallel.run import Result, Timed, parallel_row, step_ms, time_in_turns
 from trainstep.bench.parallel.trace import trace_rows, traced_step
-from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UsageError
-from trainstep.kinds import ParallelFamilyRow, ParallelRatioRow, ParallelRow, ParallelTraceRow
+from trainstep.check.step import plain_form
+from trainstep.checkpointing.policies import BlockPolicy, Policy
+from trainstep.measure.outcome import Failure, attempt_on_all_ranks
 from trainstep.parallel.process import Process, on_all_ranks
-from trainstep.policies import BlockPolicy, Policy
-from trainstep.schemes import Scheme
-from trainstep.workload import Workload, WorkloadSource, builtin_workload
+from trainstep.rows import ParallelFamilyRow, ParallelRatioRow, ParallelRow, ParallelTraceRow
+from trainstep.step.workload import Workload, WorkloadSource, builtin_workload
 
 LAYERS, HEADS, VOCABULARY, CONTEXT = 4, 8, 8192, 2048
 """At most, of the reduced model."""

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainstep.bench.outcome import Failure, failed_row
-from trainstep.bench.profile_rows import UNKNOWN, timeline_values
-from trainstep.kinds import ParallelFamilyRow, ParallelRow, ParallelTraceRow
+from trainstep.measure.outcome import Failure, failed_row
 from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.kernels import Kernel, KernelProfile, profile_of
 from trainstep.measure.profile.overlap import Span, length, overlap_of
 from trainstep.measure.profile.ranges import record_steps
+from trainstep.measure.profile.rows import UNKNOWN, timeline_values
 from trainstep.measure.profile.trace import Trace
 from trainstep.measure.timing import device_clock
 from trainstep.parallel.process import Process
-from trainstep.records import Scalar, make_row
-from trainstep.training_step import TrainingStep
+from trainstep.rows import ParallelFamilyRow, ParallelRow, ParallelTraceRow
+from trainstep.rows.records import Scalar, make_row
+from trainstep.step.training_step import TrainingStep
 
 WARMUP = 3
 """Steps before the profiler starts: schemes learn the order of gradients, and allocate, in the first ones."""

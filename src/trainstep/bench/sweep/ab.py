@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainstep.base.errors import UsageError
+from trainstep.base.stats import ratio_of_runs, run_deviation, smallest_found, verdict
 from trainstep.bench.sweep.cases import Case
 from trainstep.bench.sweep.run import run_here
-from trainstep.errors import UsageError
-from trainstep.kinds import RatioRow, StepRow
-from trainstep.records import Scalar, make_row, of_kind, read_records
-from trainstep.stats import ratio_of_runs, run_deviation, smallest_found, verdict
+from trainstep.rows import RatioRow, StepRow
+from trainstep.rows.records import Scalar, make_row, of_kind, read_records
 
 FEWEST = 5
 """Rounds before the first look at the interval: below, it is narrow by chance too often."""

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trainstep.base.config import StepConfig, load_toml, resolve_size
+from trainstep.base.errors import UsageError
 from trainstep.bench.cases import expand
-from trainstep.config import StepConfig, load_toml, resolve_size
-from trainstep.errors import UsageError
-from trainstep.kinds import (
+from trainstep.rows import (
     AttentionRow,
     CheckpointingRow,
     CollectiveRow,
@@ -33,7 +33,7 @@ from trainstep.kinds import (
     StepRow,
     SweepRow,
 )
-from trainstep.records import Row, Scalar, Status, of_kind, read_records, write_whole
+from trainstep.rows.records import Row, Scalar, Status, of_kind, read_records, write_whole
 
 ROW_KINDS: Mapping[str, tuple[type[Row], ...]] = {
     "analyze": (RungRow,),

@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from trainstep.base.errors import UsageError
 from trainstep.bench.sweep import slurm
 from trainstep.bench.sweep.cases import Case
 from trainstep.bench.sweep.run import run_here
-from trainstep.errors import UsageError
-from trainstep.kinds import SweepRow
-from trainstep.records import Status, make_row
+from trainstep.rows import SweepRow
+from trainstep.rows.records import Status, make_row
 
 if TYPE_CHECKING:
     import submitit

@@ -10,10 +10,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from trainstep.base.errors import OUT_OF_MEMORY, UsageError
 from trainstep.bench.sweep.cases import ROW_KINDS, Case
-from trainstep.errors import OUT_OF_MEMORY, UsageError
-from trainstep.kinds import SweepRow
-from trainstep.records import Row, Scalar, Status, make_row, of_kind, read_records
+from trainstep.rows import SweepRow
+from trainstep.rows.records import Row, Scalar, Status, make_row, of_kind, read_records
 
 NOTHING_RAN = 1  # exit code of a command whose rows all say why they have no result; also Python's after a traceback
 _ERROR = re.compile(r"(trainstep: |Fatal Python error|terminate called|[\w.]*(Error|Exception)\b)")

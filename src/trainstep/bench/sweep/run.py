@@ -9,10 +9,10 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 
+from trainstep.base.errors import UsageError
 from trainstep.bench.sweep import keeper
 from trainstep.bench.sweep.cases import Case
 from trainstep.bench.sweep.rows import rows_of
-from trainstep.errors import UsageError
 
 POLL_S = 0.05
 OUTPUT_CAP = 2**24  # bytes that are kept of each of a case's outputs, and the end of what is beyond

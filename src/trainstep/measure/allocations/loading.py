@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.measure.allocations.history import History, NotAHistory
 from trainstep.measure.allocations.timeline import Timeline
 

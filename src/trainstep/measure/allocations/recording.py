@@ -55,7 +55,7 @@ class StepWatch:
     module: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     sees_modules: bool = True  # False for compiled code
-    hidden: str = ""  # a folder whose code is no user's: its frames are not shown
+    hidden: tuple[str, ...] = ()  # folders whose frames are not shown, as their code is no user's
     position: Callable[[], int] = lambda: 0  # events in the allocator's log so far; set by the source that keeps it
     marks: list[_Mark] = field(default_factory=list)
     known: list[tuple[int, dict[int, tuple[str, str]]]] = field(default_factory=list)
@@ -174,7 +174,7 @@ class StepWatch:
             made = ("activations" if outlives else "temporaries", mark.module) if block.start else ("unknown", "")
             known = (names[block.address] for at, names in self.known if block.address in names and is_alive(block, at))
             owner, name = next(known, made)
-            hidden = (__file__, *([self.hidden] if self.hidden else []))
+            hidden = (__file__, *self.hidden)
             frames = tuple(frame for frame in mark.frames or block.frames if not frame.file.startswith(hidden))
             allocations.append(Allocation(block, owner, name, mark.phase, mark.operation, frames))
         return Timeline(tuple(allocations), events, tuple(self.phases))

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.measure.costs import Tensors
 from trainstep.measure.profile.json_stream import NotAsExpected, fields_of
 from trainstep.measure.profile.ranges import RangeKind, classify_range

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 
 LARGEST_VALUE = 2**22  # characters of one field, or of one element of a list
 _PIECE = 2**22  # bytes read at once

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.measure.profile.chrome import DAY_US, impossible
 from trainstep.measure.profile.ranges import classify_range
 from trainstep.measure.profile.trace import Launch, Range, Stream, Thread, Trace, Work, WorkKind

@@ -24,10 +24,10 @@ from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from trainstep.blocks import is_called
-from trainstep.config import PhaseContext, together
+from trainstep.base.config import PhaseContext, together
 from trainstep.measure.memory import module_calls
 from trainstep.measure.timing import DeviceClock, Timing, time_steps
+from trainstep.step.blocks import is_called
 
 AnnouncedKind = Literal["step", "phase", "module", "attention"]
 ANNOUNCED: tuple[AnnouncedKind, ...] = ("step", "phase", "module", "attention")

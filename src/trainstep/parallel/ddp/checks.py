@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 
 
 def contents_of(module: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:

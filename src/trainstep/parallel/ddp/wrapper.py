@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import assign_buckets, broadcast_from_first, weak_hook
 from trainstep.parallel.ddp.averages import AveragesByCopies, carrier_of, default_bucket_mb
 from trainstep.parallel.ddp.bucket import GradientBucket

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 
 ADVICE = (
     "Every rank must call the same blocks in the same order in every pass, and then backward: choose between experts "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.fsdp.calls import Call
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.leavings import Leavings, all_tensors, hidden_tensors

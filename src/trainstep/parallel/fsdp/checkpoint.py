@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.checkpoint_files import METADATA, checksums, damaged_file, load_files, read_metadata
 from trainstep.parallel.fsdp.checks import put_shards_for_placeholders
 from trainstep.parallel.fsdp.extra_state import is_extra_state, set_extra_states

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.shards import PlannedParameter, ShardedParameter, by_identity
 from trainstep.parallel.partial import Known, RankGradient, is_elementwise

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.fsdp.carriers import Carriers, TransferBytes, largest_of
 from trainstep.parallel.fsdp.gradients import GradientBuffer
 from trainstep.parallel.fsdp.shards import ShardedParameter

@@ -21,7 +21,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import weak_hook
 from trainstep.parallel.forms import host_waits
 from trainstep.parallel.fsdp.agreement import Agreement

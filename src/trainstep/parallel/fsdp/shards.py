@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trainstep.blocks import find_blocks, is_called
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import broadcast_from_first
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.partial import StandIn
 from trainstep.parallel.ranks import Ranks, placements
+from trainstep.step.blocks import find_blocks, is_called
 
 Initialize = Callable[[nn.Module], None]
 """Fills the parameters and buffers that a module has itself, not those of the modules inside it."""

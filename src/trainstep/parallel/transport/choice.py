@@ -8,7 +8,7 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.transport.by_collectives import Collectives, TransportName
 from trainstep.parallel.transport.by_copies import PeerCopies
 from trainstep.parallel.transport.peer_memory import obstacle_to_sharing

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainstep.blocks import find_blocks
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.staged import Waitable
 from trainstep.parallel.units import BOUNDARY, Unit, install
+from trainstep.step.blocks import find_blocks
 
 
 class Arrivals:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import MB, assign_buckets, clip_gradients_
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.ddp.wrapper import DistributedDataParallel

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trainstep.errors import UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, broadcast
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.ranks import Ranks, placements

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainstep.kinds import MemoryTimelineRow
 from trainstep.report.charts import COLOURS, add_text, add_zoom, empty_figure
 from trainstep.report.numbers import numeric
+from trainstep.rows import MemoryTimelineRow
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainstep.kinds import ParallelTraceRow, TimelineRow
 from trainstep.report.charts import COLOURS, TOOLTIP, add_text, add_zoom, empty_figure, name_ticks
 from trainstep.report.numbers import number, numeric
+from trainstep.rows import ParallelTraceRow, TimelineRow
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from trainstep.kinds import KINDS, SweepRow
-from trainstep.records import Row, of_kind
 from trainstep.report.blocks import TOPICS, Finding, Section
 from trainstep.report.subjects import (
     attention,
@@ -33,6 +31,8 @@ from trainstep.report.subjects import (
     workload,
 )
 from trainstep.report.tables import Definition, Place, Table, make_table
+from trainstep.rows import KINDS, SweepRow
+from trainstep.rows.records import Row, of_kind
 
 SUBJECTS = (
     run, script_ladder, steps, ratios, kernels, ladder, attention, fused, collectives, parallel, training, memory, fit,

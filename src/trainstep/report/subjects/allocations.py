@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from trainstep.config import PHASES
-from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow, StepRow
-from trainstep.records import Row, Scalar, belonging, of_kind
+from trainstep.base.config import PHASES
+from trainstep.base.stats import RUN_SPREAD
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal, told_apart
 from trainstep.report.charts.allocations import allocation_chart, layout_data, roles
@@ -18,7 +17,8 @@ from trainstep.report.numbers import as_float, gib, number, numeric, unit_of
 from trainstep.report.subjects.ladder_findings import base_name, climbs
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.report.tables import define, make_table, outcome_table
-from trainstep.stats import RUN_SPREAD
+from trainstep.rows import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow, StepRow
+from trainstep.rows.records import Row, Scalar, belonging, of_kind
 
 MOST = 0.5  # Owners are named, the largest first, until together they own more than this share of the peak
 WORTH = 0.05  # Share of the peak from which a part of the model is worth a change that shrinks it alone

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from trainstep.kinds import AttentionRatioRow, AttentionRow
-from trainstep.records import Row, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves
 from trainstep.report.numbers import number, typeset
 from trainstep.report.tables import define, make_table
+from trainstep.rows import AttentionRatioRow, AttentionRow
+from trainstep.rows.records import Row, of_kind
 
 SHAPE = ("dtype", "causal", "window", "deterministic", "batch", "heads", "head_dim")
 _IMPLEMENTATION = columns.word("implementation", "impl")

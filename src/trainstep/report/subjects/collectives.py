@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from trainstep.kinds import CollectiveFitRow, CollectiveRow
-from trainstep.records import Row, by_case, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves
 from trainstep.report.numbers import number, typeset
 from trainstep.report.tables import define, make_table
+from trainstep.rows import CollectiveFitRow, CollectiveRow
+from trainstep.rows.records import Row, by_case, of_kind
 
 _RANKS = columns.case("ranks", "world_size")
 _COLLECTIVE = replace(columns.word("collective", "collective"), setting=True)

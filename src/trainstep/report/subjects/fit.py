@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from trainstep.kinds import FitRow
-from trainstep.records import Row, by_case, of_kind
+from trainstep.base.stats import ratio_of_medians
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal
 from trainstep.report.charts.lines import Series, key_of, lines
@@ -14,7 +13,8 @@ from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Column
 from trainstep.report.numbers import gib, number, unit_of
 from trainstep.report.tables import define, make_table
-from trainstep.stats import ratio_of_medians
+from trainstep.rows import FitRow
+from trainstep.rows.records import Row, by_case, of_kind
 
 PEAK_AGREES, TIME_AGREES = 0.03, 0.07
 """Predictions that are off by more are remarked on."""

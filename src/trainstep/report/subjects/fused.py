@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trainstep.kinds import FusedRatioRow, FusedRow
-from trainstep.records import Row, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Section
 from trainstep.report.tables import define, make_table
+from trainstep.rows import FusedRatioRow, FusedRow
+from trainstep.rows.records import Row, of_kind
 
 PROBLEM = ("operator", "shape", "dtype")
 SIZES = ("tokens", "d_model", "heads", "vocab_size")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow
-from trainstep.precision import PRECISIONS
-from trainstep.records import Row, Scalar, belonging, of_kind
+from trainstep.base.precision import PRECISIONS
+from trainstep.base.stats import RUN_SPREAD
 from trainstep.report.blocks import Finding, found, listed, literal
 from trainstep.report.numbers import numeric
 from trainstep.report.subjects.ladder_findings import advised
-from trainstep.stats import RUN_SPREAD
+from trainstep.rows import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow
+from trainstep.rows.records import Row, Scalar, belonging, of_kind
 
 NEEDED_COVERAGE = 0.98  # Share of kernel time that must be in a known phase and module
 MUCH = 0.15  # Share of the step's kernel time from which a family is remarked on

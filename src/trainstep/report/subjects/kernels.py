@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from trainstep.config import PHASES
-from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
-from trainstep.records import Row, belonging, of_kind
+from trainstep.base.config import PHASES
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, told_apart
 from trainstep.report.charts.rows import Bar, bars
@@ -18,6 +16,8 @@ from trainstep.report.numbers import NONE, as_float, count, number
 from trainstep.report.subjects import kernel_findings
 from trainstep.report.subjects.noise import BEYOND, SEEN
 from trainstep.report.tables import Definition, Table, TableRow, define, make_table, outcome_table
+from trainstep.rows import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
+from trainstep.rows.records import Row, belonging, of_kind
 
 TOP_KERNELS = 25
 TOP_MODULES = 20

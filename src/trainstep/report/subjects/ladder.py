@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from trainstep.kinds import FIRST_THAT_FITS, ControlRow, RungRow
-from trainstep.records import Row, of_kind
+from trainstep.base.stats import WITHIN_RUN
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Section, span
 from trainstep.report.charts import SERIES
@@ -19,7 +18,8 @@ from trainstep.report.numbers import NONE, gib, number, numeric, power_of_ten, t
 from trainstep.report.subjects import ladder_findings
 from trainstep.report.subjects.ladder_findings import BASELINE, climbs, control_name, kept_rungs
 from trainstep.report.tables import define, make_table
-from trainstep.stats import WITHIN_RUN
+from trainstep.rows import FIRST_THAT_FITS, ControlRow, RungRow
+from trainstep.rows.records import Row, of_kind
 
 
 def _rung(row: Row) -> Cell:

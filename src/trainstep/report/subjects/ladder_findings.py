@@ -6,12 +6,12 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from trainstep.kinds import AT_ONCE, ON_TOP, ControlRow, RungRow, ScriptRungRow
-from trainstep.records import Row, Scalar, of_kind
+from trainstep.base.stats import Interval, Ratio, product
 from trainstep.report import columns
 from trainstep.report.blocks import Finding, found, listed, literal, told_apart
 from trainstep.report.numbers import numeric
-from trainstep.stats import Interval, Ratio, product
+from trainstep.rows import AT_ONCE, ON_TOP, ControlRow, RungRow, ScriptRungRow
+from trainstep.rows.records import Row, Scalar, of_kind
 
 BASELINE = "baseline"  # the rung that every climb begins with
 SETTINGS = ("precision", "attention", "optimizer", "compile", "loss", "fused")  # what rungs change, and flags

@@ -6,15 +6,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from trainstep.config import blocks_per_checkpoint
-from trainstep.kinds import (
-    CheckpointingRow,
-    PeakRow,
-    ResidualRow,
-    RungRow,
-    WorkloadRow,
-)
-from trainstep.records import Row, Scalar, by_case, of_kind
+from trainstep.base.config import blocks_per_checkpoint
+from trainstep.base.stats import ratio_of_medians
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Finding, Section, fact, found, in_gib, listed, literal
 from trainstep.report.charts import KINDS
@@ -26,7 +19,14 @@ from trainstep.report.subjects import allocations
 from trainstep.report.subjects.allocations import phase_peaks
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import define, make_table
-from trainstep.stats import ratio_of_medians
+from trainstep.rows import (
+    CheckpointingRow,
+    PeakRow,
+    ResidualRow,
+    RungRow,
+    WorkloadRow,
+)
+from trainstep.rows.records import Row, Scalar, by_case, of_kind
 
 AGREES = 0.05  # A prediction of the peak that is off by more than this share is remarked on
 NEARLY_FULL = 0.3  # The memory there is, is drawn where a peak takes more than this share of it

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from trainstep.kinds import (
+from trainstep.report.blocks import Finding, found, in_ms, listed
+from trainstep.report.numbers import numeric
+from trainstep.report.subjects.ladder_findings import climbs, control_name, kept_rungs, with_controls
+from trainstep.report.subjects.steps import analysed_step, is_same_step
+from trainstep.rows import (
     AttentionRow,
     CeilingRow,
     CheckpointingRow,
@@ -19,11 +23,7 @@ from trainstep.kinds import (
     StepRow,
     SweepRow,
 )
-from trainstep.records import Row, Scalar, Times, of_kind
-from trainstep.report.blocks import Finding, found, in_ms, listed
-from trainstep.report.numbers import numeric
-from trainstep.report.subjects.ladder_findings import climbs, control_name, kept_rungs, with_controls
-from trainstep.report.subjects.steps import analysed_step, is_same_step
+from trainstep.rows.records import Row, Scalar, Times, of_kind
 
 NOISY_INTERVAL = 0.10  # A median whose interval is wider than this share of it was measured on a noisy machine
 WILD_INTERVAL = 0.50  # One wider than this share of its median is not to be believed: something else must have run

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from trainstep.kinds import (
-    ParallelFamilyRow,
-    ParallelRatioRow,
-    ParallelRow,
-    ParallelTraceRow,
-)
-from trainstep.records import Row, Scalar, by_case, of_kind
+from trainstep.base.schemes import SCHEMES as SCHEMES_BY_NAME
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, told_apart
 from trainstep.report.charts.rows import Bar, bars
@@ -19,7 +13,13 @@ from trainstep.report.charts.traces import LEGEND, overlap_chart
 from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import NONE, number, numeric
 from trainstep.report.tables import Definition, define, make_table
-from trainstep.schemes import SCHEMES as SCHEMES_BY_NAME
+from trainstep.rows import (
+    ParallelFamilyRow,
+    ParallelRatioRow,
+    ParallelRow,
+    ParallelTraceRow,
+)
+from trainstep.rows.records import Row, Scalar, by_case, of_kind
 
 _RANKS, _REPLICAS = columns.case("ranks", "world_size"), columns.case("replicas", "replicas")
 _BLOCKS = columns.case("blocks a group", "blocks_per_group")

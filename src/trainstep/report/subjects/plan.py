@@ -7,8 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from trainstep.kinds import PlanCheckRow, PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
-from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found
 from trainstep.report.charts import KINDS
@@ -16,6 +14,8 @@ from trainstep.report.charts.lines import Series, curves, key_of
 from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.numbers import NONE, number, numeric, typeset
 from trainstep.report.tables import Definition, Table, TableRow, define, make_table
+from trainstep.rows import PlanCheckRow, PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
+from trainstep.rows.records import Row, Scalar, of_kind
 
 _SETTINGS = columns.named("workload", "device", "batch", "context", "precision", "compile", "attention", "optimizer")
 

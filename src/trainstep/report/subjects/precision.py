@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from trainstep.kinds import AccumulationRow, DtypeRow
-from trainstep.records import Row, by_case, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Finding, Section, found
 from trainstep.report.columns import Column, value_cell
 from trainstep.report.numbers import numeric
 from trainstep.report.tables import define, make_table
+from trainstep.rows import AccumulationRow, DtypeRow
+from trainstep.rows.records import Row, by_case, of_kind
 
 DTYPES = define(
     DtypeRow,

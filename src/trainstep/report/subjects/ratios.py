@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.kinds import RatioRow
-from trainstep.records import Row, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Finding, Section, found, literal
 from trainstep.report.numbers import numeric
 from trainstep.report.tables import define, make_table
+from trainstep.rows import RatioRow
+from trainstep.rows.records import Row, of_kind
 
 RATIOS = define(
     RatioRow,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow
-from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Headline, Section, found, listed, literal, span
 from trainstep.report.charts.rows import Bar, bars
@@ -14,6 +12,8 @@ from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.numbers import number
 from trainstep.report.subjects.uneven import as_told, comes_in_bursts, is_uneven, mean_of, share_of
 from trainstep.report.tables import define, make_table
+from trainstep.rows import RecompilationRow, ScriptRow, WaitRow
+from trainstep.rows.records import Row, Scalar, of_kind
 
 PHASES = {
     "data": "waiting for data",

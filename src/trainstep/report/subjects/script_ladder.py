@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from trainstep.kinds import ANOTHER_STEP, ScriptRungRow
-from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal, span
 from trainstep.report.charts.rows import Fall, Outcome, waterfall
 from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.numbers import number, numeric
 from trainstep.report.tables import define, make_table
+from trainstep.rows import ANOTHER_STEP, ScriptRungRow
+from trainstep.rows.records import Row, Scalar, of_kind
 
 TOP, PATCHED = "all that was kept", "the patched script"
 """Rows that are no rungs: the top against the script as it is, and the script with its patch."""

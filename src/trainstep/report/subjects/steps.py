@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from trainstep.config import PHASES
-from trainstep.kinds import CeilingRow, FamilyRow, RungRow, StepRow, WorkloadRow
-from trainstep.precision import PRECISIONS
-from trainstep.records import Row, Scalar, Times, of_kind
+from trainstep.base.config import PHASES
+from trainstep.base.precision import PRECISIONS
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Finding, Section, facts_of, found, span
 from trainstep.report.charts.lines import Series, dots, lines
@@ -19,6 +17,8 @@ from trainstep.report.columns import Cell, Column, median_cell, value_cell
 from trainstep.report.numbers import number, numeric
 from trainstep.report.subjects.ladder_findings import advised, tried
 from trainstep.report.tables import Table, TableRow, define, make_table
+from trainstep.rows import CeilingRow, FamilyRow, RungRow, StepRow, WorkloadRow
+from trainstep.rows.records import Row, Scalar, Times, of_kind
 
 
 def _outcome(row: Row) -> Cell:

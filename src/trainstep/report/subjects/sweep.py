@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainstep.kinds import SweepRow
-from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal
 from trainstep.report.charts import KINDS
@@ -18,6 +16,8 @@ from trainstep.report.charts.lines import Series, curves, dots, key_of, lines
 from trainstep.report.columns import Cell, Column, interval_cell
 from trainstep.report.numbers import NONE, as_float, count, number, numeric
 from trainstep.report.tables import Definition, Table, TableRow, make_table
+from trainstep.rows import SweepRow
+from trainstep.rows.records import Row, Scalar, of_kind
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure

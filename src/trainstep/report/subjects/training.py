@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from trainstep.kinds import TrainRow
-from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Finding, Headline, Section, found, told_apart
 from trainstep.report.charts import KINDS
@@ -17,6 +15,8 @@ from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, define, make_table, text_table
+from trainstep.rows import TrainRow
+from trainstep.rows.records import Row, Scalar, of_kind
 
 LATE = 0.1
 """A rank that takes longer than the others' median by this share of it is late."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainstep.kinds import ScriptRow
-from trainstep.records import Times
+from trainstep.rows import ScriptRow
+from trainstep.rows.records import Times
 
 UNEVEN = 0.25
 """By how much the mean step must exceed the median one for means to be told in place of medians."""

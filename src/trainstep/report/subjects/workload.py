@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from trainstep.kinds import CeilingRow, WorkloadRow
-from trainstep.records import Row, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, fact, facts_of, label
 from trainstep.report.charts.rows import Bar, bars
@@ -15,6 +13,8 @@ from trainstep.report.numbers import number
 from trainstep.report.subjects.ladder_findings import kept_rungs
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import define, make_table
+from trainstep.rows import CeilingRow, WorkloadRow
+from trainstep.rows.records import Row, of_kind
 
 
 def operation(row: Row) -> str:

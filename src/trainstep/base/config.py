@@ -1,0 +1,333 @@
+"""What is measured: a model's shape, how one training step of it is taken, and the phases it announces.
+
+Everything that can be chosen is a field here, once, with its default and its docstring. The command's flags, the TOML
+files and the grids of `trainstep bench` are made from these dataclasses. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from trainstep.base.errors import UsageError
+from trainstep.base.precision import PrecisionName
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+CompileMode = Literal["off", "blocks", "blocks-recompute", "model"]
+TorchAttention = Literal["sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math"]
+PeerAttention = Literal[TorchAttention, "flex", "flex-max-autotune", "flash-attn"]
+AttentionImpl = Literal["auto", "eager", "eager-compiled", "flash-reference", "flash-triton", PeerAttention]
+LossImpl = Literal["dense", "chunked", "fused"]
+FusedParts = Literal["none", "rope"]
+OptimizerImpl = Literal["adamw-foreach", "adamw-fused", "sgd"]
+StepMode = Literal["forward", "forward-backward", "step"]
+
+# A step announces its phases once, as `with phase("forward"): ...`, and every instrument hears them. What `phase` is
+# decides what is measured: the stopwatch's laps, the memory instrument's peaks, both at once, or nothing.
+PHASES = ("forward", "loss", "backward", "optimizer")
+"""In order. `optimizer` includes gradient unscaling and setting the gradients to None."""
+
+PHASES_OF_MODE: dict[StepMode, tuple[str, ...]] = {
+    "forward": ("forward",),
+    "forward-backward": ("forward", "loss", "backward"),
+    "step": PHASES,
+}
+
+PhaseContext = Callable[[str], AbstractContextManager[Any]]
+"""Given a phase's name, the context in which that phase runs."""
+
+
+def no_phases(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def together(*contexts: PhaseContext) -> PhaseContext:
+    """Enter several instruments' contexts around each phase, the first outermost."""
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context(name))
+            yield
+
+    return phase
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of the built-in decoder-only Transformer: pre-norm RMSNorm, RoPE, SwiGLU, untied head, no biases."""
+
+    vocab_size: int = 10_000
+    """Number of token ids."""
+    d_model: int = 128
+    """Width of the residual stream."""
+    d_ff: int = 512
+    """Inner width of the SwiGLU feed-forward."""
+    num_layers: int = 4
+    """Number of Transformer blocks."""
+    num_heads: int = 4
+    """Attention heads per block; head_dim is d_model / num_heads."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary position frequencies."""
+    max_context: int = 131_072
+    """Longest sequence the model accepts, in tokens."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if (value := getattr(self, field.name)) <= 0:
+                raise UsageError(f"{field.name} is {value}; expected a positive number")
+        if self.d_model % self.num_heads:
+            raise UsageError(
+                f"d_model {self.d_model} does not divide into {self.num_heads} heads; "
+                f"choose num_heads among the divisors of {self.d_model}"
+            )
+        if self.head_dim % 2:
+            raise UsageError(
+                f"head_dim is {self.head_dim} (d_model {self.d_model} / num_heads {self.num_heads}); "
+                "rotary positions turn pairs of features, so choose sizes that make it even"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Features per attention head."""
+        return self.d_model // self.num_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Exact number of parameters: embedding, blocks (4 attention and 3 SwiGLU matrices, 2 norms), norm, head."""
+        block = 4 * self.d_model**2 + 3 * self.d_model * self.d_ff + 2 * self.d_model
+        return self.num_layers * block + 2 * self.vocab_size * self.d_model + self.d_model
+
+
+SIZES: Mapping[str, ModelConfig] = {
+    "tiny": ModelConfig(),
+    "small": ModelConfig(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+    "medium": ModelConfig(d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
+    "large": ModelConfig(d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
+    "xl": ModelConfig(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
+    "2.7B": ModelConfig(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+    "8B": ModelConfig(vocab_size=151_936, d_model=4096, d_ff=11008, num_layers=34, num_heads=32),
+    "10B": ModelConfig(d_model=4608, d_ff=12288, num_layers=50, num_heads=36),
+}
+"""The named sizes. small, medium and large have GPT-2's shapes; xl, 2.7B and 10B those of CS336's assignment 2, 8B
+that of its leaderboard of 2026."""
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """How one training step is taken. The defaults are the plain baseline: fp32, eager, nothing fused."""
+
+    batch: int = 4
+    """Sequences per step; under `trainstep train` those of one rank in one pass."""
+    context: int = 512
+    """Tokens per sequence."""
+    precision: PrecisionName = "fp32"
+    """fp32; tf32 (fp32 storage, TF32 matmuls); bf16 or fp16 autocast over fp32 weights (fp16 with a gradient scaler);
+    bf16-pure (weights, gradients and optimizer state in bf16). A workload whose weights come in bf16 is by default
+    measured as it is, as bf16-pure; every other precision then trains a float32 copy of its weights."""
+    compile: CompileMode = "off"
+    """torch.compile: off; each block on its own (blocks); the same, where backward computes again what costs no
+    product, such as norms, so that less is kept (blocks-recompute); or the whole model."""
+    attention: AttentionImpl = "eager"
+    """Attention implementation (our models). An explicit choice never falls back to another."""
+    loss: LossImpl = "dense"
+    """Cross-entropy: dense (all logits at once), chunked (head and loss over slices of tokens, recomputed in backward,
+    so that the logits never exist in full) or fused (so too, but with the gradients computed in forward, by our kernel:
+    nothing is computed twice; on a GPU)."""
+    fused: FusedParts = "none"
+    """What our fused operators compute in place of plain ones (our models, on a GPU): rope (the rotary positions of
+    queries and keys, in one pass)."""
+    checkpointing: str = "none"
+    """Activations kept for backward: none (no checkpointing: all of them), every-K (only the input of every K blocks;
+    the blocks run again in backward), selective (results of matrix products and attention), recursive (halves of halves
+    of the blocks), @FILE (what the file says of each block; trainstep memory --fit writes one)."""
+    optimizer: OptimizerImpl = "adamw-foreach"
+    """AdamW updating lists of tensors (foreach), AdamW in fused kernels, or plain SGD."""
+    learning_rate: float = 3e-4
+    """Learning rate: constant, or the peak of `trainstep train`'s schedule."""
+    device: str = "auto"
+    """auto (a GPU when there is one), cpu, cuda or cuda:N."""
+    seed: int = 0
+    """Seed of the weights and of the order of the data."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "context", "learning_rate"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{name} is {getattr(self, name)}; expected a positive number")
+        if not 0 <= self.seed < 2**64:
+            raise UsageError(f"seed is {self.seed}; expected 0 or more, and less than 2^64")
+        blocks_per_checkpoint(self.checkpointing)
+
+
+def blocks_per_checkpoint(policy: str) -> int | None:
+    """K of the checkpointing policy `every-K`; None for none, selective, recursive and @FILE; else `UsageError`."""
+    if policy in ("none", "selective", "recursive") or (policy.startswith("@") and len(policy) > 1):
+        return None
+    word, _, count = policy.partition("-")
+    if word == "every" and count.isascii() and count.isdigit() and int(count) > 0:
+        return int(count)
+    raise UsageError(
+        f"checkpointing is {policy!r}; expected none, every-K for the K blocks between two checkpoints (every-1 keeps "
+        "the input of every block), selective, recursive, or @FILE"
+    )
+
+
+def keeps_whole_blocks(policy: str) -> bool:
+    """Whether a checkpointing policy keeps all of a block's activations or its input alone, which formulas know."""
+    return policy == "none" or blocks_per_checkpoint(policy) is not None
+
+
+def resolve_size(name: str) -> ModelConfig:
+    """The `ModelConfig` of a named size, or of a TOML file's `[model]` table.
+
+    Raises:
+        UsageError: no such size, no such file, or a file that does not describe a model.
+    """
+    if name in SIZES:
+        return SIZES[name]
+    if name.endswith(".toml"):
+        return load_toml(Path(name)).model
+    raise UsageError(f"unknown size {name!r}; expected one of {', '.join(SIZES)} or a path ending in .toml")
+
+
+@dataclass(frozen=True)
+class FileConfig:
+    """What a TOML file says: `[model]` (with an optional `size` to start from), `[step]` and `[train]`."""
+
+    model: ModelConfig
+    step: StepConfig
+    train: Mapping[str, Any]  # as it stands there; `trainstep.train` knows its fields
+
+
+def load_toml(path: Path) -> FileConfig:
+    """The file at `path`; what it leaves out keeps its default.
+
+    Raises:
+        UsageError: unreadable file, invalid TOML, an unknown key, or a value of the wrong type.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"cannot read the configuration {path}: {error}") from error
+    if unknown := sorted(set(tables) - {"model", "step", "train"}):
+        raise UsageError(f"{path}: unknown table or key {unknown[0]!r}; expected [model], [step] and [train]")
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise UsageError(f"{path}: {name} is {table!r}; expected a table, written [{name}]")
+    model = dict(tables.get("model", {}))
+    base = resolve_size(str(model.pop("size", "tiny")))
+    return FileConfig(
+        model=replace_checked(base, model, where=f"{path} [model]"),
+        step=replace_checked(StepConfig(), tables.get("step", {}), where=f"{path} [step]"),
+        train=tables.get("train", {}),
+    )
+
+
+Config = TypeVar("Config", bound="DataclassInstance")
+
+
+def replace_checked(base: Config, values: Mapping[str, Any], where: str) -> Config:
+    """The configuration `base` with `values`; `UsageError` for an unknown key, a wrong type, or one out of range."""
+    hints = typing.get_type_hints(type(base))
+    for name, value in values.items():
+        if name not in hints:
+            raise UsageError(f"{where}: unknown key {name!r}; expected one of {', '.join(hints)}")
+        check_value(hints[name], value, where=f"{where} {name}")
+    try:
+        return dataclasses.replace(base, **values)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def check_value(hint: Any, value: object, where: str) -> None:
+    """Raise `UsageError` unless `value` fits the annotation of a configuration field."""
+    if typing.get_origin(hint) is Literal:
+        if value not in typing.get_args(hint):
+            raise UsageError(f"{where} is {value!r}; expected one of {', '.join(map(repr, typing.get_args(hint)))}")
+        return
+    kinds = (int, float) if hint is float else hint
+    if not isinstance(value, kinds) or isinstance(value, bool) is not (hint is bool):
+        raise UsageError(f"{where} is {value!r}; expected a value of type {hint.__name__}")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a ladder changes from outside, as a line for a script of one's own."""
+
+    code: str
+    where: str
+    """Where it goes, or what it takes the place of."""
+
+    @property
+    def text(self) -> str:
+        """Both, in one line."""
+        return f"{self.code} ({self.where})"
+
+
+CHANGES: Mapping[str, Change] = {
+    "TF32 matmuls": Change('torch.set_float32_matmul_precision("high")', "once, before the first step"),
+    "bf16 autocast": Change(
+        "with torch.autocast(device.type, torch.bfloat16):", "around the model's call; .float() on what it returns"
+    ),
+    "fused attention": Change(
+        "F.scaled_dot_product_attention(q, k, v, is_causal=…)",
+        "in place of attention that is written out; is_causal as your model has it",
+    ),
+    "our FlashAttention": Change(
+        "trainstep.attention.flash_attention(q, k, v, is_causal=…)",
+        "in place of scaled_dot_product_attention, after import trainstep.attention",
+    ),
+    "fused optimizer": Change(
+        "torch.optim.AdamW(model.parameters(), …, fused=True)", "Adam, SGD and Adagrad take the argument too"
+    ),
+    "compiled blocks": Change("for block in blocks: block.compile()", "the model's own list of blocks"),
+    "compiled model": Change("model.compile()", "after the model is on its device"),
+    "compiled for any size": Change(
+        "torch.compile(…, dynamic=True)", "where what is given to compiled code has another size in each step"
+    ),
+    "chunked loss": Change(
+        "torch.utils.checkpoint.checkpoint(head_and_loss, hidden, targets, use_reentrant=False)",
+        "for slices of tokens, whose sums of losses are added up: all logits never exist at once",
+    ),
+    "fused loss": Change(
+        "trainstep.fused.linear_cross_entropy(hidden, head, targets)",
+        "in place of the head and F.cross_entropy: all logits never exist at once",
+    ),
+    "fused RoPE": Change(
+        "trainstep.fused.rope(q, k, cos, sin)", "in place of the same written out, after import trainstep.fused"
+    ),
+    "channels last": Change("model.to(memory_format=torch.channels_last)", "after the model is on its device"),
+    "pinned memory": Change("DataLoader(…, pin_memory=True)", "and batches by .to(device, non_blocking=True)"),
+    "loader workers": Change(
+        "DataLoader(…, num_workers=min(4, len(os.sched_getaffinity(0))))",
+        "where the loader is made; persistent_workers=True too where nothing changes the data set between epochs",
+    ),
+    "late reads": Change(
+        "total += loss.detach()", "in place of loss.item(); .item() and print of it once every so many steps"
+    ),
+    "DDP's buckets as gradients": Change("DistributedDataParallel(…, gradient_as_bucket_view=True)", "torch's own"),
+    "DDP's static graph": Change(
+        "DistributedDataParallel(…, static_graph=True)", "torch's own, where every step uses the same parameters"
+    ),
+    "DDP's larger buckets": Change(
+        "DistributedDataParallel(…, bucket_cap_mb=100)", "torch's own, in place of 25: fewer and larger collectives"
+    ),
+    "checkpointed blocks": Change(
+        "torch.utils.checkpoint.checkpoint(block, x, …, use_reentrant=False)",
+        "in place of block(x, …); gradient_checkpointing_enable() of transformers' models",
+    ),
+    "larger batch": Change(
+        "DataLoader(…, batch_size=2 * …)", "another step: the learning rate may want to be changed with it"
+    ),
+}
+"""Name of a ladder's rung → what it changes; the ladder of our workloads and that of scripts share them."""

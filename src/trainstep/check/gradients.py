@@ -1,0 +1,296 @@
+"""How far a loss and gradients are from a reference, and how far rounding may take them: per parameter and per row.
+
+Three things are held against the reference, each by what the plain computation in the same precision is off by
+(`Rounding`): every parameter's gradient, and every row of it, by ‖x − ref‖; all gradients together also by their scale,
+⟨x, ref⟩ / ⟨ref, ref⟩. Norms find what is wrong somewhere, rows what is wrong in one place of a large matrix. Rounding
+hits the elements independently, so it leaves the scale alone, and a factor that norms would allow shows there. A row
+may be as far off as the worst row of its parameter was in the plain computation: which row that is, chance decides.
+
+A norm of n independent errors exceeds its expectation by 1 + z/√(2n) as often as a normal variable exceeds z. With
+z = 4 a parameter of one element may be off by four times the plain computation's error, and one of a million by just
+that much (`headroom`). The rule of every check, twice the plain error plus one rounding, comes on top.
+
+Buffers that the pass changes are held against the reference's in the same way (`bench.check.buffers`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from trainstep.base.budgets import HEADROOM as HEADROOM
+from trainstep.base.budgets import VACUOUS as VACUOUS
+from trainstep.base.budgets import headroom
+from trainstep.base.errors import UsageError
+from trainstep.check import larger
+from trainstep.check.buffers import NO_BUFFERS, Buffers, apart
+from trainstep.check.parts import as_rows, in_parts, norm
+from trainstep.step.weights import copied_to_host
+
+ROWS = 2.0
+"""A row may be off by twice what a parameter may: another algorithm has its worst of thousands in another row."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Loss and gradients of one batch, in float32, and what its pass made of buffers."""
+
+    loss: float
+    by_name: Mapping[str, Tensor]
+    buffers: Buffers = NO_BUFFERS
+    """What the pass made of the module's buffers, where that is looked at."""
+
+    @staticmethod
+    def of(loss: Tensor | float, module: nn.Module, buffers: Buffers = NO_BUFFERS) -> Gradients:
+        """What backward left in the module's `.grad`; they are taken off it, not copied."""
+        by_name = {}
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                by_name[name], parameter.grad = dense(parameter.grad).float(), None
+        return Gradients(float(loss), by_name, buffers)
+
+    def on_host(self) -> Gradients:
+        """The same in the host's memory."""
+        moved = Gradients(self.loss, copied_to_host(self.by_name), self.buffers)
+        vars(moved).update(squares=self.squares, rows=self.rows)  # taken where that is fast
+        return moved
+
+    def on(self, device: torch.device) -> Gradients:
+        """The same on this device; what is there already is not copied."""
+        return Gradients(self.loss, {name: each.to(device) for name, each in self.by_name.items()}, self.buffers)
+
+    @cached_property
+    def rows(self) -> Mapping[str, Tensor]:
+        """‖row‖ of each slice along the first dimension."""
+        return {name: torch.linalg.vector_norm(as_rows(each), dim=1).cpu() for name, each in self.by_name.items()}
+
+    @cached_property
+    def squares(self) -> Mapping[str, float]:
+        """‖g‖² of each."""
+        return {name: norm(each) ** 2 for name, each in self.by_name.items()}
+
+    def check_finite(self, precision: str, *, trained: bool = False) -> None:
+        """Raise UsageError where the loss or a gradient, computed in `precision`, is not finite.
+
+        Args:
+            trained: they are not of the initial weights.
+        """
+        broken = [name for name, gradient in self.by_name.items() if not gradient.isfinite().all()]
+        if not math.isfinite(self.loss) or broken:
+            where = f", the gradient of {broken[0]} is not finite" if broken else ""
+            which = "a batch after some training" if trained else "the first batch"
+            look = "the optimizer and its learning rate" if trained else "the batch, the loss and the initial weights"
+            raise UsageError(
+                f"in {precision}, the loss of {which} is {self.loss:.4g}{where}: there is nothing to hold other "
+                f"settings against; look at {look}"
+            )
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far one gradient is off: absolute, as norms."""
+
+    norm: float
+    rows: Tensor
+    """Of each slice along the first dimension; one element for a vector, whose elements are too few to judge alone."""
+    product: float = 0.0
+    """⟨x − ref, ref⟩."""
+
+    @staticmethod
+    def between(found: Tensor, reference: Tensor) -> Error:
+        """Of one tensor, held against another of its shape, which is moved to its device."""
+        product = 0.0
+        squares = torch.zeros(len(as_rows(found)), dtype=torch.float64, device=found.device)
+        for rows, (own, expected) in in_parts(found, reference.to(found.device)):
+            difference = own - expected
+            product += float((difference * expected).sum(dim=1).sum(dtype=torch.float64))
+            squares[rows] += torch.linalg.vector_norm(difference, dim=1, dtype=torch.float64).square()
+        return Error(math.sqrt(squares.sum()), squares.sqrt().float().cpu(), product)
+
+
+@dataclass
+class Rounding:
+    """The most that rounding did to a loss, gradients and buffers, over everything it was measured on."""
+
+    loss: float = 0.0
+    scale: float = 0.0
+    by_name: dict[str, Error] = field(default_factory=dict)
+    buffers: dict[str, float] = field(default_factory=dict)
+    """How far each buffer is off, as `Apart.error`."""
+
+    @staticmethod
+    def between(a: Gradients, b: Gradients) -> Rounding:
+        """What sets `a` apart from `b`; a gradient that only one of them has is left out."""
+        errors = {name: Error.between(a.by_name[name], each) for name, each in b.by_name.items() if name in a.by_name}
+        product, square = sum(each.product for each in errors.values()), sum(b.squares.values())
+        buffers = {name: each.error for name, each in apart(a.buffers, b.buffers)}
+        return Rounding(abs(a.loss - b.loss), abs(product / square) if square else 0.0, errors, buffers)
+
+    @staticmethod
+    def most(several: Iterable[Rounding]) -> Rounding:
+        """The largest of each; what is no number is infinite."""
+        found = Rounding()
+        for one in several:
+            found.loss, found.scale = larger(found.loss, one.loss), larger(found.scale, one.scale)
+            for name, error in one.by_name.items():
+                known = found.by_name.get(name, error)
+                rows = torch.maximum(known.rows, error.rows).nan_to_num(nan=math.inf, posinf=math.inf)
+                found.by_name[name] = Error(larger(known.norm, error.norm), rows)
+            for name, off in one.buffers.items():
+                found.buffers[name] = larger(found.buffers.get(name, 0.0), off)
+        return found
+
+    def plus(self, other: Rounding) -> Rounding:
+        """What both do one after the other, at most."""
+        errors = dict(self.by_name)
+        for name, error in other.by_name.items():
+            known = errors.get(name)
+            errors[name] = error if known is None else Error(known.norm + error.norm, known.rows + error.rows)
+        names = self.buffers.keys() | other.buffers.keys()
+        buffers = {name: self.buffers.get(name, 0.0) + other.buffers.get(name, 0.0) for name in names}
+        return Rounding(self.loss + other.loss, self.scale + other.scale, errors, buffers)
+
+    def relative(self, to: Gradients) -> float:
+        """Of all gradients together, as a part of these."""
+        size = math.sqrt(sum(to.squares.values()))
+        return math.sqrt(sum(each.norm**2 for each in self.by_name.values())) / (size or 1.0)
+
+    def times(self, factor: float) -> Rounding:
+        """All of it, larger."""
+        errors = {name: Error(factor * each.norm, factor * each.rows) for name, each in self.by_name.items()}
+        buffers = {name: factor * off for name, off in self.buffers.items()}
+        return Rounding(factor * self.loss, factor * self.scale, errors, buffers)
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far loss and gradients are from the reference's, relative, and what is allowed."""
+
+    loss: float
+    loss_allowed: float
+    gradient: float
+    """‖g − g_ref‖ / ‖g_ref‖ over all parameters."""
+    gradient_allowed: float
+    scale: float
+    """|⟨g, g_ref⟩ / ⟨g_ref, g_ref⟩ − 1| over all parameters."""
+    scale_allowed: float
+    worst: float
+    """The error of the parameter, the row of one or the buffer that uses most of what it is allowed, relative to its
+    gradient, or to the buffer's change."""
+    worst_allowed: float
+    worst_name: str
+    note: str = ""
+    """Which other step is off alike, or is not: where the mistake may lie. Empty where nothing is known of that."""
+    fault: str = ""
+    """What is wrong with the step though its gradients are right as they were compared."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether everything is allowed; NaN never is."""
+        return (
+            not self.fault
+            and self.loss <= self.loss_allowed
+            and self.gradient <= self.gradient_allowed
+            and self.scale <= self.scale_allowed
+            and self.worst <= self.worst_allowed
+        )
+
+    @property
+    def is_vacuous(self) -> bool:
+        """Whether so much is allowed that gradients of anything else might be within it."""
+        return not self.gradient_allowed < VACUOUS
+
+    @property
+    def severity(self) -> tuple[bool, bool, float]:
+        """Larger where it is worse: what is wrong, then what says nothing, then what uses more of its budget."""
+        return not self.is_right, self.is_vacuous, self.worst / (self.worst_allowed or 1)
+
+    def __str__(self) -> str:
+        if self.fault:
+            return self.fault
+        named = {"the loss": "loss", "the gradients": "gradient", "their scale": "scale", self.worst_name: "worst"}
+        parts = [(name, getattr(self, key), getattr(self, f"{key}_allowed")) for name, key in named.items() if name]
+        over = [part for part in parts if not part[1] <= part[2]]
+        said = ", ".join(f"{name} off by {found:.2g} of {allowed:.2g}" for name, found, allowed in over or parts)
+        return f"{said} ({self.note})" if self.note else said
+
+
+def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: float) -> Deviation:
+    """Hold loss, gradients and buffers against the reference's; a gradient that one side lacks is off by its norm.
+
+    Args:
+        plain: what the plain computation in the same precision is off by.
+        rounding: one rounding of that precision, relative. Gradients that the mathematics makes zero, such as that of
+            a key projection's bias, are nothing but rounding, so that no gradient counts as smaller than `rounding`
+            times as many typical elements.
+    """
+    elements = sum(gradient.numel() for gradient in reference.by_name.values())
+    square = sum(reference.squares.values())
+    typical = math.sqrt(square / elements) if elements else 0.0
+    error_square = allowed_square = product = 0.0
+    worst = (0.0, 0.0, 1.0, "")  # share of what is allowed, error, allowed, name
+    for name in sorted(reference.by_name.keys() | found.by_name.keys()):
+        expected, own = reference.by_name.get(name), found.by_name.get(name)
+        if expected is None or own is None:
+            alone = own if expected is None else expected
+            assert alone is not None
+            error_square += norm(alone) ** 2
+            product -= reference.squares.get(name, 0.0)
+            worst = max(worst, (math.inf, 1.0, 0.0, name))
+            continue
+        error, known = Error.between(own, expected), plain.by_name.get(name)
+        length, count = math.sqrt(reference.squares[name]), expected.numel()
+        product += error.product
+        floor = rounding * typical
+        size = max(length, floor * math.sqrt(count))
+        usual = known.norm if known else 0.0
+        allowed = 2 * headroom(count) * usual + rounding * size
+        error_square, allowed_square = error_square + error.norm**2, allowed_square + usual**2
+        worst = max(worst, _share(error.norm, allowed, size, name), key=_nan_first)
+        if known is not None and error.rows.numel() > 1:
+            sizes = reference.rows[name].clamp(
+                min=max(length / math.sqrt(len(error.rows)), floor * math.sqrt(count / len(error.rows)))
+            )
+            usual_rows = max(usual / size if size else 0.0, float((known.rows / sizes).nan_to_num().max())) * sizes
+            most = ROWS * 2 * headroom(count / len(error.rows)) * usual_rows + rounding * sizes
+            row = int((error.rows / most).argmax())  # NaN counts as the largest
+            place = f"row {row} of {name}"
+            worst = max(
+                worst, _share(float(error.rows[row]), float(most[row]), float(sizes[row]), place), key=_nan_first
+            )
+    for name, buffer in apart(found.buffers, reference.buffers):
+        allowed = 2 * headroom(buffer.count) * plain.buffers.get(name, 0.0) + buffer.rounded(rounding)
+        worst = max(worst, _share(buffer.error, allowed, buffer.change or 1.0, f"buffer {name}"), key=_nan_first)
+    size, loss_size = math.sqrt(square), abs(reference.loss) or 1.0
+    _, worst_error, worst_allowed, worst_name = worst
+    return Deviation(
+        loss=abs(found.loss - reference.loss) / loss_size,
+        loss_allowed=2 * headroom(1) * plain.loss / loss_size + rounding,
+        gradient=math.sqrt(error_square) / size if size else math.inf,
+        gradient_allowed=2 * math.sqrt(allowed_square) / size + rounding if size else 0.0,
+        scale=abs(product / square) if square else 0.0,
+        scale_allowed=2 * headroom(1) * plain.scale + rounding / 2,
+        worst=worst_error,
+        worst_allowed=worst_allowed,
+        worst_name=worst_name,
+    )
+
+
+def _share(error: float, allowed: float, size: float, name: str) -> tuple[float, float, float, str]:
+    if not allowed:
+        return (math.inf, math.inf, 0.0, name) if error else (0.0, 0.0, 0.0, name)
+    return error / allowed, error / size, allowed / size, name
+
+
+def _nan_first(share: tuple[float, float, float, str]) -> float:
+    return math.inf if math.isnan(share[0]) else share[0]
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """An embedding's gradient may be sparse."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()

@@ -1,0 +1,353 @@
+"""Is a training step right? Its loss, gradients, buffers and updates, held against the same workload's plain step.
+
+A step is judged three times, and no speed is shown of one that fails any:
+
+1. In float32, whatever its precision: what it changes otherwise (attention, compilation, loss, checkpointing) shows
+   there at about 1e-5. The precision itself is not judged here.
+2. In its own precision, per parameter and per row, at twice what the plain step is off by in that precision plus one
+   rounding (`Reference.compare`). So are buffers that the pass changes, such as running statistics (`buffers`).
+3. Twelve updates of its optimizer from the reference's weights and gradients, at float32's tolerance, or at that of the
+   16 bits that weights are stored in (`updates`).
+
+A step that updates in backward is judged in a backward pass that spoils what it would update, and by updates that it
+makes in one.
+
+Gradients are compared with the initial weights before the step is timed, and again with trained weights afterwards, in
+the very step that was timed.
+
+A model with dropout has other gradients under other masks. Every computation starts from one seed, which gives eager
+code of one precision the same masks. Compiled code draws other numbers, so it is compiled once more for the check, with
+eager code's; so it is where the model draws numbers of its own, such as which labels to leave out. Another precision,
+or a fused kernel, drops other elements on a GPU: where a step is off as it is, both sides are compared without dropout,
+and by how many elements they would drop from, with which probability. A verdict says so. Whether a block that is
+computed again drops what it dropped before is not seen then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from trainstep.base.config import StepConfig
+from trainstep.base.precision import PRECISIONS
+from trainstep.check.dropout import drops_otherwise, eager_random, without_dropout
+from trainstep.check.gradients import Deviation, Gradients
+from trainstep.check.reference import EVERY_BLOCK, TRAINED_STEPS, Reference, gradients_at
+from trainstep.check.reproducible import NotReproducibleError
+from trainstep.check.updates import UPDATES, UpdateError, compare_updates, take_updates
+from trainstep.measure.outcome import Failure, attempt
+from trainstep.step.training_step import TrainingStep, build_step
+from trainstep.step.weights import load
+from trainstep.step.workload import WorkloadSource
+
+Compared = Literal["as it is", "with eager code's random numbers", "without dropout"]
+"""How gradients were held against the reference."""
+RIGHT_UNCOMPILED = "the same step is right without torch.compile"
+"""What is said of a compiled step that is wrong, where that is so."""
+WITH_CHECKPOINTING = "the plain step with its checkpointing"
+COMPUTED_AGAIN = "the plain step with every block computed again"
+WITH_FUSED_ATTENTION = "the plain step with PyTorch's fused attention"
+FITTING = "the first step that fits"
+"""What steps are held against where the plain step does not fit."""
+OTHER_BATCHES = "other ones in every build; gradients are compared on the reference's"
+START, TRAINED = 0, 1
+"""The places of a `Reference`."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of a step so far."""
+
+    own: Deviation
+    """In its own precision: in the place where it uses most of what is allowed."""
+    update: UpdateError
+    float32: Deviation | None = None
+    """In float32, where that is another precision."""
+    not_in_float32: str = ""
+    """Why the step has no such form here, such as memory; empty where it has."""
+    compared: Compared = "as it is"
+    batches_differ: bool = False
+    """Whether every build gets other batches, so that all were given the reference's."""
+    held_against: str = ""
+    """What the reference is where it is not the plain step, and why; empty where it is."""
+
+    @property
+    def not_told(self) -> str:
+        """Why nothing says whether the step is right; empty where something does."""
+        if not self.own.is_vacuous or not self.is_right:
+            return ""
+        return (
+            f"rounding alone takes its gradients off by so much that {self.own.gradient_allowed:.2g} would be allowed"
+        )
+
+    @property
+    def is_right(self) -> bool:
+        """Whether everything is within its budget."""
+        in_float32 = self.float32 is None or self.float32.is_right
+        return self.own.is_right and in_float32 and self.update.is_right
+
+    def columns(self) -> dict[str, Any]:
+        """The fields of a row of kind `Checked`."""
+        exact = self.own if self.float32 is None and not self.not_in_float32 else self.float32
+        return {
+            "loss_error": self.own.loss,
+            "gradient_error": self.own.gradient,
+            "error_budget": self.own.gradient_allowed,
+            "worst_gradient_error": self.own.worst,
+            "worst_allowed": self.own.worst_allowed,
+            "worst_parameter": self.own.worst_name,
+            "float32_error": exact.gradient if exact else None,
+            "float32_allowed": exact.gradient_allowed if exact else None,
+            "not_in_float32": self.not_in_float32 or None,
+            "update_error": self.update.error,
+            "update_allowed": self.update.allowed,
+            "compared": None if self.compared == "as it is" else self.compared,
+            "not_checked": self.not_told or None,
+            "batches": OTHER_BATCHES if self.batches_differ else None,
+            "reference": self.held_against or None,
+        }
+
+    def __str__(self) -> str:
+        """What is wrong, in words; empty where nothing is."""
+        parts = []
+        if self.float32 is not None and not self.float32.is_right:
+            parts.append(f"in float32, {self.float32}")
+        if not self.own.is_right:
+            parts.append(str(self.own))
+        if not self.update.is_right:
+            off = f"off by {self.update.error:.2g} of {self.update.allowed:.2g}"
+            parts.append(f"{UPDATES} updates of {self.update.name} from equal gradients {off}")
+        return "; ".join(parts)
+
+
+def plain_form(config: StepConfig) -> StepConfig:
+    """The same training by the plainest means: fp32, eager, nothing fused."""
+    plain, names = StepConfig(), ["precision", "compile", "attention", "loss", "fused"]
+    names += [] if config.optimizer == "sgd" else ["optimizer"]
+    return dataclasses.replace(config, **{name: getattr(plain, name) for name in names})
+
+
+def first_form(source: WorkloadSource, config: StepConfig) -> StepConfig:
+    """What a ladder starts from: the plain form, with the workload's weights as they come."""
+    return dataclasses.replace(plain_form(config), precision=source.own_precision)
+
+
+class StepCheck:
+    """Checks steps of one workload against its plain step.
+
+    Where that does not fit, the reference is the same computation with every block computed again, or with the step's
+    own checkpointing; then with PyTorch's fused attention, whose memory is linear in the context, but whose inner
+    roundings no random ones show; and where none of these fits, or the workload's attention is its own, the first step
+    that does.
+    """
+
+    def __init__(self, source: WorkloadSource, plain: StepConfig) -> None:
+        self.source, self.plain = source, plain
+        self._too_large: set[StepConfig] = set()
+        self._references: tuple[Reference, Reference] | None = None
+        self._unlike = ""
+        """Why the workload can be held against nothing; empty where it can."""
+        self._held_against = ""
+        self._not_plain = ""
+        """Why the plain step is not the reference; empty where it is."""
+        self._plain_drops: dict[int, dict[float, int]] = {}
+        """What the plain step drops in each place, as `Seen.elements`."""
+
+    @property
+    def reference(self) -> Reference:
+        """The plain step as it is."""
+        assert self._references is not None, "a step was judged before"
+        return self._references[0]
+
+    def _refer_to(self, plain: StepConfig) -> tuple[Reference, Reference]:
+        """The plain step as it is, and with its dropout switched off: the same one where it has none."""
+        if self._unlike:
+            raise NotReproducibleError(self._unlike)
+        try:
+            with without_dropout() as seen:
+                without = Reference(self.source, plain)
+            return Reference(self.source, plain) if seen.calls else without, without
+        except NotReproducibleError as error:
+            self._unlike = str(error)  # the error itself would keep weights and gradients in memory, by its traceback
+            raise
+
+    @property
+    def is_stood_in_for(self) -> bool:
+        """Whether the reference is some step, as no plain one fits."""
+        return self._held_against.startswith(FITTING)
+
+    def _choose_reference(self, config: StepConfig) -> tuple[Reference, Reference]:
+        """The plainest form that fits, each tried once, or else this step."""
+        for form, called in self._forms(config).items():
+            if form in self._too_large:
+                continue
+            found = attempt(partial(self._refer_to, form))
+            if not isinstance(found, Failure):
+                self._held_against = called and f"{called}, {self._why_not}"
+                return found
+            self._too_large.add(form)
+            self._not_plain = self._not_plain or f"{found.status}: {found.reason}"
+        found = self._refer_to(config)
+        self._held_against = f"{FITTING}, {self._why_not}"
+        return found
+
+    def _forms(self, config: StepConfig) -> dict[StepConfig, str]:
+        """The plain step and what is nearest to it and smaller, with what each is called."""
+        forms = {self.plain: ""}
+        for checkpointing, called in {EVERY_BLOCK: COMPUTED_AGAIN, config.checkpointing: WITH_CHECKPOINTING}.items():
+            forms.setdefault(dataclasses.replace(self.plain, checkpointing=checkpointing), called)
+        if self.source.is_builtin:
+            for form in list(forms):
+                forms.setdefault(dataclasses.replace(form, attention="sdpa"), WITH_FUSED_ATTENTION)
+        return forms
+
+    @property
+    def _why_not(self) -> str:
+        return f"as the plain one ended with {self._not_plain.partition(':')[0]}"
+
+    def start(self, config: StepConfig) -> tuple[TrainingStep, Verdict]:
+        """Build a step and judge it in float32, with its initial weights, and by its updates.
+
+        Raises:
+            UsageError: the reference's loss or gradients are not finite, so nothing can be compared with them.
+            NotReproducibleError: the workload does not compute the same twice.
+        """
+        if self._references is None:
+            self._references = self._choose_reference(config)
+        float32: Verdict | None = None
+        why_not, precision = "", self.reference.config.precision
+        if config.precision == precision and PRECISIONS[precision].is_half:
+            why_not = self._not_plain
+        if config.precision != precision:
+            tried = attempt(lambda: self._judge_twice(dataclasses.replace(config, precision=precision)))
+            if isinstance(tried, Failure):
+                why_not = f"{tried.status}: {tried.reason}"
+            else:
+                float32 = tried
+        step = build_step(self.source, config)
+        own, compared = self._judge_compiled(step, START)
+        update = self._update(step)
+        if float32 is not None:
+            update = max(update, float32.update, key=lambda each: each.share)
+            compared = float32.compared if compared == "as it is" else compared
+        differ = self.reference.batches_differ
+        in_float32 = float32.own if float32 else None
+        return step, Verdict(own, update, in_float32, why_not, compared, differ, self._held_against)
+
+    def end(self, step: TrainingStep, verdict: Verdict) -> Verdict:
+        """Judge the same step, after it was timed, with trained weights."""
+        load(step.module, self.reference.places[TRAINED].state)
+        own, how = self._judge_compiled(step, TRAINED)
+        compared = verdict.compared if how == "as it is" else how
+        return dataclasses.replace(
+            verdict, own=max(verdict.own, own, key=lambda each: each.severity), compared=compared
+        )
+
+    def judge(self, config: StepConfig) -> Verdict:
+        """Judge a step that is not timed: start, some training, end."""
+        step, verdict = self.start(config)
+        if verdict.is_right:
+            for _ in range(TRAINED_STEPS):
+                step(step.next_batch())
+            verdict = self.end(step, verdict)
+        return verdict
+
+    def _judge_twice(self, config: StepConfig) -> Verdict:
+        step = build_step(self.source, config)
+        own, compared = self._judge_compiled(step, START)
+        return self.end(step, Verdict(own, self._update(step), compared=compared))
+
+    def _judge(self, step: TrainingStep, place: int) -> tuple[Deviation, Compared]:
+        assert self._references is not None, "start comes first"
+        reference, without = self._references
+        is_compiled = step.config.compile != "off"
+        if reference is without:
+            found = self._hold(step, reference, place)
+            if found.is_right or not (is_compiled and reference.draws_numbers):
+                return found, "as it is"
+            return self._hold_as_eager(step.config, reference, place), "with eager code's random numbers"
+        if step.config.precision == reference.config.precision:
+            if not is_compiled:
+                found = self._hold(step, reference, place)
+                if found.is_right:
+                    return found, "as it is"
+            else:
+                found = self._hold_as_eager(step.config, reference, place)
+                if found.is_right:
+                    return found, "with eager code's random numbers"
+        return self._hold_without_dropout(step.config, without, place), "without dropout"
+
+    def _judge_compiled(self, step: TrainingStep, place: int) -> tuple[Deviation, Compared]:
+        """The same, and of compiled code that is wrong, whether it is right uncompiled."""
+        found, compared = self._judge(step, place)
+        if not found.is_right and step.config.compile != "off":
+            plain = self._build(dataclasses.replace(step.config, compile="off"), self.reference, place)
+            if self._judge(plain, place)[0].is_right:
+                found = dataclasses.replace(found, note=RIGHT_UNCOMPILED)
+        return found, compared
+
+    def _hold(self, step: TrainingStep, reference: Reference, place: int) -> Deviation:
+        return reference.compare(self._gradients(step, reference, place), place, step.config.precision)
+
+    def _gradients(self, step: TrainingStep, reference: Reference, place: int) -> Gradients:
+        is_own = place == START and not reference.batches_differ  # its own data first
+        batch = step.next_batch() if is_own else step.place(reference.places[place].batch)
+        in_backward = step.updates_in_backward
+        with nullcontext() if in_backward is None else in_backward.on(_spoil):
+            found = gradients_at(step, batch)
+        if in_backward is not None:
+            load(step.module, reference.places[place].state)
+        return found
+
+    def _build(self, config: StepConfig, reference: Reference, place: int) -> TrainingStep:
+        """A step of its own, in one of the places."""
+        step = build_step(self.source, config)
+        if place != START:
+            load(step.module, reference.places[place].state)
+        return step
+
+    def _hold_as_eager(self, config: StepConfig, reference: Reference, place: int) -> Deviation:
+        """The same of a step that is built, and compiled, with eager code's random numbers."""
+        with eager_random():
+            return self._hold(self._build(config, reference, place), reference, place)
+
+    def _hold_without_dropout(self, config: StepConfig, reference: Reference, place: int) -> Deviation:
+        """The same with dropout off on both sides; what each would have dropped is compared instead."""
+        with without_dropout() as seen:
+            gradients = self._gradients(self._build(config, reference, place), reference, place)
+            own = dict(seen.elements)
+            found = reference.compare(gradients, place, config.precision)
+        if place not in self._plain_drops:
+            with without_dropout() as seen:
+                self._gradients(self._build(reference.config, reference, place), reference, place)
+            self._plain_drops[place] = seen.elements
+        is_eager = all(each.compile == "off" and each.precision != "fp16" for each in (config, reference.config))
+        fault = drops_otherwise(own, self._plain_drops[place], are_counted=is_eager)  # fp16 may take several passes
+        return dataclasses.replace(found, fault=fault) if found.is_right else found
+
+    def _update(self, step: TrainingStep) -> UpdateError:
+        reference, entry = self.reference, PRECISIONS[step.config.precision]
+        take = partial(
+            take_updates, step.optimizer, step.module.named_parameters(), reference.update_gradients,
+            in_backward=step.updates_in_backward,
+        )  # fmt: skip
+        if entry.is_stored_half:
+            expected = reference.updates_from_zero(step.config.precision)
+            return compare_updates(take(from_zero=True), expected, dict.fromkeys(expected, 0.0), entry.unit_roundoff)
+        return compare_updates(take(), reference.updates, reference.sizes)
+
+
+def _spoil(parameters: Iterable[nn.Parameter]) -> None:
+    """In the place of an update in backward: whoever reads these weights afterwards, which another step would not have
+    changed yet, computes no number."""
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.fill_(math.nan)

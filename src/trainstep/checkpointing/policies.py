@@ -1,0 +1,127 @@
+"""What every block of a model does with its activations, as plain objects and as a JSON file. Imports no torch.
+
+`--checkpointing every-2` says one thing about all blocks. A `Policy` says for each block by itself which activations
+are kept, which are computed again in backward, and which wait in host memory; `trainstep memory --fit` writes one, and
+`--checkpointing @fit.json` uses it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainstep.base.errors import UsageError
+
+FORMAT = "trainstep checkpointing 1"
+"""What the file's `format` says."""
+INSTEAD = "update after backward (memory --fit … --update-after-backward makes such a policy)"
+"""What to do where updates in backward are refused."""
+
+
+@dataclass(frozen=True)
+class BlockPolicy:
+    """What one block does with its activations; by default it keeps them all.
+
+    Raises:
+        UsageError: `kept` without `recompute`, a name in it that is not like `mm#0`, or an ordinal below zero.
+    """
+
+    recompute: bool = False
+    """Whether the block is run again in backward, so that only its inputs, and `kept`, are there in between."""
+    kept: tuple[str, ...] = ()
+    """Results that are not computed again, by operator and its number in the block's forward: `mm#0` is its first
+    product, `trainstep::flash_forward#0` its first call of our kernel."""
+    host: tuple[int, ...] = ()
+    """What waits in host memory: of the storages that a call of the block leaves for backward, parameters and buffers
+    apart, those with these numbers, in the order in which they are saved. Of a block that is run again these are its
+    inputs; compiled, they are its inputs and what is kept."""
+
+    def __post_init__(self) -> None:
+        if self.kept and not self.recompute:
+            raise UsageError(f"a block's kept is {list(self.kept)}, but it is not computed again; set recompute")
+        for name in self.kept:
+            operator, _, number = name.rpartition("#")
+            if not operator or not number.isdecimal():
+                raise UsageError(f"a block's kept has {name!r}; expected an operator and its number, such as mm#0")
+        if any(number < 0 for number in self.host):
+            raise UsageError(f"a block's host is {list(self.host)}; expected numbers of 0 or more")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the block does what it does without checkpointing."""
+        return not self.recompute and not self.host
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A `BlockPolicy` for each block by its name, such as `blocks.3`; blocks without one keep everything."""
+
+    blocks: Mapping[str, BlockPolicy] = field(default_factory=dict)
+    update_in_backward: bool = False
+    """Whether the optimizer updates each block in backward, so that its gradients are freed
+    (`trainstep.checkpointing.updating`). A training step does that; `Checkpointing` alone knows no optimizer."""
+
+    def save(self, path: Path) -> None:
+        """Write the policy as JSON, a line for each block; ranks may write and read one file at the same time."""
+        lines = [
+            f"    {json.dumps(name)}: {json.dumps(dataclasses.asdict(block))}" for name, block in self.blocks.items()
+        ]
+        update = '  "update_in_backward": true,\n' if self.update_in_backward else ""
+        text = f'{{\n  "format": {json.dumps(FORMAT)},\n{update}  "blocks": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+
+    @staticmethod
+    def load(path: Path) -> Policy:
+        """The policy in a file.
+
+        Raises:
+            UsageError: no such file, or another content than `save` writes.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read the checkpointing policy {path}: {error}") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            said = f"trainstep memory --fit writes one, with {FORMAT!r} as its format"
+            raise UsageError(f"{path} is no checkpointing policy; {said}")
+        blocks = content.get("blocks")
+        if not isinstance(blocks, dict):
+            raise UsageError(f"{path}: blocks is {blocks!r}; expected a table by block, such as blocks.0")
+        update = content.get("update_in_backward", False)
+        if not isinstance(update, bool):
+            raise UsageError(f"{path}: update_in_backward is {update!r}; expected true or false")
+        return Policy({name: _block_of(block, f"{path}: {name}") for name, block in blocks.items()}, update)
+
+
+def _block_of(content: Any, where: str) -> BlockPolicy:
+    expected: Mapping[str, Any] = {"recompute": bool, "kept": str, "host": int}
+    if not isinstance(content, dict) or not set(content) <= set(expected):
+        raise UsageError(f"{where} is {content!r}; expected recompute, kept and host")
+    given: dict[str, Any] = {}
+    for name, value in content.items():
+        each = [value] if name == "recompute" else value
+        if not isinstance(each, list) or any(type(one) is not expected[name] for one in each):
+            kind = {"recompute": "true or false", "kept": "a list of texts", "host": "a list of whole numbers"}[name]
+            raise UsageError(f"{where}: {name} is {value!r}; expected {kind}")
+        given[name] = value if name == "recompute" else tuple(value)
+    try:
+        return BlockPolicy(**given)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def policy_of(checkpointing: str) -> Policy | None:
+    """The policy that `@FILE` names; None for the name of a policy of all blocks alike, such as `every-2`.
+
+    Raises:
+        UsageError: the file cannot be read, or is no policy.
+    """
+    return Policy.load(Path(checkpointing[1:])) if checkpointing.startswith("@") else None

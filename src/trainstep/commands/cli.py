@@ -1,0 +1,109 @@
+"""The command line: parses the words into one of the commands, runs it, and turns a user's mistake into one line.
+
+Each command is a dataclass in `trainstep.commands`: its fields are the flags, and `run` imports torch if needed, so
+that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trainstep.base.errors import CollectiveError, UsageError, printable
+from trainstep.commands.bench import Bench
+from trainstep.commands.compare import Compare
+from trainstep.commands.machine import Info, Tune
+from trainstep.commands.memory import Memory
+from trainstep.commands.options import Common, parse_as
+from trainstep.commands.output import BAD_INPUT, INTERRUPTED, output_failed, steady_outputs
+from trainstep.commands.plan import Plan
+from trainstep.commands.profile import Analyze, Dtypes, Profile
+from trainstep.commands.report import Report
+from trainstep.commands.run import Run, parse_run, split_script
+from trainstep.commands.sweep import Sweep
+from trainstep.commands.train import Train
+
+COMMANDS: Any = (
+    Run | Analyze | Bench | Dtypes | Memory | Plan | Profile | Sweep | Compare | Train | Report | Tune | Info
+)
+
+LEFT = "trainstep: interrupted"
+ALONE = 1  # the exit code where other ranks are missing
+
+
+def parse(words: Sequence[str]) -> Common:
+    """The command that the words name, with its flags; otherwise as `parse_as`. What follows a script is its own."""
+    if words[:1] != ["run"]:
+        return parse_as(COMMANDS, words)
+    own, script = split_script(words[1:])
+    return parse_run(parse_as(COMMANDS, ["run", *own]), script)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command and exit: 0 done, 1 no case could be measured or other ranks are missing, 2 the input was bad
+    or an output full, 130 interrupted (what was measured is on disk)."""
+    with steady_outputs() as out, _leaving_at_once():
+        code = _run(sys.argv[1:] if words is None else words)
+        out.flush()
+        if failure := output_failed(out):
+            print(f"trainstep: {failure}", file=sys.stderr)
+            code = code or BAD_INPUT
+    sys.exit(code)
+
+
+def _run(words: Sequence[str]) -> int:
+    try:
+        command = parse(words)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if command.debug:
+        logging.basicConfig()
+        logging.getLogger("trainstep").setLevel(logging.DEBUG)
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # advice: the ladder measures what it is worth
+    try:
+        return command.run()
+    except UsageError as error:
+        if command.debug:
+            raise
+        print(f"trainstep: {printable(str(error))}", file=sys.stderr)
+        return BAD_INPUT
+    except CollectiveError as error:
+        print(f"trainstep: {printable(str(error))}", file=sys.stderr, flush=True)
+        if command.debug:
+            raise
+        sys.stdout.flush()
+        os._exit(ALONE)  # threads that wait for the missing rank too would be waited for
+    except KeyboardInterrupt:
+        print(LEFT, file=sys.stderr)
+        return INTERRUPTED
+
+
+@contextlib.contextmanager
+def _leaving_at_once() -> Iterator[None]:
+    """While nothing is measured (imports, printing), Ctrl-C ends the process at once: libraries that are being imported
+    may swallow a KeyboardInterrupt, or fail later because of it."""
+
+    def leave(number: int, frame: object) -> None:
+        os.write(2, f"{LEFT}\n".encode())
+        os._exit(INTERRUPTED)
+
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield  # it is not ours to handle, as with nohup
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Runs of a script for the ladder, on one rank or on all that torchrun started.
+
+One process of each rank belongs to the ladder. The first rank's climbs, and says what is to be run in files under the
+ladder's folder, which the ranks of one host share; the others' follow. Each starts the script's process of its own
+rank, with a port of its own for every run: torchrun's store has seen the runs before. A run ends on all ranks when it
+fails on one, which those that wait for it in a collective would not notice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainstep.base.errors import UsageError
+from trainstep.ladder.trial.capture import FILE
+from trainstep.ladder.trial.in_memory import InMemory
+from trainstep.observe.supervise import GRACE_S, Command, Rank, run_script
+
+SEED = 0
+"""Of the first rank; that of each further one is larger by one, as no two would draw the same by themselves."""
+POLL_S = 0.02
+OVER = "over.json"
+TRIAL = "trainstep.ladder.trial.trial:Trial"
+"""Makes the changes in the script's process, which imports it by this name."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """One run, the same for all ranks."""
+
+    number: int
+    folder: str
+    place: str
+    """The directory that it runs in."""
+    target: str
+    steps: int
+    trial: Mapping[str, Any]
+    """As `trial.Trial` has it, without the seed."""
+    limit_s: float = math.inf
+    is_judged: bool = True
+    """Whether it leaves what it is judged by; else it is only timed."""
+    port: int = 0
+    """Of the ranks' rendezvous."""
+
+    def output(self, rank: int) -> Path:
+        """Where a rank's outputs go."""
+        return Path(self.folder, f"output-{rank}.txt" if rank else "output.txt")
+
+    def captured(self, rank: int) -> Path:
+        """Where a rank puts what it is judged by."""
+        return Path(self.folder, f"rank-{rank}") if rank else Path(self.folder)
+
+
+def carry_out(order: Order, command: Command, rank: Rank, files: InMemory) -> int:
+    """Run one rank's process of it; its exit code, −n for signal n.
+
+    Args:
+        files: what the run before left for the judge, in whose place comes what this one leaves.
+
+    Raises:
+        TimeoutError: it took too long, or failed on another rank, and was ended.
+        UsageError: the folder cannot be written.
+    """
+    alone = rank.world_size == 1
+    own = {"MASTER_PORT": str(order.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    others = [each for each in range(rank.world_size) if each != rank.rank]
+    captured = order.captured(rank.rank)
+    captured.mkdir(parents=True, exist_ok=True)
+    files.begin(captured, (FILE,) if order.is_judged else ())
+    kept = str(captured.resolve()) if order.is_judged else None
+    with order.output(rank.rank).open("wb") as output:
+        return run_script(
+            replace(command, target=order.target),
+            Rank.of({}) if alone else rank,
+            Path(order.folder),
+            {"steps": order.steps, "profiled_steps": 0, "has_memory": False, "has_cost": False},
+            {"trial": {**order.trial, "by": TRIAL, "seed": SEED + rank.rank, "captured": kept}},
+            limit_s=order.limit_s,
+            is_over=lambda: any(found.code for each in others if (found := _end(order, each))),
+            cwd=order.place,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONHASHSEED": str(SEED), **({} if alone else own)},
+        )
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A rank on which a run failed, other than the first."""
+
+    rank: int
+    code: int
+
+
+class Leader:
+    """Has all ranks run what the first one's ladder asks for; alone, it runs it by itself.
+
+    Args:
+        folder: of the ladder.
+    """
+
+    def __init__(self, command: Command, rank: Rank, folder: Path) -> None:
+        self.command, self.rank, self._folder = command, rank, _shared(folder)
+        self._files = InMemory()
+
+    def carry_out(self, order: Order) -> tuple[int, Failed | None]:
+        """The first rank's exit code, and the first of the others that failed by itself.
+
+        Raises:
+            TimeoutError: the first rank's process took too long, and was ended.
+        """
+        if self.rank.world_size == 1:
+            return carry_out(order, self.command, self.rank, self._files), None
+        order = replace(order, port=_free_port())
+        _write(self._folder / f"{order.number}.json", asdict(order))
+        try:
+            code, late = _carry_out_and_tell(order, self.command, self.rank, self._files), None
+        except TimeoutError as error:
+            code, late = 1, error
+        others = {each: self._wait(order, each) for each in range(1, self.rank.world_size)}
+        failed = [Failed(each, found.code) for each, found in others.items() if found.code and not found.is_ended]
+        if late is not None and not failed:
+            raise late
+        return code, failed[0] if failed else None
+
+    def _wait(self, order: Order, rank: int) -> _End:
+        """How a rank ended, of which those that wait for the first one end with it."""
+        start = time.monotonic()
+        while (found := _end(order, rank)) is None:
+            if time.monotonic() - start > 3 * GRACE_S:
+                return _End(1)
+            time.sleep(POLL_S)
+        return found
+
+    @contextmanager
+    def others(self) -> Iterator[None]:
+        """Around the ladder: the other ranks end when it does."""
+        if self.rank.world_size == 1:
+            with closing(self._files):
+                yield
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            yield
+        finally:
+            self._files.close()
+            _write(self._folder / OVER, {})
+            time.sleep(1.0)  # they look several times in that while
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def follow(command: Command, rank: Rank, folder: Path) -> int:
+    """Run what the first rank's ladder says until it is over; the exit code, which is the ladder's to tell."""
+    with closing(InMemory()) as files:
+        return _follow(command, rank, _shared(folder), files)
+
+
+def _follow(command: Command, rank: Rank, orders: Path, files: InMemory) -> int:
+    number = 1
+    while True:
+        path = orders / f"{number}.json"
+        if path.exists():
+            order = Order(**json.loads(path.read_text()))
+            with suppress(TimeoutError):  # told, and the first rank says of what
+                _carry_out_and_tell(order, command, rank, files)
+            number += 1
+        elif (orders / OVER).exists():
+            return 0
+        else:
+            time.sleep(POLL_S)
+
+
+def check_one_host(environment: Mapping[str, str]) -> None:
+    """Raise `UsageError` where torchrun's ranks are on several hosts."""
+    here, all_of_them = environment.get("LOCAL_WORLD_SIZE", "1"), environment.get("WORLD_SIZE", "1")
+    if here != all_of_them:
+        raise UsageError(
+            f"--ladder has {here} of {all_of_them} ranks on this host; expected all: it starts them anew for every run "
+            "and compares what they leave. Run it on one host, as torchrun --standalone starts it"
+        )
+
+
+@dataclass(frozen=True)
+class _End:
+    code: int
+    is_ended: bool = False
+    """Whether it was ended, since another rank had failed or since it took too long."""
+
+
+def _carry_out_and_tell(order: Order, command: Command, rank: Rank, files: InMemory) -> int:
+    end = _End(1)
+    try:
+        end = _End(carry_out(order, command, rank, files))
+    except TimeoutError:
+        end = _End(1, is_ended=True)
+        raise
+    finally:
+        _write(_end_path(order, rank.rank), asdict(end))
+    return end.code
+
+
+def _end_path(order: Order, rank: int) -> Path:
+    return Path(order.folder, f"ended-{rank}.json")
+
+
+def _end(order: Order, rank: int) -> _End | None:
+    """How a rank ended; None where it has not."""
+    path = _end_path(order, rank)
+    return _End(**json.loads(path.read_text())) if path.exists() else None
+
+
+def _shared(folder: Path) -> Path:
+    """The orders' folder of this start: torchrun's process, which is all ranks' parent, and when it was started."""
+    parent = os.getppid()
+    try:
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        started = "0"
+    return folder / f"orders-{parent}-{started}"
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """Whole or not at all, for those that look meanwhile."""
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(content))
+    part.replace(path)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

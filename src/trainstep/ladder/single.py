@@ -1,0 +1,235 @@
+"""A script run once for the ladder, in a folder of its own, with the outputs of each rank in a file there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import signal
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainstep.base.precision import PrecisionName
+from trainstep.ladder.changes.rungs import Rung
+from trainstep.ladder.ranks import Failed, Leader, Order
+from trainstep.ladder.trial.capture import FILE, Captured, of_all_ranks, read_captured
+from trainstep.observe.loaders import begins_again
+from trainstep.observe.log import RankLog, log_path, read_log
+from trainstep.observe.rows import script_records
+from trainstep.observe.supervise import Command
+from trainstep.rows import ScriptRow
+from trainstep.rows.records import of_kind
+
+LEAST_S, SLOWEST = 120.0, 10.0
+"""Seconds after which a later run is ended, and times what the script took as it is; the longer counts."""
+MOST_FROM_STOCK = 0.5
+"""Share of a run's batches that may have been loaded before it was timed; with more, it says too little of loading."""
+TOLD_S = 10.0
+"""Seconds from which it is told what a run took."""
+TOLD = 200
+"""Characters of a script's last words that are told."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one run left."""
+
+    folder: Path
+    code: int
+    log: RankLog
+    step_ms: tuple[float, ...]
+    """Of each timed step; where several optimizers have steps of their own, of one of each."""
+    first_step_ms: float | None
+    failure: str
+    """Why there is nothing to judge; empty where there is."""
+    captured: Captured | None
+    samples_per_step: float | None = None
+    """In loaders' batches, where that is known."""
+
+    from_stock: float = 0.0
+    """Share of the timed steps' batches that loaders' workers had ready before, and loaded no others for."""
+
+    @property
+    def ms_per_step(self) -> float:
+        """Milliseconds: the total of its timed steps over the number of those whose batches were loaded meanwhile.
+
+        A total, as batches may come in bursts, and the median be of steps that wait for none; loaded meanwhile, as a
+        short run would live on what workers fetched ahead while nothing was timed.
+        """
+        return statistics.fmean(self.step_ms) / (1 - self.from_stock)
+
+    @property
+    def is_in_first_epoch(self) -> bool:
+        """Whether it was stopped before its main loader was begun a second time: no later epoch was seen."""
+        loaders, ended = self.log.facts.get("loaders", ()), self.log.ended or {}
+        return bool(loaders) and ended.get("how") == "steps" and not begins_again(loaders)
+
+
+class Interrupted(Exception):
+    """The script's process was ended by a signal that was meant for all."""
+
+
+@dataclass
+class Script:
+    """Runs it.
+
+    Args:
+        leader: runs what is to be run, on all ranks.
+        folder: under which each run has its own.
+        steps: updates of each run.
+        copies: whether each run has a copy of the working directory.
+        tell: called with what is run, before it is.
+    """
+
+    leader: Leader
+    folder: Path
+    steps: int
+    copies: bool = False
+    tell: Callable[[str], object] = lambda text: None
+    runs: int = field(default=0, init=False)
+    own_s: float | None = field(default=None, init=False)
+    """How long it took as it is, the first time: a change may make it wait for ever."""
+
+    @property
+    def command(self) -> Command:
+        """What is run."""
+        return self.leader.command
+
+    def run(
+        self,
+        what: str,
+        rungs: Sequence[Rung] = (),
+        *,
+        rounding: tuple[PrecisionName, int] | None = None,
+        without_dropout: bool = False,
+        sources: Mapping[str, str] = {},
+        is_judged: bool = True,
+    ) -> Taken:
+        """Run it once.
+
+        Args:
+            what: in words, for whoever waits.
+            rungs: whose changes are made.
+            rounding: a precision in which results are rounded once more at random, and a seed.
+            without_dropout: whether nothing is dropped.
+            sources: path → text that is run in its place.
+            is_judged: whether it leaves what it is judged by; else it is only timed.
+
+        One that takes far longer than the first, and is under no random roundings, is ended, and has failed.
+
+        Raises:
+            Interrupted: Ctrl-C or SIGTERM ended it.
+            UsageError: the folder cannot be written.
+        """
+        self.runs += 1
+        self.tell(f"run {self.runs}: {what}")
+        folder = self.folder / f"{self.runs:03d}-{''.join(each if each.isalnum() else '-' for each in what)}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        command, place = self.command, Path.cwd()
+        if self.copies:
+            place = self._copied((folder / "copy").resolve())
+            command = dataclasses.replace(command, target=self._in_copy(command, place))
+            sources = {str(place / Path(path).relative_to(Path.cwd())): text for path, text in sources.items()}
+        is_limited = self.own_s is not None and rounding is None  # under random roundings it takes far longer
+        order = Order(
+            self.runs,
+            str(folder),
+            str(place),
+            command.target,
+            self.steps,
+            {
+                "changes": [rung.reference for rung in rungs],
+                "rounding": rounding,
+                "without_dropout": without_dropout,
+                "sources": dict(sources),
+            },
+            max(LEAST_S, SLOWEST * (self.own_s or 0.0)) if is_limited else math.inf,
+            is_judged,
+        )
+        start = time.monotonic()
+        try:
+            code, elsewhere = self.leader.carry_out(order)
+        except TimeoutError as error:
+            failure = f"{error}; as it is, the script takes {self.own_s:.0f} s{_last_words(order.output(0))}"
+            self._drop_captured(order)
+            return Taken(folder, -signal.SIGTERM, read_log(log_path(folder, 0)), (), None, failure, None)
+        finally:
+            if self.copies:
+                shutil.rmtree(place, ignore_errors=True)
+        took_s = time.monotonic() - start
+        if self.own_s is None:
+            self.own_s = took_s
+        if -code in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) or code == 128 + signal.SIGINT:
+            raise Interrupted(what)
+        taken = self._taken(order, code, elsewhere)
+        if took_s > TOLD_S:
+            self.tell(f"  took {took_s:.0f} s, {taken.log.facts.get('judge_s', 0.0):.0f} of them to copy for the judge")
+        return taken
+
+    def _taken(self, order: Order, code: int, elsewhere: Failed | None) -> Taken:
+        folder, place = Path(order.folder), Path(order.place)
+        log = read_log(log_path(folder, 0))
+        if self.copies and "settings" in log.facts:  # which files the copy's are copies of
+            here, there = (json.dumps(str(each))[1:-1] for each in (Path.cwd(), place))
+            log.facts["settings"] = json.loads(json.dumps(log.facts["settings"]).replace(there, here))
+        rows = of_kind(script_records([log], self.command.name, code), ScriptRow)
+        timed = [row for row in rows if row.status == "ok"]
+        step_ms = tuple(map(sum, zip(*(row.samples["step"] for row in timed), strict=False))) if timed else ()
+        captured, failure = self._captured(order) if order.is_judged else None, ""
+        if elsewhere is not None:
+            words = _last_words(order.output(elsewhere.rank))
+            failure, captured = f"rank {elsewhere.rank} ended with exit code {elsewhere.code}{words}", None
+        elif (order.is_judged and captured is None) or not step_ms or code:
+            failure = next((row.reason for row in rows if row.status != "ok"), "")
+            failure = failure or f"it ended with exit code {code}: {rows[0].ended}"
+            failure += _last_words(order.output(0)) if code else ""
+        batches = sum(row.batches or 0 for row in timed)
+        from_stock = max(0, sum(row.from_stock or 0 for row in timed)) / batches if batches else 0.0
+        if not failure and from_stock > MOST_FROM_STOCK:
+            failure = (
+                f"loaders' workers had {from_stock:.0%} of the batches ready before the steps that took them were "
+                f"timed, where at most {MOST_FROM_STOCK:.0%} may be: take more updates than {self.steps} (--steps)"
+            )
+        counts = [row.samples_per_step or 0.0 for row in timed]
+        samples = sum(counts) if any(counts) else None
+        first = timed[0].first_step_ms if timed else None
+        return Taken(folder, code, log, step_ms, first, failure, captured, samples, from_stock)
+
+    def _captured(self, order: Order) -> Captured | None:
+        """What all ranks are judged by; None where one left nothing."""
+        every = [read_captured(order.captured(rank)) for rank in range(self.leader.rank.world_size)]
+        self._drop_captured(order)
+        found = [each for each in every if each is not None]
+        return of_all_ranks(found) if len(found) == len(every) else None
+
+    def _drop_captured(self, order: Order) -> None:
+        """What was captured is as large as the model."""
+        for rank in range(self.leader.rank.world_size):
+            (order.captured(rank) / FILE).unlink(missing_ok=True)
+
+    def _copied(self, place: Path) -> Path:
+        """A copy of the working directory; links stay links."""
+        own = self.folder.resolve()
+
+        def ignored(folder: str, names: list[str]) -> list[str]:
+            return [name for name in names if Path(folder).resolve() / name == own]
+
+        shutil.copytree(Path.cwd(), place, symlinks=True, ignore=ignored)
+        return place
+
+    def _in_copy(self, command: Command, place: Path) -> str:
+        if command.is_module:
+            return command.target
+        target, here = Path(command.target).resolve(), Path.cwd().resolve()
+        return str(place / target.relative_to(here)) if target.is_relative_to(here) else str(target)
+
+
+def _last_words(path: Path) -> str:
+    """The last line of what it wrote."""
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return f" (its last words: {lines[-1][-TOLD:]}; all of them: {path})" if lines else ""

@@ -1,0 +1,152 @@
+"""One run of a script for the ladder, in the script's process: seeds, changes from outside, and what it is judged by.
+
+Importing this imports no torch: a script may choose its own moment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import io
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainstep.observe.imports import after_import
+
+WATCHED = 2
+"""Updates of each optimizer in which models are looked for, and copies made: they are not timed."""
+WATCHING = "watched by the ladder"
+
+
+class Trial:
+    """Does what a task asks for.
+
+    Args:
+        task: "seed"; "changes" (functions as `module:name`, called with this); "rounding" (a precision and a seed, or
+            None); "without_dropout" (whether nothing is dropped); "sources" (path → text that is run in its place);
+            "captured" (the folder for what it is judged by; None for a run that is only timed).
+        log: of the run.
+    """
+
+    def __init__(self, task: Mapping[str, Any], log: Any) -> None:
+        self._task, self._log = task, log
+        self._capture: Any = None
+        self._outermost: Any = None
+        self._settings: Any = None
+        self._finder: Any = None
+        self._hooks: Any = None
+        self._entered: Any = None
+        self._updates = 0
+        self.on_first_call: list[Callable[[Any], object]] = []
+        """Called with each model that is about to be called in training for the first time."""
+        self.places: dict[str, dict[str, str]] = {}
+        """Rung → line of code → how that was changed, of the rungs that find their places themselves."""
+
+    def begin(self) -> None:
+        """Before the script: seeds, and what replaces its sources."""
+        seed = self._task["seed"]
+        random.seed(seed)
+        after_import("numpy", lambda: sys.modules["numpy"].random.seed(seed))
+        if self._task["sources"]:
+            read_instead({os.path.realpath(path): text for path, text in self._task["sources"].items()})
+
+    def prepare(self) -> None:
+        """Once torch is there: seeds, changes, and what watches; hooks come after this."""
+        import torch
+
+        from trainstep.ladder.trial.capture import Capture
+        from trainstep.ladder.trial.outermost import Outermost
+        from trainstep.ladder.trial.settings import Settings
+
+        torch.manual_seed(self._task["seed"])
+        captured = self._task["captured"]
+        self._capture = Capture(None if captured is None else Path(captured))
+        self._outermost, self._settings = Outermost(), Settings()
+        self.on_first_call = self._outermost.on_first
+        self.on_first_call += [self._see_model, self._settings.see_model]
+        if self._task["without_dropout"]:
+            from trainstep.check.dropout import without_dropout
+
+            self._entered = without_dropout()
+            self._entered.__enter__()
+        for reference in self._task["changes"]:
+            module, _, name = reference.partition(":")
+            getattr(importlib.import_module(module), name)(self)
+        if self._task["rounding"]:
+            self._round_at_random(*self._task["rounding"])
+        self._settings.install()
+        self._outermost.install()
+
+    def attach(self, session: Any) -> None:
+        """The session's hooks are there."""
+        self._finder, self._hooks = session.finder, session.hooks
+        self._hooks.before_update = self._update_begins
+        self._hooks.on_loss = self._see_loss
+
+    def finish(self) -> None:
+        """The script ends."""
+        if self._capture is not None and self._finder is not None:
+            self._outermost.remove()
+            self._settings.remove()
+            with self._hooks.aside():
+                self._capture.finish(self._finder.ended)
+            self._log.write("facts", {"places": self.places, "judge_s": self._capture.took_s})
+
+    def _see_model(self, module: Any) -> None:
+        with self._hooks.aside():
+            self._capture.see_model(module)
+
+    def _see_loss(self, tensors: Any) -> None:
+        self._capture.see_loss(tensors)
+        if self._updates <= WATCHED * len(self._capture.optimizers):
+            self._settings.see_loss(tensors)
+
+    def _update_begins(self, optimizer: Any) -> None:
+        with self._hooks.aside():
+            number = self._capture.before_optimizer(optimizer)
+        if number <= WATCHED:
+            self._finder.tag(WATCHING)
+        if number == 1:
+            self._log.write("facts", {"settings": self._settings.found(self._capture.optimizers)})
+        self._updates += 1
+        if self._updates > WATCHED * len(self._capture.optimizers):
+            self._outermost.remove()
+            self._settings.remove()
+
+    def _round_at_random(self, precision: Any, seed: int) -> None:
+        """From the first call of a model on, as long as the process lives; what is compiled runs as it is written."""
+        import torch
+
+        from trainstep.check.rounding import RandomRounding
+
+        torch.compiler.set_stance("force_eager")
+        rounding = RandomRounding(precision, seed)
+        entered: list[bool] = []
+
+        def enter(_: Any) -> None:
+            if not entered:
+                entered.append(True)
+                rounding.__enter__()
+
+        self.on_first_call.append(enter)
+
+
+def read_instead(texts: Mapping[str, str]) -> None:
+    """Have Python read these texts where it would read files, whose real paths they stand under."""
+    opened = io.open_code
+    compiled = importlib.machinery.SourceFileLoader.get_code
+
+    def open_code(path: str) -> Any:  # a script is read with it
+        text = texts.get(os.path.realpath(path))
+        return opened(path) if text is None else io.BytesIO(text.encode())
+
+    def get_code(self: Any, fullname: str) -> Any:  # importing a module
+        text = texts.get(os.path.realpath(self.path))
+        return compiled(self, fullname) if text is None else compile(text, self.path, "exec", dont_inherit=True)
+
+    io.open_code = open_code
+    importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]

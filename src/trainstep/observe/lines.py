@@ -1,0 +1,84 @@
+"""The line of the user's own code that a call comes from, and calls that make the host wait for the device."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Literal, NamedTuple
+
+Owner = Literal["torch", "python", "library", "user"]
+
+_PYTHON = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
+_OURS = str(Path(__file__).resolve().parents[1])
+
+
+class Place(NamedTuple):
+    """Where a call was made: the innermost line that is neither torch's nor Python's, and the user's own around it."""
+
+    file: str
+    line: int
+    function: str
+    user_file: str | None = None  # None where the innermost line is the user's own, or no line is
+    user_line: int | None = None
+
+
+@cache
+def owner_of(file: str) -> Owner:
+    """Whose code a file is."""
+    if file.startswith("<"):
+        return "python"
+    path = str(Path(file).resolve())
+    parts = Path(path).parts
+    if path.startswith(_OURS):
+        return "torch"
+    for folder in ("site-packages", "dist-packages"):
+        if folder in parts:
+            return "torch" if parts[parts.index(folder) + 1] in ("torch", "triton") else "library"
+    return "python" if path.startswith(_PYTHON) else "user"
+
+
+def place_of_call(frame: FrameType | None) -> Place:
+    """The place of a call, looked for outwards from a frame."""
+    found: Place | None = None
+    while frame is not None:
+        owner = owner_of(frame.f_code.co_filename)
+        if owner in ("library", "user"):
+            here = Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            if owner == "user":
+                return here if found is None else found._replace(user_file=here.file, user_line=here.line)
+            found = found or here
+        frame = frame.f_back
+    return found or Place("", 0, "")
+
+
+def shown_line(file: str | None, line: int | None) -> str:
+    """`train.py:31`; with its package where a file is a library's."""
+    parts = Path(file or "?").parts
+    inside = next((parts[at + 1 :] for at, part in enumerate(parts) if part.endswith("-packages")), parts[-1:])
+    return f"{'/'.join(inside)}:{line}"
+
+
+def line_of_call() -> str:
+    """As `shown_line`: the innermost line under way that is neither torch's, nor Python's, nor ours."""
+    place = place_of_call(sys._getframe(1))
+    return shown_line(place.file, place.line)
+
+
+class Lines:
+    """Numbers lines of code by the calls made there; each is told to `on_new` once."""
+
+    def __init__(self, on_new: Callable[[int, Place, str], object]) -> None:
+        self._numbers: dict[tuple[Place, str], int] = {}
+        self._on_new = on_new
+
+    def number(self, call: str, depth: int = 2) -> int:
+        """The number of the line around the caller's caller that calls `call`."""
+        key = place_of_call(sys._getframe(depth)), call
+        if key not in self._numbers:
+            self._numbers[key] = len(self._numbers)
+            self._on_new(self._numbers[key], *key)
+        return self._numbers[key]

@@ -1,0 +1,336 @@
+"""Rows of what the ranks' logs say: steps by what they update, lines that wait, and what was compiled again; and of the
+kernels in the trace of the steps that the profiler recorded."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainstep.base.stats import summarize
+from trainstep.observe.lines import shown_line
+from trainstep.observe.loaders import main_loader
+from trainstep.observe.log import RankLog
+from trainstep.observe.steps import COMMUNICATION, DATA
+from trainstep.rows import RecompilationRow, ScriptRow, WaitRow, rows_of
+from trainstep.rows.records import Row, Times, make_row, of_kind
+
+WARMUP = 3  # steps left out of many
+MANY = 10  # steps from which that many are; of fewer, the first alone
+USUAL = 0.5  # share of steps with an evaluation, or in which code is compiled, above which that is a part of the step
+INSTRUMENTED = frozenset({"profiled", "recorded", "after the profiler", "searched", "watched by the ladder"})
+"""Tags of steps that are not as they would be without us."""
+HOW = {
+    "returned": "it ran to its end",
+    "steps": "it was stopped after the steps that were asked for",
+    "sys.exit": "it ended by sys.exit",
+    "os._exit": "it ended by os._exit",
+}
+
+
+def script_records(logs: Sequence[RankLog], script: str, code: int | None) -> list[Row]:
+    """All rows of a run.
+
+    Args:
+        logs: of each rank that left one.
+        script: what it is called.
+        code: this rank's exit code; −n for signal n. None where the script goes on, as after `watch`.
+    """
+    rows: list[Row] = []
+    _share_tags(logs)
+    latest = _latest(logs)
+    for log in logs:
+        several = log.header.get("world_size", 1) > 1
+        rank = log.header.get("rank") if several else None
+        own: dict[str, Any] = {"workload": script, "rank": rank, "environment": log.facts.get("environment", {})}
+        how: dict[str, Any] = {"ended": how_it_ended(log, code), "exit_code": code}
+        if not log.steps:
+            rows.append(ScriptRow(**own, **how, status="failed", reason=why_no_step(log, code)))
+            continue
+        share = latest.get(log.header.get("rank", 0))
+        rows += [*_step_rows(log, own, {**how, "latest_share": share}), *_wait_rows(log, own)]
+        rows += _recompilation_rows(log, own)
+        environment = {"environment": own["environment"]}
+        rows += [row for each in log.rows for row in rows_of(**{**each, **environment})]
+    return rows
+
+
+def _share_tags(logs: Sequence[RankLog]) -> None:
+    """A step that one rank looks into is not as it would be on any: the others wait for that one."""
+    looked_into = {step["number"] for log in logs for step in log.steps if INSTRUMENTED & set(step.get("tags", ()))}
+    for step in (step for log in logs for step in log.steps):
+        if step["number"] in looked_into and not INSTRUMENTED & set(step.get("tags", ())):
+            step["tags"] = [*step.get("tags", ()), "recorded"]
+
+
+def _step_rows(log: RankLog, own: Mapping[str, Any], how: Mapping[str, Any]) -> Iterator[ScriptRow]:
+    """A row for the steps of every set of optimizers."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for step in log.steps:
+        groups.setdefault(tuple(step["updated"]), []).append(step)
+    if len(groups) > 1:  # a set that some optimizer of another one misses once, as where one of them is left out
+        groups = {names: steps for names, steps in groups.items() if len(steps) > 1} or groups
+    for names, steps in groups.items():
+        yield _step_row(log, steps, names, ", ".join(names) if len(groups) > 1 else None, own, how)
+
+
+def _step_row(
+    log: RankLog,
+    steps: Sequence[dict[str, Any]],
+    names: tuple[str, ...],
+    updates: str | None,
+    own: Mapping[str, Any],
+    how: Mapping[str, Any],
+) -> ScriptRow:
+    counts, compiled = Counter[str](), {each["step"] for each in log.recompilations}
+    left_out = WARMUP if len(steps) >= MANY else min(1, len(steps) - 1)
+    apart = [_what_is_apart(step, compiled) for step in steps]
+    usual = {what for what in ("evaluated", "compiled") if sum(what in each for each in apart) > USUAL * len(steps)}
+    kept = []
+    for step, own_apart in zip(steps[left_out:], apart[left_out:], strict=True):
+        why = next((what for what in own_apart if what not in usual), "")
+        counts[why] += 1
+        if not why:
+            kept.append(step)
+    taken = [_times_of(step) for step in kept]
+    phases = list(dict.fromkeys(phase for each in taken for phase in each))
+    samples = {phase: [each.get(phase, 0.0) for each in taken] for phase in phases}
+    return ScriptRow(
+        **own,
+        **how,
+        updates=updates,
+        times={phase: Times.of(summarize(values)) for phase, values in samples.items()},
+        samples=samples,
+        n=len(kept),
+        world_size=log.header.get("world_size"),
+        on_gpu=log.facts.get("on_gpu"),
+        optimizers=names,
+        steps_seen=len(steps),
+        left_out=left_out,
+        skipped=counts["skipped"],
+        evaluated=counts["evaluated"],
+        compiled=counts["compiled"],
+        instrumented=counts["instrumented"],
+        notes=tuple(dict.fromkeys(log.notes)) or None,
+        forwards=statistics.median([step["forwards"] for step in kept]) if kept else None,
+        backwards=statistics.median([step["backwards"] for step in kept]) if kept else None,
+        samples_per_step=_samples_per_step(kept),
+        batches=sum(step.get("batches", 0) for step in kept),
+        from_stock=_taken_from_stock(log, kept),
+        first_step_ms=sum(steps[0]["host"].values()),
+        waits=sum(calls for step in kept for _, calls, _ in step.get("waits", ())) / len(kept) if kept else None,
+        hooks_ms=log.facts.get("cost_ms"),
+        loader=main_loader(log.facts.get("loaders", ())),
+        status="ok" if kept else "failed",
+        reason="" if kept else f"no step of {len(steps)} could be timed: {_most_common(counts)}",
+    )
+
+
+def _samples_per_step(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """Of loaders' batches, the median: the first step may take more, where a library fetches ahead, and the last less.
+
+    None where most steps take none, or where a part of them may be an evaluation's.
+    """
+    if not steps or any("evaluations" in step for step in steps):
+        return None
+    return statistics.median([step.get("samples", 0) for step in steps]) or None
+
+
+def _most_common(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {why}" for why, count in counts.most_common() if why) or "none came after the warm-up"
+
+
+def _taken_from_stock(log: RankLog, steps: Sequence[Mapping[str, Any]]) -> int:
+    """By how many batches what lay ready in loaders shrank in these steps; below 0 where it grew.
+
+    Steps in which no other batch was asked for in the place of one that was taken do not count: the data are at an end.
+    """
+    found, stock = 0, {step["number"]: step.get("stock", (0, 0)) for step in log.steps}
+    for number in (step["number"] for step in steps):
+        (before, asked_before), (ready, asked) = stock.get(number - 1, (0, 0)), stock[number]
+        found += before - ready if asked >= asked_before else 0
+    return found
+
+
+def _what_is_apart(step: Mapping[str, Any], compiled: Collection[int]) -> list[str]:
+    """Why a step is not as the others, the weightiest first."""
+    found = {
+        "instrumented": INSTRUMENTED & set(step.get("tags", ())),
+        "skipped": step.get("skipped"),
+        "evaluated": "evaluations" in step,
+        "compiled": step["number"] in compiled,
+    }
+    return [what for what, is_so in found.items() if is_so]
+
+
+def _times_of(step: Mapping[str, Any]) -> dict[str, float]:
+    """Milliseconds of the step's phases and of the whole, as the device had them where there is one."""
+    phases: dict[str, float] = step.get("device", step["host"])
+    whole, host = sum(phases.values()), step["host"]
+    waited = sum(ms for _, _, ms in step.get("waits", ()))
+    found = {**phases, "step": whole, "own": whole - phases.get(COMMUNICATION, 0.0)}
+    if "device" in step:
+        issue = max(0.0, sum(host.values()) - waited - host.get(DATA, 0.0))
+        starved = min(issue, step.get("starved_ms", 0.0))  # a line that waits does so while the device works
+        found |= {"wait": waited, "issue": issue, "ahead": step.get("ahead_ms", 0.0), "starved": starved}
+    return found
+
+
+def _latest(logs: Sequence[RankLog]) -> dict[int, float]:
+    """Rank → share of the steps in which its own part took longest, of those that all ranks have."""
+    if len(logs) < 2:
+        return {}
+    by_rank = {
+        log.header["rank"]: {
+            step["number"]: _times_of(step)["own"] for step in log.steps if not INSTRUMENTED & set(step.get("tags", ()))
+        }
+        for log in logs
+    }
+    common = sorted(set.intersection(*(set(each) for each in by_rank.values())))
+    common = common[WARMUP:] if len(common) >= MANY else common[1:]
+    won = Counter(max(by_rank, key=lambda rank: by_rank[rank][number]) for number in common)
+    return {rank: won[rank] / len(common) for rank in by_rank} if common else {}
+
+
+def _wait_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[WaitRow]:
+    """A row for each line and call, the longest wait first."""
+    totals: defaultdict[int, list[float]] = defaultdict(lambda: [0, 0.0])
+    later = log.steps[1:] or log.steps  # the first one also waits for what happens once
+    steps = [step for step in later if not INSTRUMENTED & set(step.get("tags", ()))]
+    for step in steps:
+        for line, calls, ms in step.get("waits", ()):
+            totals[line][0] += calls
+            totals[line][1] += ms
+    for line, (calls, ms) in sorted(totals.items(), key=lambda item: (-item[1][1], item[0])):
+        timed: dict[str, Any] = {
+            "calls": int(calls),
+            "calls_per_step": calls / len(steps),
+            "ms_per_step": ms / len(steps),
+            "ms": ms,
+        }
+        yield WaitRow(**own, **_place_columns(log, line), **timed)
+    known = {(log.lines[line]["file"], log.lines[line]["line"]) for line in totals}
+    for line, count in log.syncs.items():  # of one step, and not timed
+        if (log.lines[line]["file"], log.lines[line]["line"]) not in known:
+            yield WaitRow(**own, **_place_columns(log, line), calls_per_step=float(count))
+
+
+def _place_columns(log: RankLog, line: int) -> dict[str, Any]:
+    """Where a line is, and what it calls."""
+    place = log.lines[line]
+    user = place.get("user_file")
+    return {
+        "line": shown_line(place["file"], place["line"]),
+        "call": place["call"],
+        "function": place["function"],
+        "from_line": shown_line(user, place["user_line"]) if user else None,
+        "on_gpu": log.facts.get("on_gpu"),
+    }
+
+
+def _recompilation_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[RecompilationRow]:
+    """A row for each call whose function was compiled more than once, the most often first."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for each in log.recompilations:
+        groups.setdefault((each["function"], *each["called"][:2], *each["user"]), []).append(each)
+    for (function, file, line, user, user_line), times in sorted(groups.items(), key=lambda item: -len(item[1])):
+        reasons = [each["reason"] for each in times if each["reason"]]
+        if len(times) < 2 or not reasons:
+            continue
+        yield RecompilationRow(
+            **own,
+            function=str(function),
+            line=shown_line(file, line),
+            from_line=shown_line(user, user_line) if user else None,
+            compilations=len(times),
+            last_step=times[-1]["step"],
+            why=_shortened(reasons[-1]),
+            reasons=len(set(reasons)),
+            seconds=sum(each["seconds"] or 0.0 for each in times),
+        )
+
+
+def _shortened(reason: str) -> str:
+    """Dynamo's reason without its number, the code that it cites and the stack."""
+    line = reason.split("\n", 1)[0].split("  #", 1)[0]
+    return re.sub(r"^\d+/\d+: ", "", line).strip()
+
+
+def how_it_ended(log: RankLog, code: int | None) -> str:
+    """How a script ended, in words."""
+    ended = log.ended
+    if ended is None:
+        if code is None:
+            return "it goes on"
+        return f"it was ended by signal {-code}" if code < 0 else "it ended without saying so"
+    if ended["how"] == "raised":
+        text = f": {ended['text']}" if ended.get("text") else ""
+        return f"it was ended by {ended['error']}{text}{ended.get('place', '')}"
+    return HOW[ended["how"]]
+
+
+def why_no_step(log: RankLog, code: int | None) -> str:
+    """One sentence for a script of which no step was seen."""
+    elsewhere = list(dict.fromkeys(each["what"] for each in log.elsewhere))
+    trains = next((each for each in log.elsewhere if "pid" in each), None)
+    how = how_it_ended(log, code)
+    if not log.header:
+        return "the script's process ended before the script began; its words are above"
+    if trains is not None:
+        return f"no optimizer step in the script's own process ({how}), but in {trains['what']}, which is not measured"
+    if elsewhere:
+        return (
+            f"no optimizer step in the script's own process ({how}); it started {', '.join(elsewhere)}: if that "
+            "trains, give that to trainstep run, or torchrun … -m trainstep run train.py where it starts the ranks"
+        )
+    if "torch" not in log.facts:
+        return f"the script imported no torch ({how}): there is nothing to measure"
+    seen = f"no step of a torch.optim optimizer was seen ({how})"
+    if backwards := log.facts.get("backwards"):
+        return (
+            f"{seen}, but {backwards} backward passes: a step is found by its optimizer, and an update that is written "
+            "out has none; torch.optim.SGD subtracts lr times the gradient too"
+        )
+    return f"{seen}: there is nothing to measure"
+
+
+def kernel_records(log: RankLog, rows: Sequence[Row], folder: Path) -> list[Row]:
+    """Rows of the trace in a folder, held against the steps that were timed without the profiler; none without a trace.
+
+    Args:
+        log: of the first rank, which recorded it.
+        rows: those of `script_records`.
+        folder: where the trace is.
+    """
+    profiled = [step for step in log.steps if "profiled" in step.get("tags", ())]
+    timed = next((row for row in of_kind(rows, ScriptRow) if row.status == "ok"), None)
+    if not profiled or timed is None:
+        return []
+    from trainstep.base.config import PHASES
+    from trainstep.bench.profile import timing_values  # with torch, which the script's rows do without
+    from trainstep.measure.profile.chrome import read_chrome_trace
+    from trainstep.measure.profile.kernels import profiles_of
+    from trainstep.measure.profile.rows import profile_rows
+    from trainstep.observe.instruments import trace_path
+    from trainstep.rows import ProfileRow
+
+    file = trace_path(folder, 0)
+    if not file.exists():
+        return []
+    found: list[Row] = []
+    profiles = profiles_of(read_chrome_trace(file))
+    phases = [step.get("device", step["host"]) for step in profiled]
+    with_it = {name: [each.get(name, 0.0) for each in phases] for name in PHASES}
+    with_it["step"] = [sum(each.values()) for each in phases]
+    without = {name: list(timed.samples.get(name, ())) or [0.0] for name in (*PHASES, "step")}
+    for device, profile in profiles.items():
+        case = {"workload": timed.workload, "device": device if len(profiles) > 1 else None}
+        last = {name: values[-profile.steps - 1 : -1] or values for name, values in with_it.items()}
+        values = timing_values(without, last, profile) | {"trace": file.name}
+        samples = {"step": without["step"], "profiled_step": last["step"]}
+        found.append(make_row(ProfileRow, case, values, samples=samples, environment=timed.environment))
+        found += profile_rows(profile, case, None, timed.environment)
+    return found

@@ -1,0 +1,265 @@
+"""One rank's measurement of the process it runs in: hooks, the steps they find, and the log that these go to.
+
+On a GPU every mark is an event in the device's queue as well, so that the phases are those of the device; they are read
+once the device has passed them, and nothing ever waits for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from trainstep.measure.environment import describe
+from trainstep.measure.timing import CpuClock, DeviceClock, device_clock
+from trainstep.observe.compiling import untraced
+from trainstep.observe.cost import cost_of_a_step
+from trainstep.observe.hooks import Hooks, parameters_of
+from trainstep.observe.lines import Lines, Place
+from trainstep.observe.log import LogWriter
+from trainstep.observe.modules import SEARCHED
+from trainstep.observe.recompilations import Recompilations
+from trainstep.observe.steps import Step, StepFinder
+from trainstep.rows.records import Row, sections_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is asked to do beside timing its steps."""
+
+    steps: int | None = None  # after how many it stops by itself
+    profiled_steps: int = 2  # how many the profiler records; 0 for none
+    profile_after: int = 30  # steps before those, where the run has no end of its own
+    has_memory: bool = True  # whether one step's allocations and dtypes are recorded
+    folder: str = ""  # where a trace is written
+    has_cost: bool = True  # whether what measuring costs is found out at the end
+
+
+Mark = tuple[float, Any]  # the host's clock, and an event in the device's queue or None
+
+
+class Session:
+    """Measures from `start` to `finish`."""
+
+    def __init__(self, plan: Plan, log: LogWriter, script: str = "") -> None:
+        self.plan, self.log, self.script = plan, log, script
+        self.device = torch.device("cpu")
+        self._clock: DeviceClock = CpuClock()
+        self.finder = StepFinder(self._mark, untraced(self._queue))
+        self.finder.on_end = self._step_ended
+        self.hooks = Hooks(self.finder, Lines(self._new_line))
+        self.finder.in_stock = self.hooks.loaders.stock
+        self.on_stop: Callable[[], object] = lambda: None  # called before the script is ended
+        self._recompilations = Recompilations(log)
+        self._queued: deque[Step] = deque()
+        self._handed_out = 0
+        self._is_finished = self._knows_device = False
+        self._instruments: Any = None
+
+    def start(self) -> None:
+        """Install the hooks."""
+        self.hooks.install()
+        self._recompilations.start()
+        self.log.write("facts", {"torch": torch.__version__})
+        self.hooks.before_optimizer = self._before_optimizer
+        self.hooks.on_loader = self._write_loaders
+        os.register_at_fork(after_in_child=self._forked)
+
+    def finish(self) -> None:
+        """Take the hooks back and write what is left."""
+        if self._is_finished:
+            return
+        self._is_finished = True
+        if self._instruments is not None:
+            self._instruments.close()
+        self.hooks.remove()
+        self.finder.settle()
+        if self._queued:
+            with contextlib.suppress(RuntimeError):  # a device that failed has said so
+                self._clock.synchronize()
+        self._write_queued(until_done=True)
+        self._recompilations.look(self.finder.ended)
+        self._recompilations.stop()
+        self._write_loaders()
+        if not self.finder.ended and self.finder.backwards:
+            self.log.write("facts", {"backwards": self.finder.backwards})
+        self.log.flush()
+        if self.finder.ended and self.plan.has_cost:
+            self.log.write("facts", {"cost_ms": self._cost_ms()})
+            self.log.flush()
+
+    def _cost_ms(self) -> float | None:
+        """What measuring costs a step; None where that cannot be found out here and now."""
+        probe = Session(Plan(profiled_steps=0, has_memory=False), LogWriter(Path(os.devnull)))
+        probe.finder.mark, probe._knows_device = self.finder.mark, True
+
+        def with_hooks(call: Callable[[], object]) -> None:
+            probe.hooks.install()
+            try:
+                call()
+            finally:
+                probe.hooks.remove()
+
+        try:
+            return cost_of_a_step(with_hooks)
+        except Exception:  # the script may have left torch in any state
+            return None
+        finally:
+            probe.log.close()
+
+    @staticmethod
+    def _mark() -> Mark:
+        return time.perf_counter(), None
+
+    def _mark_on_gpu(self) -> Mark:
+        if torch.cuda.is_current_stream_capturing():
+            return time.perf_counter(), None  # an event would become a part of the graph
+        return time.perf_counter(), self._clock.record()
+
+    def _step_ended(self) -> None:
+        """An optimizer has stepped: what instruments do happens at this border."""
+        self._recompilations.look(self.finder.ended)
+        if self._instruments is not None:
+            self._instruments.at_border(self.finder.ended)
+
+    def _know_the_device(self, optimizer: Optimizer) -> None:
+        """In the first step, which also pays for this."""
+        parameter = next(parameters_of([optimizer]), None)
+        if parameter is not None and parameter.device.type == "cuda":
+            self.device = parameter.device
+            self.hooks.on_gpu = True
+            self._clock = device_clock(self.device)
+            self.finder.mark = self._mark_on_gpu
+            self._clock.synchronize()  # once, in the first step: from here on both clocks are held against each other
+        if self._instruments is None and (self.plan.profiled_steps or self.plan.has_memory):
+            from trainstep.observe.instruments import Instruments, trace_path
+
+            rank = self.log.rank
+            self._instruments = Instruments(
+                self.finder,
+                self.hooks,
+                self.device,
+                {"workload": self.script},
+                self._write_found,
+                memory=self.plan.has_memory and rank == 0,
+                profiled=self.plan.profiled_steps,
+                profile_after=self.plan.profile_after,
+                synced=lambda number: self.log.write("sync", {"number": number}),
+                trace=trace_path(Path(self.plan.folder), rank),
+                last=self.plan.steps,
+            )
+        self.log.write("facts", {"environment": dict(describe(self.device)), "on_gpu": self.hooks.on_gpu})
+
+    def _queue(self, step: Step) -> None:
+        """A step has ended for certain."""
+        self._queued.append(step)
+        self._handed_out += 1
+        self._write_queued()
+        is_missed = step.backwards and not step.forwards and self._handed_out > 1  # models are found in the first step
+        if is_missed and self.hooks.roots.search_deeper():
+            self.finder.tag(SEARCHED)
+        if self.plan.steps is not None and self._handed_out >= self.plan.steps and not self._is_finished:
+            self._stop()
+
+    def _stop(self) -> None:
+        """End the script as `sys.exit()` would."""
+        self.finish()
+        self.log.write("end", {"how": "steps", "code": 0})
+        self.log.flush()
+        self.on_stop()
+        raise SystemExit(0)
+
+    def _before_optimizer(self, optimizer: Optimizer) -> None:
+        if not self._knows_device:
+            self._knows_device = True
+            try:
+                with self.hooks.aside():
+                    self._know_the_device(optimizer)
+            except Exception as error:  # a script trains without us too
+                self._write_found(f"what is known of the machine is not all: {type(error).__name__}: {error}")
+        if self._instruments is not None:
+            self._instruments.before_optimizer()
+
+    def _write_queued(self, *, until_done: bool = False) -> None:
+        if self.hooks.on_gpu and torch.cuda.is_current_stream_capturing():
+            return  # a graph that is being captured does not survive that events are asked
+        while self._queued and (until_done or self._is_done(self._queued[0])):
+            self._write(self._queued.popleft())
+
+    def _is_done(self, step: Step) -> bool:
+        event = step.end[1]
+        return event is None or event.query()
+
+    def _write(self, step: Step) -> None:
+        marks = [mark for _, mark in step.changes]
+        marks.append(step.end)
+        host = [(after[0] - before[0]) * 1e3 for before, after in itertools.pairwise(marks)]
+        entry: dict[str, Any] = {
+            "number": step.number,
+            "updated": step.updated,
+            "phases": [phase for phase, _ in step.changes],
+            "forwards": step.forwards,
+            "backwards": step.backwards,
+        }
+        times = f'"host": {_numbers(host)}'
+        if all(mark[1] is not None for mark in marks):
+            elapsed = self._clock.elapsed_ms
+            try:
+                device = [elapsed(before[1], after[1]) for before, after in itertools.pairwise(marks)]
+            except RuntimeError:  # the device failed
+                return
+            times += f', "device": {_numbers(device)}'
+        if step.samples:
+            entry["samples"] = step.samples
+        if step.batches:
+            entry["batches"] = step.batches
+        if any(step.stock):
+            entry["stock"] = step.stock
+        if step.evaluations:
+            entry["evaluations"] = step.evaluations
+        if step.is_skipped:
+            entry["skipped"] = True
+        if step.tags:
+            entry["tags"] = sorted(step.tags)
+        if step.waits:
+            entry["waits"] = [[line, calls, round(ms, 4)] for line, (calls, ms) in step.waits.items()]
+        self.log.write("step", entry, times)
+
+    def _write_found(self, found: Row | str) -> None:
+        """What an instrument found, or why it found nothing."""
+        if isinstance(found, str):
+            self.log.write("note", {"text": found})
+        else:
+            self.log.write("row", {"row": sections_of(found)})
+
+    def _write_loaders(self) -> None:
+        self.log.write("facts", {"loaders": self.hooks.loaders.found()})
+
+    def _new_line(self, number: int, place: Place, call: str) -> None:
+        self.log.write("line", {"number": number, "call": call, **place._asdict()})
+
+    def _forked(self) -> None:
+        """In a process that was forked: nothing is measured there, but that it trains is said."""
+        self.finder.switch_off()
+        told = [False]
+
+        def say(_: Optimizer) -> None:
+            if not told[0]:
+                told[0] = True
+                self.log.write_from_child("elsewhere", {"what": "a process that the script forked", "pid": os.getpid()})
+
+        self.hooks.before_optimizer = say
+
+
+def _numbers(values: list[float]) -> str:
+    """Milliseconds as JSON has them, to a tenth of a microsecond."""
+    return f"[{', '.join([f'{value:.4f}' for value in values])}]"

@@ -1,0 +1,269 @@
+"""Rows on disk: JSON Lines, each line written the moment its row is known; and how rows are picked out of a list."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, get_args
+
+from trainstep.base.errors import UsageError
+from trainstep.rows import rows_of
+from trainstep.rows.row import AnyRow as AnyRow
+from trainstep.rows.row import Row as Row
+from trainstep.rows.row import Scalar as Scalar
+from trainstep.rows.row import Status as Status
+from trainstep.rows.row import Times as Times
+from trainstep.rows.row import make_row as make_row
+
+if TYPE_CHECKING:
+    import pandas
+
+SECTIONS = ("case", "values", "samples", "series", "environment")
+
+
+@dataclass(frozen=True)
+class SoFar:
+    """Rows of measurements that go on: each stands until a row of its kind and case, or another `SoFar`, replaces it.
+
+    What reads the file meanwhile, or after the run was killed, sees ordinary rows of fewer rounds.
+    """
+
+    rows: Sequence[Row]
+
+
+class RecordWriter:
+    """Writes rows to a JSON Lines file, each at once: what was measured survives whatever comes after.
+
+    With the first row, and not before, a file already there becomes `NAME.previous.jsonl`, ready for `trainstep
+    compare`; until then the rows are in `.NAME`.
+
+    Raises:
+        UsageError: the folder or the file cannot be written. The rows before are whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._written: list[Row] = []
+        self._so_far: list[Row] = []
+        self._draft = path.with_name(f".{path.name}")
+        with self._said():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._draft.open("wb", buffering=0)
+
+    @property
+    def rows(self) -> list[Row]:
+        """What the file holds."""
+        return [*self._written, *self._so_far]
+
+    def write(self, row: Row | SoFar) -> None:
+        """Append one row; or replace those that stand so far, the file changing as a whole."""
+        with self._said():
+            if isinstance(row, SoFar):
+                self._replace(self._written, list(row.rows))
+            elif self._so_far:
+                others = [each for each in self._so_far if (each.kind, each.case) != (row.kind, row.case)]
+                self._replace([*self._written, row], others)
+            else:
+                self._append(row)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        if not self.rows:
+            self._draft.unlink(missing_ok=True)
+
+    def _append(self, row: Row) -> None:
+        end = self._file.tell()
+        try:
+            _write_all(self._file, _line(row))
+        except OSError:
+            self._file.truncate(end)  # half a line would make the others unreadable
+            self._file.seek(end)
+            raise
+        self._put_in_place()
+        self._written.append(row)
+
+    def _replace(self, written: list[Row], so_far: list[Row]) -> None:
+        if not (rows := [*written, *so_far]):
+            return
+        with self._draft.open("wb", buffering=0) as file:
+            for row in rows:
+                _write_all(file, _line(row))
+        self._put_in_place()
+        self._file.close()
+        self._file = self.path.open("ab", buffering=0)
+        self._written, self._so_far = written, so_far
+
+    def _put_in_place(self) -> None:
+        """Give the draft its name; once it has, there is none. The first time, what was there is kept."""
+        if not self._draft.exists():
+            return
+        if not self.rows and self.path.exists() and self.path.stat().st_size:
+            self.path.replace(self.path.with_suffix(".previous.jsonl"))
+        self._draft.replace(self.path)
+
+    @contextlib.contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            kept = f"; the {len(self.rows)} rows before are there" if self.rows else ""
+            advice = "choose another folder with --out"
+            raise UsageError(f"cannot write {self.path}: {error.strerror}{kept}; {advice}") from error
+
+
+def write_whole(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows so that the file appears with all of them or not at all, whenever the process is killed.
+
+    Raises:
+        UsageError: the folder or the file cannot be written.
+    """
+    draft = path.with_name(f".{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("wb", buffering=0) as file:
+            for row in rows:
+                _write_all(file, _line(row))
+        draft.replace(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error
+
+
+def _line(row: Row) -> bytes:
+    line = sections_of(row)
+    text = json.dumps(line, ensure_ascii=False)
+    if not _is_text(text):  # half a surrogate, which a name may hold and UTF-8 cannot: as its escape
+        text = json.dumps(line)
+    return f"{text}\n".encode()
+
+
+def sections_of(row: Row) -> dict[str, Any]:
+    """A row as the object that JSON has of it; the arguments of `kinds.rows_of`."""
+    sections = {name: dict(getattr(row, name)) for name in SECTIONS}
+    found: dict[str, Any] = _jsonable({"kind": row.kind, **sections, "status": row.status, "reason": row.reason})
+    return found
+
+
+def _is_text(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= each <= "\udfff" for each in text)
+
+
+def _write_all(file: IO[bytes], data: bytes) -> None:
+    """An unbuffered file takes a part where the disk is nearly full."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _jsonable(value: Any) -> Any:
+    """Six significant digits, more than any clock here has; NaN and infinity, which JSON lacks, as null."""
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+@contextlib.contextmanager
+def collection_paused() -> Iterator[None]:
+    """No search for circles while millions of objects are made that are in none: it takes a third of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def read_records(path: Path) -> list[Row]:
+    """All rows of a file; those of earlier versions as they would be written today.
+
+    Raises:
+        UsageError: no such file, or a line that is no row (the message names the line).
+    """
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; expected its {path / 'results.jsonl'}")
+    try:
+        # Editors may put a mark before the first line; names may hold other line ends.
+        with collection_paused(), path.open(encoding="utf-8-sig", newline="\n") as file:
+            rows = [row for number, line in enumerate(file, start=1) for row in _rows_of_line(path, number, line)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read results from {path}: {error}") from error
+    if not rows:
+        raise UsageError(f"{path} holds no results; expected the results.jsonl of a trainstep run")
+    return rows
+
+
+def _rows_of_line(path: Path, number: int, line: str) -> list[Row]:
+    if not line.strip():
+        return []
+    try:
+        return rows_of(**_parsed(line))
+    except ValueError as error:
+        advice = "If the file was cut short, delete that line to use the rest"
+        raise UsageError(f"{path}, line {number}: {error}; expected a row of a trainstep run. {advice}") from error
+
+
+def _no_number(constant: str) -> None:
+    raise ValueError(f"{constant}, which is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        row = _DECODER.decode(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg})") from error
+    except RecursionError as error:
+        raise ValueError("values nested too deep") from error
+    if not isinstance(row, dict) or not {"kind", "case"} <= set(row) <= {"kind", "status", "reason", *SECTIONS}:
+        raise ValueError("not a row")
+    if any(not isinstance(row.get(name, {}), dict) for name in SECTIONS) or not isinstance(row["kind"], str):
+        raise ValueError("a row with a section of the wrong type")
+    if not isinstance(row.get("reason", ""), str):
+        raise ValueError(f"a reason that is no text: {row['reason']!r}")
+    if row.get("status", "ok") not in get_args(Status):
+        raise ValueError(f"unknown status {row['status']!r}")
+    return row
+
+
+def of_kind(rows: Iterable[Row], kind: type[AnyRow]) -> list[AnyRow]:
+    """The rows of one kind, in order."""
+    return [row for row in rows if isinstance(row, kind)]
+
+
+def by_case(rows: Iterable[AnyRow], *without: str) -> list[list[AnyRow]]:
+    """The rows grouped by their cases, in order; settings named in `without` do not count."""
+    groups: dict[tuple[tuple[str, Scalar], ...], list[AnyRow]] = {}
+    for row in rows:
+        told = tuple((name, value) for name, value in row.case.items() if name not in without)
+        groups.setdefault(told, []).append(row)
+    return list(groups.values())
+
+
+def belonging(rows: Iterable[Row], kind: type[AnyRow], head: Row) -> list[AnyRow]:
+    """The rows of one kind whose cases only add to that of `head`: the parts of what it is about."""
+    return [row for row in of_kind(rows, kind) if head.case.items() <= row.case.items()]
+
+
+def frame(rows: Iterable[Row]) -> pandas.DataFrame:
+    """One tidy row per row: kind, case, values, status, reason, environment. Samples stay in the rows."""
+    import pandas
+
+    return pandas.DataFrame(
+        [
+            {"kind": row.kind, **row.case, **row.values}
+            | {"status": row.status, "reason": row.reason, **row.environment}
+            for row in rows
+        ]
+    )

@@ -1,0 +1,121 @@
+"""Rows of scripts that `trainstep run` measured: their steps, the lines that wait, what was compiled again."""
+
+from __future__ import annotations
+
+from trainstep.rows.row import Row, Timed, setting
+from trainstep.rows.steps import Checked
+
+ANOTHER_STEP = "another step"
+"""The verdict on a rung that changes what a step is: nothing of it is held against the script as it is."""
+AT_ONCE = " + "
+"""Between the names of a script's rungs that are tried together."""
+
+
+class OfScript(Row):
+    """Which script, and which of its ranks."""
+
+    workload: str = setting()  # the script's file name, or its module
+    rank: int | None = setting(None)  # None where there is one
+
+
+class ScriptRow(OfScript, Timed, kind="script"):
+    """Steps of a script: the whole ("step") and its phases, which follow one another: "data" (waiting for it), "copies"
+    (from host to device), "forward", "loss" (from forward to backward), "backward", "communication" (waiting for other
+    ranks after backward, and collectives), "optimizer", "evaluation" and "other".
+
+    On a GPU these are the device's times. Beside them "own" (the step but for communication), "starved" (the most that
+    the device can have waited for launches), and the host's: "issue" (without waiting for data or the device; of a host
+    that is far ahead, with waits for room in the device's queue), "wait" (for the device, in lines of code) and "ahead"
+    (by how much later the device ends the step).
+    """
+
+    updates: str | None = setting(None)  # which optimizers, where not all steps update the same
+    world_size: int | None = None
+    on_gpu: bool | None = None
+    optimizers: tuple[str, ...] | None = None
+    steps_seen: int | None = None
+    left_out: int | None = None  # the first steps, which also pay for what happens once
+    skipped: int | None = None  # by a gradient scaler; not among those that are timed
+    evaluated: int | None = None  # with an evaluation in between; not timed unless most steps have one
+    compiled: int | None = None  # in which torch.compile compiled something; not timed unless most steps are such
+    instrumented: int | None = None  # profiled, or recorded otherwise, or after the profiler on a GPU; not timed
+    forwards: float | None = None  # per step
+    backwards: float | None = None
+    samples_per_step: float | None = None  # in loaders' batches, the median; None with an evaluation in most steps
+    batches: int | None = None  # that loaders gave in the timed steps
+    from_stock: int | None = None  # by how many what lay ready in loaders shrank in them; below 0 where it grew
+    first_step_ms: float | None = None
+    waits: float | None = None  # calls per step in which the host waits for the device, or on a CPU would
+    latest_share: float | None = None  # of steps in which this rank's own part took longest
+    hooks_ms: float | None = None  # per step, what measuring costs, of short steps with and without it
+    loader: str | None = None  # that most batches came from: its line, workers, and whether it pins memory
+    notes: tuple[str, ...] | None = None  # what an instrument could not do, as sentences
+    ended: str | None = None  # how the script ended
+    exit_code: int | None = None  # −n for signal n
+
+
+class WaitRow(OfScript, kind="wait"):
+    """A line of code in which the host waits until the device is done; on a CPU, in which it would on a GPU."""
+
+    line: str = setting()  # `train.py:31`
+    call: str = setting()  # item, cpu, print …
+    function: str | None = None
+    from_line: str | None = None  # the user's own, where `line` is a library's
+    on_gpu: bool | None = None
+    calls: int | None = None
+    calls_per_step: float | None = None
+    ms_per_step: float | None = None
+    ms: float | None = None  # of all calls
+
+
+class RecompilationRow(OfScript, kind="recompilation"):
+    """A line of code whose call torch.compile compiled more than once."""
+
+    line: str = setting()
+    function: str = setting()  # what dynamo began at; for a module a function of torch's
+    from_line: str | None = None  # the user's own, where `line` is a library's
+    compilations: int | None = None
+    last_step: int | None = None  # in which it was compiled
+    why: str | None = None  # of the last, as dynamo gives it
+    reasons: int | None = None  # how many different ones
+    seconds: float | None = None  # of all
+
+
+class ScriptRungRow(OfScript, Timed, Checked, kind="script rung"):
+    """One rung of a script's ladder: changes made from outside, whether training is the same, and what they bring.
+
+    Ratios are between runs. A run's step is its total over its steps (`Taken.ms_per_step`), and "step" the median
+    of these over the runs; rows of older versions have medians of steps in place of totals.
+    Samples: milliseconds of all runs' steps ("step"), the runs' own ("runs"), `training_loss` of one run.
+    """
+
+    rung: str = setting()
+    losses_error: float | None = None  # of the loss of the update at which most of what is allowed is used, relative
+    losses_allowed: float | None = None  # None where rounding alone would move it by as much as it is
+    moved_error: float | None = None  # of how far all weights have moved at the end, relative
+    moved_allowed: float | None = None
+    speedup: float | None = None  # over the script as it is, with its interval
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    gain: float | None = None  # over what was kept before
+    gain_low: float | None = None
+    gain_high: float | None = None
+    verdict: str | None = None
+    """baseline, faster, slower, inconclusive, another step, wrong, not tried, not judged, not reproducible, failed, or
+    out of memory."""
+    kept: bool = False
+    runs: int | None = None  # that were timed
+    updates: int | None = None  # of the run that was judged: of what comes after them nothing is known
+    in_first_epoch: bool | None = None  # whether it was stopped before its main loader was begun a second time
+    lines: str | None = None  # what to write into the script for it
+    first_step_ms: float | None = None
+    peak_gib: float | None = None
+    throughput: float | None = None
+    """Samples per second over those of what was kept before, with an interval between runs: of another step, which has
+    no times, no gain and no speed-up."""
+    throughput_low: float | None = None
+    throughput_high: float | None = None
+    samples_per_s: float | None = None  # of the first rank, as all of these
+    samples_per_s_before: float | None = None
+    samples_per_step: float | None = None
+    samples_per_step_before: float | None = None

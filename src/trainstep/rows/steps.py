@@ -1,0 +1,166 @@
+"""Rows of steps: facts of a workload, measured steps, the ladder, what the device reaches, dtypes."""
+
+from __future__ import annotations
+
+from trainstep.rows.row import GpuState, Peaks, Row, StepSettings, Timed, setting
+
+
+class WorkloadRow(StepSettings, kind="workload"):
+    """What is known of a workload before anything runs. FLOPs are those of the mathematics."""
+
+    parameters: int | None = None
+    trainable_parameters: int | None = None
+    parameters_gib: float | None = None
+    blocks: int | None = None
+    tokens: int | None = None  # per step
+    forward_tflop: float | None = None
+    projections_tflop: float | None = None
+    feed_forward_tflop: float | None = None
+    attention_tflop: float | None = None
+    head_tflop: float | None = None
+    flops_counted: str | None = None  # what the counts leave out
+
+
+class MeasuredStep(StepSettings, GpuState, Peaks, Timed):
+    """What one run of timed steps gives: the times of the whole step ("step", by the host's clock), each phase, each
+    phase's time to issue ("forward_issue" …) and the host's wait ("wait")."""
+
+    first_step_ms: float | None = None
+    tokens_per_s: float | None = None
+    model_tflop: float | None = None  # FLOPs of the mathematics per step
+    flops_uncounted: tuple[str, ...] | None = None  # operators that are not in these, and may be products; no rate then
+    achieved_tflops: float | None = None
+    utilisation: float | None = None  # of the device's peak rate in this precision, by its datasheet
+    optimizer_state_gib: float | None = None
+
+
+class Checked(Row):
+    """How far a step is from the plain one, beside what is allowed: relative errors, at most of two places."""
+
+    loss_error: float | None = None
+    gradient_error: float | None = None  # over all parameters, in the step's precision
+    error_budget: float | None = None
+    worst_gradient_error: float | None = None  # where most of what is allowed is used: a parameter, or a row of one
+    worst_allowed: float | None = None
+    worst_parameter: str | None = None
+    float32_error: float | None = None  # over all parameters, the same step in float32
+    float32_allowed: float | None = None
+    not_in_float32: str | None = None  # why there is no such step
+    update_error: float | None = None  # of updates of the optimizer from equal gradients
+    update_allowed: float | None = None
+    compared: str | None = None  # how the gradients were compared where not as they are, such as with dropout off
+    not_checked: str | None = None  # why nothing says whether the step is right
+    batches: str | None = None  # on which it was compared, where every build gets others
+    reference: str | None = None  # what it was compared with where that is not the plain step, and why
+
+
+class StepRow(MeasuredStep, Checked, kind="step"):
+    """One case of `bench step`. Samples: milliseconds by phase, and `training_loss` of every step, warm-up included.
+
+    Beside the phases there is "batch": the host's time to make the next batch ready, which is outside of the step. A
+    sustained step has none, as its time has it inside.
+    """
+
+    mode: str | None = setting(None)
+    warmup: int | None = setting(None)
+    steps: int | None = setting(None)
+    repeat: int | None = setting(None)  # which pass over the grid, from 0
+    timing: str | None = setting(None)  # sustained: no synchronisation between steps; None: one around each
+    run: int | None = setting(None)  # which process of those that measured the same case; None where there was one
+
+
+class RatioRow(StepSettings, kind="ratio"):
+    """Two arms of `bench ab`, each several runs. Samples: the runs' medians of the step in ms, old and new."""
+
+    flag: str = setting()  # what the arms differ in; `nothing` where they are equal
+    old: str = setting()  # its value in each
+    new: str = setting()
+    mode: str | None = setting(None)
+    warmup: int | None = setting(None)
+    steps: int | None = setting(None)
+    old_ms: float | None = None  # medians of the runs' medians
+    new_ms: float | None = None
+    speedup: float | None = None  # old over new, with the interval that holds between runs
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    verdict: str | None = None  # faster, slower or inconclusive
+    runs: int | None = None  # of each arm
+    run_deviation: float | None = None  # relative standard deviation of the runs' medians within an arm
+    smallest_found: float | None = None  # the relative difference that these runs tell from none 9 times of 10
+
+
+ON_TOP = ", on the top"
+"""Ends the name of a ladder's rung that was not kept at first and is tried again."""
+FIRST_THAT_FITS = "first that fits"
+"""The verdict on a ladder's first rung that has memory enough, where the baseline has not."""
+
+
+class RungRow(MeasuredStep, Checked, kind="rung"):
+    """One rung of the ladder: a change, whether it is right, and what it brings."""
+
+    rung: str = setting()
+    speedup: float | None = None  # first rung's median over this one's, with its interval
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    gain: float | None = None  # the same against the rung kept before
+    gain_low: float | None = None
+    gain_high: float | None = None
+    verdict: str | None = None
+    """baseline; first that fits, where that is too large; faster, slower, inconclusive, wrong, or the status of a rung
+    that did not run."""
+    kept: bool = False  # whether later rungs were built on it
+    check_s: float | None = None  # seconds of the check, compilation included
+    attempts: int | None = None  # how often it was timed, or took turns; all samples count
+    in_turns: bool | None = None  # whether its gain is over pairs of steps taken in turns; None for a first rung
+
+
+class ControlRow(StepSettings, kind="control"):
+    """The ladder's first rung or its top, measured again at its end."""
+
+    first_ms: float | None = None
+    again_ms: float | None = None
+    ratio: float | None = None  # again / first; its interval should contain 1
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    speedup: float | None = None  # of the top: over the first rung, in turns with it; None where both do not fit
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+
+
+class CeilingRow(Row, kind="ceiling"):
+    """What the device reaches: a large matrix product in one precision, or a large copy."""
+
+    operation: str = setting()  # matmul, copy, or all where none could be measured
+    precision: str | None = setting(None)  # of a product
+    tflops: float | None = None
+    gb_s: float | None = None  # read and written
+
+
+class DtypeRow(StepSettings, kind="dtype"):
+    """The dtypes that a module had in a step; alike modules are one row."""
+
+    module: str = setting()
+    class_name: str | None = None
+    modules: int | None = None  # how many are alike
+    parameters: tuple[str, ...] | None = None
+    inputs: tuple[str, ...] | None = None
+    outputs: tuple[str, ...] | None = None
+    gradients: tuple[str, ...] | None = None
+
+
+class AccumulationRow(Row, kind="accumulation"):
+    """0.01 added a thousand times in one mixture of dtypes."""
+
+    accumulator: str = setting()
+    addend: str = setting()
+    total: float | None = None
+    why: str | None = None
+
+
+class TourRow(Row, kind="tour"):
+    """How long the commands of the documents' tour took, in seconds."""
+
+    slow_s: float | None = None
+    fast_s: float | None = None
+    before_s: float | None = None
+    after_s: float | None = None

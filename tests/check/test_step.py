@@ -1,0 +1,258 @@
+"""Planted wrongs are caught in float32 and in bf16 alone; right steps, odd ones too, are not called wrong."""
+
+import copy
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from tests.check import is_plain, source_of, verdict_of
+from tests.planted.right import RIGHT
+from tests.planted.step import BASE, BF16, PLAIN, WRONG, in_bf16_alone
+from trainstep.base.config import StepConfig
+from trainstep.check.gradients import Deviation
+from trainstep.check.step import StepCheck, Verdict, plain_form
+from trainstep.check.updates import UpdateError
+from trainstep.checkpointing.policies import Policy
+from trainstep.checkpointing.updating import UpdatesInBackward
+from trainstep.step.workload import Workload, WorkloadSource
+
+pytestmark = pytest.mark.usefixtures("small_pool")
+
+WITHIN_ROUNDING = {"one row without its diagonal key", "a window of 120 of 128"}
+"""In bf16 these are off by less than three times what rounding does."""
+
+
+@pytest.fixture(scope="module")
+def judge():
+    return StepCheck(PLAIN, BASE)
+
+
+def verdict_on(judge, planted):
+    judge.source = planted.source()
+    return judge.judge(dataclasses.replace(BASE, **planted.change))
+
+
+@pytest.mark.parametrize("name", [*WRONG][::2])
+def test_a_planted_wrong_is_caught(judge, name):
+    """Half of them; `python -m tests.planted` takes all."""
+    found = verdict_on(judge, WRONG[name] if name in WITHIN_ROUNDING else in_bf16_alone(WRONG[name]))
+    assert not found.is_right
+    assert str(found)
+
+
+@pytest.mark.parametrize("name", [*WRONG][1::2])
+def test_in_float32_it_is_caught_too(judge, name):
+    """The other half."""
+    assert not verdict_on(judge, WRONG[name]).is_right
+
+
+def test_what_goes_wrong_after_some_steps_is_caught(judge):
+    late = WRONG["one block's gradients × 1.5 after ten steps"]
+    judge.source = late.source()
+    step, at_start = judge.start(dataclasses.replace(BASE, **late.change))
+    assert at_start.is_right
+    assert judge.end(step, at_start).is_right, "no step was taken"
+    assert not verdict_on(judge, late).is_right
+
+
+def test_the_float32_form_alone_shows_a_ten_thousandth(judge):
+    from tests.planted.step import Planted, through
+
+    slight = Planted(through("attention.query", 1.0001), {"attention": "sdpa"} | BF16)
+    found = verdict_on(judge, Planted(slight.apply, {"attention": "sdpa"}))
+    assert not found.is_right
+    judge.source = Planted(slight.apply, {"attention": "sdpa"}).source()
+    found = judge.judge(dataclasses.replace(BASE, attention="sdpa", precision="bf16"))
+    assert found.own.is_right, "bf16 cannot show it"
+    assert not found.float32.is_right
+    assert str(found).startswith("in float32, ")
+
+
+@pytest.mark.parametrize("name", [*RIGHT][1::2])
+def test_what_is_right_is_not_called_wrong(name):
+    source, base, change = RIGHT[name]
+    found = StepCheck(source, base).judge(dataclasses.replace(base, **change))
+    assert found.is_right, str(found)
+    assert found.not_in_float32 == ""
+    if dataclasses.replace(base, **change).precision == "fp32":
+        assert found.own.gradient_allowed < 2e-5, "float32 is exact to a few millionths"
+    assert found.own.gradient_allowed < 0.25, "no vacuous budget"
+
+
+def test_budgets_come_from_what_rounding_does(judge):
+    judge.source = PLAIN
+    found = judge.judge(dataclasses.replace(BASE, precision="bf16", attention="sdpa"))
+    assert 0.01 < found.own.gradient_allowed < 0.03
+    assert found.compared == "as it is", "it has no dropout"
+    assert found.float32.gradient_allowed < 2e-5
+    assert found.columns()["error_budget"] == found.own.gradient_allowed
+    assert found.columns()["float32_allowed"] == found.float32.gradient_allowed
+
+
+@pytest.mark.parametrize(("factor", "is_right"), [(1.0, True), (1.5, False)])
+def test_what_is_wrong_with_later_batches_alone_is_wrong(factor, is_right):
+    """The first batch was looked at twice."""
+
+    def build(step):
+        torch.manual_seed(step.seed)
+        given = torch.Generator().manual_seed(1)
+        batches = [(torch.randn(length, 32, generator=given),) for length in (6, *[4] * 11)]
+
+        def loss(outputs, batch):
+            return outputs.square().mean() * (factor if len(batch[0]) != 6 and not is_plain(step) else 1.0)
+
+        return Workload(nn.Linear(32, 32), batches, loss=loss, optimizer=partial(torch.optim.SGD, lr=1e-3))
+
+    assert verdict_of(WorkloadSource("toy", build), optimizer="sgd").is_right is is_right
+
+
+def test_a_wrong_step_allows_the_next_one_nothing():
+    wrong = source_of(lambda: nn.Linear(32, 32), scale=lambda step: 1.0 if step.precision == "fp32" else 1.1)
+    judge = StepCheck(wrong, StepConfig(device="cpu"))
+    verdicts = [judge.judge(StepConfig(device="cpu", precision="bf16")) for _ in range(2)]
+    assert [verdict.is_right for verdict in verdicts] == [False, False]
+    assert verdicts[1].own.gradient_allowed < 0.05
+
+
+@pytest.fixture
+def in_backward(tmp_path):
+    """The plain step, updated in backward."""
+    Policy(update_in_backward=True).save(tmp_path / "policy.json")
+    return dataclasses.replace(BASE, optimizer="adamw-fused", checkpointing=f"@{tmp_path / 'policy.json'}")
+
+
+def test_what_is_read_after_its_update_is_no_silent_mistake(in_backward):
+    """A function that keeps a weight beside autograd's saved tensors would read the updated one."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.weight = weight  # not saved: torch does not see that it changes
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient @ ctx.weight.t(), None
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)])
+            self.first = nn.Parameter(torch.eye(8))
+
+        def forward(self, x):
+            late = self.blocks[1].weight
+            return self.blocks[1](Twice.apply(self.blocks[0](x @ self.first), late.detach()))
+
+    def workload(step):
+        torch.manual_seed(0)
+        batches = [(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)),) for seed in range(3)]
+        loss = lambda outputs, batch: outputs.square().mean()  # noqa: E731
+        return Workload(Model(), batches, loss, optimizer=partial(torch.optim.SGD, lr=0.1))
+
+    source = WorkloadSource("late", workload)
+    judge = StepCheck(source, plain_form(StepConfig(device="cpu")))
+    assert judge.judge(StepConfig(device="cpu")).is_right
+    verdict = judge.judge(StepConfig(device="cpu", checkpointing=in_backward.checkpointing))
+    assert not verdict.is_right
+    assert "blocks.0.weight off by nan" in str(verdict)
+
+
+def test_a_right_step_is_called_right_in_both_of_its_checks(in_backward):
+    verdict = StepCheck(PLAIN, BASE).judge(in_backward)
+    assert verdict.is_right, str(verdict)
+    assert 0 < verdict.update.error < verdict.update.allowed
+
+
+def test_a_wrong_update_in_backward_is_seen(in_backward, monkeypatch):
+    right = UpdatesInBackward.update
+
+    def lost(self, parameters):
+        if len(parameters) > 1:  # of blocks
+            parameters[-1].grad = None
+        right(self, parameters)
+
+    monkeypatch.setattr(UpdatesInBackward, "update", lost)
+    verdict = StepCheck(PLAIN, BASE).judge(in_backward)
+    assert not verdict.is_right
+    assert verdict.update.name.startswith("blocks.")
+
+
+def test_the_step_is_timed_from_its_initial_weights(judge):
+    judge.source = PLAIN
+    step, verdict = judge.start(BASE)
+    untouched = PLAIN.build(BASE).module.state_dict()
+    assert all(torch.equal(value, untouched[name]) for name, value in step.module.state_dict().items())
+    assert not step.optimizer.state
+    losses = [float(step(step.next_batch())) for _ in range(3)]
+    before = copy.deepcopy(verdict)
+    assert judge.end(step, verdict).is_right
+    assert verdict == before
+    without = dataclasses.replace(verdict, compared="without dropout")
+    assert judge.end(step, without).compared == "without dropout", "of both places it is told where one was"
+    assert losses[2] != losses[1]
+
+
+def deviation(share, name="w"):
+    return Deviation(share / 100, 0.01, share / 100, 0.01, 0.0, 0.01, share / 100, 0.01, name)
+
+
+RIGHT_ONE, WRONG_ONE = deviation(0.5), deviation(1.2345, "head.weight")
+UPDATED, NOT_UPDATED = UpdateError(1e-6, 2e-6, "w"), UpdateError(0.12345, 0.0023456, "w")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        (Verdict(RIGHT_ONE, UPDATED), ""),
+        (Verdict(RIGHT_ONE, UPDATED, RIGHT_ONE), ""),
+        (Verdict(WRONG_ONE, UPDATED, RIGHT_ONE), str(WRONG_ONE)),
+        (Verdict(RIGHT_ONE, UPDATED, WRONG_ONE), f"in float32, {WRONG_ONE}"),
+        (Verdict(RIGHT_ONE, NOT_UPDATED), "12 updates of w from equal gradients off by 0.12 of 0.0023"),
+        (Verdict(WRONG_ONE, NOT_UPDATED, WRONG_ONE), f"in float32, {WRONG_ONE}; {WRONG_ONE}; 12 updates of w from "
+                                                     "equal gradients off by 0.12 of 0.0023"),
+    ],
+)  # fmt: skip
+def test_a_verdict_says_each_part_that_is_wrong_and_no_other(verdict, said):
+    assert verdict.is_right is (said == "")
+    assert str(verdict) == said
+
+
+def test_a_verdict_s_columns():
+    own, exact = deviation(0.5), deviation(0.25)
+    alone = Verdict(own, UPDATED).columns()
+    assert (alone["gradient_error"], alone["float32_error"], alone["float32_allowed"]) == (0.005, 0.005, 0.01)
+    assert (alone["not_in_float32"], alone["compared"], alone["not_checked"], alone["batches"]) == (None,) * 4
+    both = Verdict(own, UPDATED, exact, compared="without dropout").columns()
+    assert (both["gradient_error"], both["float32_error"], both["compared"]) == (0.005, 0.0025, "without dropout")
+    assert (both["update_error"], both["update_allowed"], both["worst_parameter"]) == (1e-6, 2e-6, "w")
+    none = Verdict(own, UPDATED, None, "out of memory: no room").columns()
+    assert (none["float32_error"], none["float32_allowed"]) == (None, None)
+    assert none["not_in_float32"] == "out of memory: no room"
+
+
+def test_what_is_within_a_budget_that_says_nothing_is_not_told():
+    vague = Verdict(dataclasses.replace(deviation(0.5), gradient_allowed=0.567), UPDATED)
+    assert vague.not_told == "rounding alone takes its gradients off by so much that 0.57 would be allowed"
+    assert vague.columns()["not_checked"] == vague.not_told
+    assert Verdict(dataclasses.replace(deviation(200), gradient_allowed=0.567), UPDATED).not_told == "", "it is wrong"
+    assert Verdict(deviation(0.5), UPDATED).not_told == Verdict(deviation(200), UPDATED).not_told == ""
+
+
+def test_the_plain_form_trains_alike_by_the_plainest_means():
+    config = StepConfig(precision="bf16", compile="blocks", attention="sdpa", loss="chunked", optimizer="adamw-fused")
+    assert plain_form(config) == StepConfig()
+    assert plain_form(StepConfig(optimizer="sgd", batch=3, precision="bf16")) == StepConfig(optimizer="sgd", batch=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dq × 1.25", "all gradients × 1.02", "β₂ of 0.999", "one head without a mask"])
+def test_planted_wrongs_on_a_gpu(name):
+    planted, base = in_bf16_alone(WRONG[name]), dataclasses.replace(BASE, device="cuda")
+    judge = StepCheck(PLAIN, base)
+    assert judge.judge(dataclasses.replace(base, **planted.change)).is_right
+    judge.source = planted.source()
+    assert not judge.judge(dataclasses.replace(base, **planted.change)).is_right

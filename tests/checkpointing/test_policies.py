@@ -1,0 +1,89 @@
+"""A policy is the same after a file, and a file that is none is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainstep.base.config import StepConfig, blocks_per_checkpoint, keeps_whole_blocks
+from trainstep.base.errors import UsageError
+from trainstep.checkpointing.policies import FORMAT, BlockPolicy, Policy, policy_of
+
+POLICY = Policy(
+    {"blocks.0": BlockPolicy(True, ("mm#0", "trainstep::flash_forward#1"), (0,)), "blocks.1": BlockPolicy()}
+)
+
+
+def test_a_file_says_the_same(tmp_path):
+    POLICY.save(tmp_path / "made" / "fit.json")
+    assert Policy.load(tmp_path / "made" / "fit.json") == POLICY
+    assert policy_of(f"@{tmp_path}/made/fit.json") == POLICY
+
+
+def test_a_file_that_is_written_again_is_there_all_the_while(tmp_path, monkeypatch):
+    """Every rank writes it, and reads it as soon as it has."""
+    path, policy = tmp_path / "fit.json", Policy({"blocks.0": BlockPolicy(recompute=True)})
+    policy.save(path)
+    written, seen = Path.write_text, []
+
+    def write(own, *arguments, **options):
+        seen.append(Policy.load(path) == policy)
+        own.open("w").close()
+        seen.append(Policy.load(path) == policy)
+        return written(own, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", write)
+    policy.save(path)
+    assert seen == [True, True]
+    assert [each.name for each in tmp_path.iterdir()] == ["fit.json"]
+
+
+def test_a_step_takes_the_name_of_a_file_and_no_formula_is_used_for_it():
+    assert blocks_per_checkpoint(StepConfig(checkpointing="@fit.json").checkpointing) is None
+    assert [name for name in ("none", "every-2", "selective", "@fit.json") if keeps_whole_blocks(name)] == [
+        "none",
+        "every-2",
+    ]
+    with pytest.raises(UsageError, match="or @FILE"):
+        StepConfig(checkpointing="@")
+
+
+def test_names_of_alike_policies_are_no_files():
+    assert policy_of("every-2") is None
+
+
+def test_what_changes_nothing_is_plain():
+    assert [block.is_plain for block in POLICY.blocks.values()] == [False, True]
+    assert not BlockPolicy(host=(0,)).is_plain
+
+
+def file_of(blocks, form=FORMAT):
+    return json.dumps({"format": form, "blocks": blocks})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot read"),
+        ("[]", "no checkpointing policy"),
+        (file_of({}, "another"), "no checkpointing policy"),
+        (file_of([]), "expected a table by block"),
+        (file_of({"b": {"keep": []}}), "expected recompute, kept and host"),
+        (file_of({"b": {"recompute": 1}}), "expected true or false"),
+        (file_of({"b": {"recompute": True, "kept": "mm#0"}}), "expected a list of texts"),
+        (file_of({"b": {"recompute": True, "kept": ["mm"]}}), "b: a block's kept has 'mm'"),
+        (file_of({"b": {"kept": ["mm#0"]}}), "set recompute"),
+        (file_of({"b": {"host": [-1]}}), "numbers of 0 or more"),
+        (file_of({"b": {"host": [True]}}), "expected a list of whole numbers"),
+    ],
+)
+def test_bad_files(tmp_path, text, said):
+    path = tmp_path / "fit.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=said):
+        policy_of(f"@{path}")
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(UsageError, match="cannot read the checkpointing policy"):
+        policy_of(f"@{tmp_path}/none.json")

@@ -1,0 +1,411 @@
+"""The command as its users meet it: help, errors, files."""
+
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainstep.base.config import StepConfig
+from trainstep.check.step import StepCheck
+from trainstep.commands.cli import main
+from trainstep.commands.options import StepGrid, field_docs
+from trainstep.rows import MemoryTimelineRow, PeakRow, ProfileRow, RungRow, StepRow
+from trainstep.rows.records import of_kind, read_records
+
+REPOSITORY = Path(__file__).parents[2]
+QUICK = ["--num-layers", "1", "--d-model", "32", "--d-ff", "64", "--num-heads", "2", "--vocab-size", "256",
+         "--context", "32", "--batch", "2", "--device", "cpu"]  # fmt: skip
+
+
+def trainstep(*words, cwd=REPOSITORY):
+    return subprocess.run([sys.executable, "-m", "trainstep", *words], capture_output=True, text=True, cwd=cwd)
+
+
+COMMANDS = [
+    (),
+    ("analyze",),
+    ("bench",),
+    ("bench", "step"),
+    ("bench", "ladder"),
+    ("bench", "attention"),
+    ("bench", "collectives"),
+    ("bench", "parallel"),
+    ("compare",),
+    ("dtypes",),
+    ("memory",),
+    ("plan",),
+    ("profile",),
+    ("sweep",),
+    ("train",),
+    ("tune",),
+    ("info",),
+]
+
+
+def cpu_seconds(code):
+    """Processor time of a fresh interpreter, which other processes change little, and what it printed."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, found
+
+
+@pytest.fixture(scope="module")
+def seconds_of_torch():
+    return min(cpu_seconds("import torch")[0] for _ in range(2))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_needs_no_torch_and_little_time(command, seconds_of_torch):
+    """The bar is 0.5 s; importing torch takes at least twice that, on slower machines too."""
+    words = [*command, "--help"]
+    code = f"import sys; from trainstep.commands.cli import main\ntry: main({words!r})\nfinally: print(*sys.modules)"
+    seconds, found = cpu_seconds(code)
+    assert seconds < 0.5 * seconds_of_torch
+    assert found.returncode == 0
+    assert "usage: trainstep" in found.stdout
+    modules = set(found.stdout.splitlines()[-1].split())
+    assert not modules & {"torch", "triton", "pandas", "bokeh", "numpy"}
+
+
+@pytest.mark.parametrize("module", ["trainstep", "trainstep.commands.cli"])
+def test_both_modules_are_the_command(module):
+    found = subprocess.run([sys.executable, "-m", module, "analyze", "--help"], capture_output=True, text=True)
+    assert found.returncode == 0
+    assert found.stdout.startswith("usage: trainstep analyze")
+    wrong = subprocess.run([sys.executable, "-m", module, "plan", "--size", "huge"], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("trainstep: unknown size 'huge'")
+
+
+def test_every_flag_of_a_step_is_documented_once():
+    docs = field_docs(StepConfig)
+    assert set(docs) == set(StepGrid.__annotations__) == set(StepConfig.__dataclass_fields__)
+    assert all(len(text) > 10 for text in docs.values())
+    text = " ".join(re.sub(r"[│╭╰─╮╯]", " ", trainstep("bench", "step", "--help").stdout).split())
+    for name, doc in docs.items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert doc[:40] in text
+        assert f"{doc} (default: {getattr(StepConfig(), name)})" in text
+
+
+def test_a_quick_analysis_compiles_and_checks_nothing(tmp_path, monkeypatch, capsys):
+    """Facts, phases, memory and kernels, each announced; what takes long is left out."""
+    for owner, name in ((torch.nn.Module, "compile"), (StepCheck, "__init__")):
+        monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("left out by --quick"))
+    words = ["--workload", "examples.own_model:workload", "--device", "cpu", "--precision", "bf16"]
+    with pytest.raises(SystemExit) as stop:
+        main(["analyze", *words, "--quick", "--out", str(tmp_path)])
+    assert stop.value.code == 0
+    rows = read_records(tmp_path / "results.jsonl")
+    kinds = Counter(row.kind for row in rows)
+    assert kinds["workload"] == kinds["memory-timeline"] == kinds["profile"] == 1
+    assert kinds["step"] == 2
+    assert kinds["kernel"] > 5
+    assert not kinds["rung"] + kinds["control"]
+    assert {len(row.samples["step"]) for row in rows if row.kind == "step"} == {6}
+    said = capsys.readouterr().out
+    parts = [line.split(" s  ")[1] for line in said.splitlines() if re.match(r" *\d+ s  ", line)]
+    assert [part.partition(":")[0] for part in parts] == [
+        "facts",
+        "phases of the step and its warm-up",
+        "memory",
+        "what the device reaches",
+        "kernels",
+    ]
+
+
+@pytest.mark.parametrize("command", [["analyze"], ["bench", "ladder"]])
+def test_an_unknown_rung_is_refused_before_anything_runs(command, tmp_path):
+    found = trainstep(*command, "--device", "cpu", "--rungs", "compiled", "--out", str(tmp_path / "out"))
+    assert found.returncode == 2
+    assert "there is no rung 'compiled': expected some of fused attention, fused optimizer, bf16" in found.stderr
+    assert not (tmp_path / "out" / "results.jsonl").exists()
+
+
+def test_rungs_of_a_quick_analysis_are_refused(tmp_path):
+    found = trainstep("analyze", "--quick", "--rungs", "compiled blocks", "--out", str(tmp_path / "out"))
+    assert found.returncode == 2
+    assert "--quick leaves out" in found.stderr
+
+
+def test_analyze_end_to_end(tmp_path):
+    found = trainstep("analyze", *QUICK, "--steps", "7", "--out", str(tmp_path / "out"))
+    assert found.returncode == 0, found.stderr
+    assert "profiler_start" not in found.stderr
+    records = read_records(tmp_path / "out" / "results.jsonl")
+    assert [record.case["warmup"] for record in of_kind(records, StepRow)] == [0, 1, 2, 5]
+    rungs = of_kind(records, RungRow)
+    assert [rung.case["rung"] for rung in rungs][:3] == ["baseline", "fused attention", "fused optimizer"]
+    assert {rung.status for rung in rungs} <= {"ok", "unsupported"}
+    kinds = [record.kind for record in records]
+    last_timed = max(n for n, kind in enumerate(kinds) if kind in ("step", "rung", "control"))
+    assert kinds.index("profile") > last_timed, "a profiler leaves a GPU's process slower than it was"
+    losses = rungs[0].samples["training_loss"]
+    assert losses[-1] < losses[0], "it trains on real text, so the loss falls"
+    names = {path.name for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert {"results.jsonl", "report.html", "step.md", "rung.tex", "rung.typ", "ceiling.csv"} <= names
+    assert "dominates" in found.stdout
+    assert "num_layers=1" in records[0].case["workload"], "a changed size must not carry the size's name alone"
+
+
+@pytest.mark.thorough
+def test_bench_step_with_commas_and_repeats(tmp_path):
+    config = tmp_path / "toy.toml"
+    config.write_text("[model]\nnum_layers = 1\nd_model = 32\nd_ff = 64\nnum_heads = 2\n")
+    words = ["--size", str(config), "--precision", "fp32,tf32", "--context", "16,32", "--warmup", "0,1"]
+    found = trainstep("bench", "step", *words, "--device", "cpu", "--steps", "7", "--repeat", "2", "--batch", "2",
+                      "--out", str(tmp_path))  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    records = read_records(tmp_path / "results.jsonl")
+    assert len(records) == 2 * 2 * 2 * 2
+    assert {record.status for record in records if record.case["precision"] == "tf32"} == {"unsupported"}
+    assert {record.status for record in records if record.case["precision"] == "fp32"} == {"ok"}
+    assert {record.case["workload"] for record in records} == {"toy"}
+    assert "the interval should contain 1" in found.stdout
+
+
+@pytest.mark.thorough
+def test_bench_attention_with_a_named_grid_narrowed(tmp_path):
+    words = ["--grid", "naive", "--seq", "32,64", "--head-dim", "16", "--impl", "eager,sdpa,flash-triton"]
+    found = trainstep("bench", "attention", *words, "--device", "cpu", "--passes", "7", "--out", str(tmp_path))
+    assert found.returncode == 0, found.stderr
+    records = read_records(tmp_path / "results.jsonl")
+    assert len(records) == 6
+    assert {(record.case["batch"], record.case["heads"]) for record in records} == {(8, 0)}
+    assert [record.status for record in records].count("unsupported") == 2
+
+
+@pytest.mark.thorough
+def test_when_no_case_could_run_the_exit_code_says_so(tmp_path, capsys):
+    words = ["bench", "step", "--precision", "tf32", "--compile", "off,blocks", "--context", "16", "--device", "cpu"]
+    assert main_code([*words, "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "Nothing could be measured. The first of 2 reasons:" in said
+    assert "unsupported: tf32 needs an NVIDIA GPU" in said
+    assert len(read_records(tmp_path / "results.jsonl")) == 2, "the rows are kept"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without a GPU")
+def test_tuning_needs_a_gpu(capsys):
+    assert main_code(["tune", "attention", "--dry-run"]) == 2
+    assert "torch finds none" in capsys.readouterr().err
+
+
+def test_tuning_refuses_what_would_measure_nothing(capsys):
+    assert main_code(["tune", "attention", "--part", "choice", "--dtype", "tf32"]) == 2
+    assert "tf32 has tiles only" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path):
+    words = ["bench", "step", "--context", "16,32,64,128,256,512", "--steps", "20", "--device", "cpu"]
+    command = [sys.executable, "-m", "trainstep", *words, "--out", str(tmp_path)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    results = tmp_path / "results.jsonl"
+    deadline = time.monotonic() + 60
+    while not (results.exists() and results.read_text().count("\n")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "rows measured so far are kept" in output
+    assert 1 <= len(read_records(results)) < 6
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.thorough
+def test_a_users_module_in_the_example(tmp_path):
+    found = trainstep("analyze", "--workload", "examples.own_model:workload", "--device", "cpu", "--steps", "7",
+                      "--out", str(tmp_path))  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    rungs = of_kind(read_records(tmp_path / "results.jsonl"), RungRow)
+    assert {"baseline", "fused optimizer", "bf16 autocast"} <= {rung.case["rung"] for rung in rungs}
+    assert all(rung.status in ("ok", "unsupported") for rung in rungs), [rung.reason for rung in rungs]
+
+
+@pytest.mark.thorough
+def test_compare_a_run_with_its_former(tmp_path):
+    words = ["bench", "step", "--context", "16", "--device", "cpu", "--steps", "7", "--out", str(tmp_path)]
+    assert main_code(words) == main_code(words) == 0
+    found = trainstep("compare", str(tmp_path / "results.previous.jsonl"), str(tmp_path / "results.jsonl"))
+    assert found.returncode == 0, found.stderr
+    assert re.search(r"step +tiny.*(faster|slower|inconclusive)", found.stdout)
+
+
+def main_code(words):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    return stop.value.code
+
+
+def test_info_names_the_versions():
+    found = trainstep("info")
+    assert found.returncode == 0
+    assert re.search(r"^torch +\d", found.stdout, re.M)
+
+
+def test_memory_shows_a_step_and_then_its_snapshot(tmp_path):
+    out, again = tmp_path / "out", tmp_path / "again"
+    grid = ["--precision", "fp32,bf16", "--policies", "every-1"]
+    assert main_code(["memory", *QUICK, *grid, "--peaks", "--timeline", "--mode", "step", "--out", str(out)]) == 0
+    records = read_records(out / "results.jsonl")
+    assert {row.case["checkpointing"] for row in records} == {"every-1"}
+    assert [row.case["precision"] for row in of_kind(records, PeakRow)] == ["fp32", "bf16"]
+    assert [row.values["snapshot"] for row in of_kind(records, MemoryTimelineRow)] == [
+        "snapshot-1.pickle",
+        "snapshot-2.pickle",
+    ]
+    assert main_code(["memory", "--from", str(out / "snapshot-1.pickle"), "--out", str(again)]) == 0
+    ours, theirs = (of_kind(read_records(folder / "results.jsonl"), MemoryTimelineRow)[0] for folder in (out, again))
+    assert ours.values["peak_gib"] == theirs.values["peak_gib"]
+    assert (again / "report.html").exists()
+
+
+def test_profile_shows_a_step_and_then_its_trace(tmp_path):
+    out, again = tmp_path / "out", tmp_path / "again"
+    words = ["--warmup", "1", "--steps", "7", "--profiled-steps", "1", "--out", str(out)]
+    assert main_code(["profile", *QUICK, *words]) == 0
+    names = {path.name for path in out.rglob("*") if path.is_file()}
+    assert {"trace.json.gz", "report.html", "kernel.csv", "family.md", "profile.tex", "attention-piece.typ"} <= names
+    assert main_code(["profile", "--from", str(out / "trace.json.gz"), "--out", str(again)]) == 0
+    ours, theirs = (of_kind(read_records(folder / "results.jsonl"), ProfileRow)[0] for folder in (out, again))
+    assert ours.values["kernels_ms"] == theirs.values["kernels_ms"]
+
+
+def test_profile_with_nsys_runs_it_or_says_the_command(tmp_path, monkeypatch, capsys):
+    words = ["profile", *QUICK, "--nsys", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["trainstep", *words])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main_code(words) == 2
+    said = capsys.readouterr().err
+    assert "nsys (NVIDIA Nsight Systems) is not on the PATH" in said
+    assert "--capture-range=cudaProfilerApi" in said
+    assert f"-m trainstep profile {' '.join(QUICK)} --nvtx --out {tmp_path / 'out'}" in said
+    nsys = tmp_path / "nsys"
+    nsys.write_text("#!/bin/sh\nexit 3\n")
+    nsys.chmod(0o755)
+    assert main_code(words) == 2
+    assert "would run on the CPU" in capsys.readouterr().err
+
+
+BAD = [
+    (["analyze", "--size", "huge"], "unknown size 'huge'; expected one of tiny"),
+    (["analyze", "--size", "tiny", "--num-heads", "7"], "does not divide into 7 heads"),
+    (["analyze", "--max-context", "64", "--device", "cpu"], "context 512 is longer than the model's max_context 64"),
+    (["analyze", "--data", "/absent.txt"], "no data at /absent.txt"),
+    (["analyze", "--config", "absent.toml"], "cannot read the configuration absent.toml"),
+    (["analyze", "--workload", "nonsense"], "expected package.module:factory"),
+    (["analyze", "--workload", "examples.own_model:CausalLM"], "expected a trainstep.Workload"),
+    (["analyze", "--workload", "examples.own_model:workload", "--size", "small"], "leave out --size"),
+    (["analyze", "--workload", "examples.own_model:workload", "--batch", "9"], "fixes its own batch"),
+    (["analyze", "--device", "cuda:77"], "this machine has"),
+    (["analyze", "--device", "tpu"], "expected auto, cpu, cuda"),
+    (["analyze", "--out", "/proc/nope"], "choose another folder with --out"),
+    (["analyze", "--steps", "0"], "steps is 0"),
+    (["bench", "step", "--steps", "0"], "nothing to run"),
+    (["bench", "step", "--size", "tiny,huge"], "unknown size 'huge'"),
+    (["bench", "attention", "--seq", "0"], "impossible attention case"),
+    (["bench", "attention", "--passes", "0"], "expected at least one of each"),
+    (["memory", "--from", "absent.pickle"], "cannot read absent.pickle: No such file"),
+    (["memory", "--from", "README.md"], "as no pickle of torch does; expected what torch.cuda.memory._dump_snapshot"),
+    (["memory", "--fit", "130"], "--fit is '130'; expected 130GiB, 500MiB"),
+    (["memory", "--fit", "--device", "cpu"], "on a CPU say how much, such as --fit 4GiB"),
+    (["memory", "--compare"], "--compare, --host-gib and --update-after-backward are for --fit"),
+    (["memory", "--host-gib", "-1", "--fit", "1GiB"], "host_gib is -1.0; expected 0 or more"),
+    (["memory", "--fit", "1GiB", "--policies", "none"], "--fit makes a policy of its own"),
+    (["train", "--checkpointing", "@absent.json"], "cannot read the checkpointing policy absent.json"),
+    (["memory", "--from", "README.md", "--residuals"], "--from shows a file and measures nothing"),
+    (["memory", "--peaks", "--policies", "often", "--device", "cpu"], "expected none, every-K"),
+    (["memory", "--checkpointing", "--policies", "none,often"], "expected none, every-K"),
+    (["bench", "step", "--checkpointing", "every-0"], "expected none, every-K"),
+    (["profile", "--steps", "0"], "expected at least one step of each kind"),
+    (["profile", "--nvtx", "--device", "cpu"], "use a machine with a GPU"),
+    (["profile", "--nsys", "--nvtx"], "give one of them"),
+    (["profile", "--from", "absent.sqlite"], "cannot read absent.sqlite: No such file"),
+    (["profile", "--from", "x.json", "--size", "small"], "measures nothing, so --size has nothing to change"),
+    (["profile", "--from", "x.json", "--d-ff", "64"], "measures nothing, so --d-ff has nothing to change"),
+    (["memory", "--from", "x.pickle", "--precision", "bf16"], "measures nothing, so --precision has nothing"),
+    (["memory", "--from", "x.pickle", "--precision", "fp32"], "measures nothing, so --precision has nothing"),
+    (["plan", "--size", "huge"], "unknown size 'huge'; expected one of tiny"),
+    (["plan", "--config", "absent.toml"], "cannot read the configuration absent.toml"),
+    (["plan", "--num-heads", "7"], "d_model 2560 does not divide into 7 heads"),
+    (["train", "--steps", "0"], "steps is 0; expected 1 or more"),
+    (["train", "--learning-rate", "nan", "--device", "cpu"], "learning_rate is nan; expected a positive number"),
+    (["train", "--learning-rate", "inf", "--device", "cpu"], "learning_rate is inf; expected a positive number"),
+    (["train", "--timeout", "nan", "--device", "cpu"], "timeout is nan; expected seconds above 0"),
+    (["train", "--timeout", "inf", "--device", "cpu"], "timeout is inf; expected seconds above 0"),
+    (["train", "--global-batch", str(10**22), "--device", "cpu"], "tokens of an update is 5.12e+24; at most 1e+15"),
+    (["train", "--d-model", "4000000000000", "--device", "cpu"], "number of parameters is 2.56e+26; at most 1e+15"),
+    (["bench", "step", "--learning-rate", "nan"], "learning_rate is nan; expected a positive number"),
+    (["bench", "step", "--seed", str(2**64)], "less than 2^64"),
+    (["bench", "ab", "--width", "nan", "--precision", "fp32,bf16"], "width nan; expected 2 runs or more"),
+    (["memory", "--memory-gib", "nan"], "memory_gib is nan; expected a positive number"),
+    (["plan", "--network-gb-s", "nan"], "network_bytes_per_s is nan; expected a positive number"),
+    (["sweep", "examples/sweep.toml", "--timeout", "nan"], "timeout is nan; expected seconds above 0"),
+    (["compare", "README.md", "README.md", "--spread", "nan"], "spread is nan; expected a share of 0 or more"),
+    (["train", "--batch", "0", "--device", "cpu"], "batch is 0; expected a positive number"),
+    (["profile", "--from", "README.md"], "README.md is not a trace of torch.profiler"),
+    (["compare", "absent.jsonl", "absent.jsonl"], "cannot read results from absent.jsonl"),
+    (["compare", "README.md", "README.md"], "line 1: not JSON"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD, ids=lambda value: str(value)[:60])
+def test_bad_input_is_one_line_with_the_remedy(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(REPOSITORY)
+    out = [] if words[0] == "compare" or "--out" in words else ["--out", str(tmp_path / "out")]
+    assert main_code([*words, *out]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert error.startswith("trainstep: ")
+
+
+def test_a_model_that_fits_no_memory_is_one_line(tmp_path):
+    found = trainstep("train", "--vocab-size", str(10**11), "--device", "cpu", "--out", str(tmp_path))
+    assert found.returncode == 2
+    (line,) = [line for line in found.stderr.splitlines() if "gloo" not in line.lower()]
+    assert line.startswith("trainstep: out of memory: ")
+    assert line.endswith("on more processes takes less")
+
+
+@pytest.mark.parametrize("words", [["bench", "step", "--precision", "fp8"], ["analyze", "--batch", "many"], ["fly"]])
+def test_flags_that_cannot_be_parsed(words):
+    assert main_code(words) == 2
+
+
+def test_debug_shows_the_traceback():
+    found = trainstep("analyze", "--size", "huge", "--debug")
+    assert found.returncode != 0
+    assert "Traceback" in found.stderr
+
+
+def test_too_little_data(tmp_path):
+    data = tmp_path / "short.txt"
+    data.write_text("short")
+    found = trainstep("bench", "step", "--data", str(data), "--device", "cpu", "--out", str(tmp_path / "out"))
+    assert found.returncode == 2
+    assert "the data has 5 tokens, but one sequence needs context + 1 = 513" in found.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "step", "--size", "small"],
+        ["dtypes", "--size", "small"],
+        ["analyze", "--size", "small"],
+        ["analyze", "--num-layers", "2"],
+    ],
+)
+def test_a_workload_has_its_own_model_and_takes_no_other(words, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([*words, "--workload", "examples.own_model:workload"])
+    assert exit_.value.code == 2
+    assert "--workload brings its own model" in capsys.readouterr().err

@@ -1,0 +1,110 @@
+"""For which scripts a change is nothing, and for which it may be something."""
+
+import pytest
+
+from trainstep.ladder.changes import reasons
+from trainstep.ladder.changes.rungs import RUNGS
+
+BY_NAME = {rung.name: rung for rung in RUNGS}
+SETTINGS = {
+    "on_gpu": True,
+    "matmul": "highest",
+    "autocast": [],
+    "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False, "batch_size": 2}],
+    "optimizers": [{"fused": False, "foreach": False, "file": "train.py"}],
+    "models": [
+        {"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "convolutions": 1, "is_channels_last": False}
+        | {"is_whole_compiled": False},
+    ],
+    "ddp": [{"gradient_as_bucket_view": False, "static_graph": False, "bucket_cap_mb": None, "gradients_mib": 9.0}],
+    "checkpoints": False,
+    "reads": True,
+    "recompiles": True,
+    "waiting": 0.3,
+    "operators": [
+        *("LogSoftmaxBackward0", "NllLossBackward0"),
+        *("ScaledDotProductEfficientAttentionBackward0", "SoftmaxBackward0"),
+    ],
+}
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
+def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
+    assert rung.why_not(SETTINGS) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "why"),
+    [
+        ("TF32 matmuls", {"matmul": "high"}, 'sets it itself: float32 products are at "high"'),
+        ("TF32 matmuls", {"on_gpu": False}, "needs a GPU"),
+        ("fused optimizer", {"optimizers": [{"fused": True, "foreach": False}]}, "sets it itself: fused=True"),
+        ("fused optimizer", {"optimizers": [{"fused": False, "foreach": False}]}, "no fused form"),
+        ("bf16 autocast", {"autocast": ["float16"]}, "sets it itself: autocast to float16"),
+        ("bf16 autocast", {"models": [{"dtypes": ["bfloat16"]}]}, "its weights are bfloat16"),
+        ("compiled model", {"models": [{"is_compiled": True}]}, "sets it itself"),
+        *(
+            (rung, {"models": []}, "no call of a model was seen outside of compiled code")
+            for rung in ("bf16 autocast", "compiled model", "compiled blocks", "checkpointed blocks", "channels last")
+        ),
+        ("compiled blocks", {"models": [{"blocks": 0}]}, "no repeated blocks"),
+        ("channels last", {"models": [{"convolutions": 0}]}, "no convolutions"),
+        ("channels last", {"models": [{"convolutions": 1, "is_channels_last": True}]}, "sets it itself"),
+        ("pinned memory", {"loaders": [{"pin_memory": True}]}, "sets it itself: pin_memory=True"),
+        ("pinned memory", {"on_gpu": False}, "needs a GPU"),
+        ("loader workers", {"loaders": []}, "makes no DataLoader"),
+        ("loader workers", {"loaders": [{"num_workers": 4}]}, "its loaders have workers"),
+        ("loader workers", {"loaders": [{"num_workers": 0, "is_iterable": True}]}, "repeat an IterableDataset"),
+        ("loader workers", {"waiting": 0.004}, "its steps wait for data for 0.4% of their time"),
+        ("compiled for any size", {"recompiles": False}, "nothing is compiled again after the first step"),
+        ("checkpointed blocks", {"checkpoints": True}, "sets it itself"),
+        ("checkpointed blocks", {"models": [{"blocks": 0}]}, "no repeated blocks"),
+        ("larger batch", {"loaders": []}, "makes no DataLoader: its batches are its own"),
+        ("larger batch", {"loaders": [{"batch_size": None, "is_iterable": False}]}, "made by batch samplers"),
+        (
+            "larger batch",
+            {"loaders": [{"batch_size": None, "is_iterable": True}]},
+            "of an IterableDataset is not known",
+        ),
+        ("our FlashAttention", {"on_gpu": False}, "needs a GPU"),
+        ("our FlashAttention", {"operators": ["LogSoftmaxBackward0"]}, "call no scaled_dot_product_attention"),
+        ("our FlashAttention", {"operators": ["ScaledDotProductX, dropping"]}, "its attention drops probabilities"),
+        ("fused attention", {"operators": ["LogSoftmaxBackward0", "MmBackward0"]}, "no attention that is written out"),
+        ("fused loss", {"models": [{"is_whole_compiled": True}]}, "head and loss left to the compiler"),
+        ("fused loss", {"operators": ["MseLossBackward0"]}, "no head of a model whose logits go straight into"),
+        ("fused RoPE", {"models": [{"is_whole_compiled": True}]}, "rotary positions left to the compiler"),
+        ("fused RoPE", {"on_gpu": False}, "it needs a GPU"),
+        ("late reads", {"on_gpu": False}, "on a CPU nothing waits"),
+        ("late reads", {"reads": False}, "no line of the script calls item()"),
+        ("DDP's static graph", {"ddp": []}, "makes no DistributedDataParallel"),
+        ("DDP's static graph", {"ddp": [{"static_graph": True}]}, "sets it itself: static_graph=True"),
+        ("DDP's larger buckets", {"ddp": []}, "makes no DistributedDataParallel"),
+        ("DDP's larger buckets", {"ddp": [{"bucket_cap_mb": 5}, {"bucket_cap_mb": 1000}]}, "bucket_cap_mb=5 and 1000"),
+        ("DDP's larger buckets", {"ddp": [{"bucket_cap_mb": None, "gradients_mib": 0.9}]}, "0.9 MiB, which are sent"),
+        ("DDP's buckets as gradients", {"ddp": [{"gradient_as_bucket_view": True}]}, "gradient_as_bucket_view=True"),
+    ],
+)
+def test_what_is_nothing_for_a_script_is_said(name, own, why):
+    assert why in BY_NAME[name].why_not({**SETTINGS, **own})
+
+
+def test_a_loss_that_may_be_there_is_tried():
+    for own in (None, ["NllLoss2DBackward0"], ["NllLossBackward0"]):
+        assert BY_NAME["fused loss"].why_not({**SETTINGS, "operators": own}) == ""
+    models = [{"is_whole_compiled": True}, {"is_whole_compiled": False}]
+    assert BY_NAME["fused loss"].why_not({**SETTINGS, "models": models}) == ""
+
+
+@pytest.mark.parametrize("name", ["our FlashAttention", "fused attention"])
+def test_attention_that_may_be_there_is_tried(name):
+    for own in (None, ["SoftmaxBackward0"], ["SafeSoftmaxBackward0"]):
+        assert BY_NAME[name].why_not({**SETTINGS, "operators": own}) == ""
+    some_drop = ["ScaledDotProductX", "ScaledDotProductX, dropping"]
+    assert BY_NAME["our FlashAttention"].why_not({**SETTINGS, "operators": some_drop}) == ""
+
+
+def test_no_more_workers_than_cores_that_the_process_may_run_on(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for allowed, expected in (({3}, 1), ({0, 5}, 2), (set(range(8)), 4)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda process, allowed=allowed: allowed)
+        assert reasons.workers_here() == expected

@@ -1,0 +1,267 @@
+"""Each change made from outside, in this process."""
+
+import functools
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from trainstep.ladder.changes import rungs
+
+
+class Trial:
+    def __init__(self):
+        self.on_first_call = []
+
+    def sees(self, model):
+        for change in self.on_first_call:
+            change(model)
+
+
+@pytest.fixture
+def trial(monkeypatch):
+    """A run that is no process: what changes replace is put back."""
+    for kind in (
+        *(torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad),
+        *(DataLoader, DistributedDataParallel),
+    ):
+        monkeypatch.setattr(kind, "__init__", kind.__init__)
+    return Trial()
+
+
+def test_optimizers_are_fused_where_the_script_says_nothing(trial):
+    rungs.fused_optimizers(trial)
+    weights = [nn.Parameter(torch.ones(2))]
+    for kind in (torch.optim.AdamW, torch.optim.Adam, functools.partial(torch.optim.SGD, lr=0.1)):
+        assert kind(weights).defaults["fused"]
+        assert not kind(weights, foreach=True).defaults["fused"]
+        assert not kind(weights, capturable=True).defaults["fused"] if kind is torch.optim.Adam else True
+
+
+def test_loaders_with_few_workers_get_more(trial, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, 4, 7})
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    rungs.workers(trial)
+    data = TensorDataset(torch.arange(8))
+    for loader in (DataLoader(data), DataLoader(data, num_workers=1), DataLoader(data, 2, False, None, None, 0)):
+        assert loader.num_workers == 3
+        assert not loader.persistent_workers
+    assert DataLoader(data, num_workers=1, persistent_workers=True).persistent_workers, "as the script has it"
+    assert DataLoader(data, num_workers=5).num_workers == 5
+    assert DataLoader(Stream()).num_workers == 0, "each worker would repeat it"
+
+
+class OfEpoch(Dataset):
+    """What it gives depends on the epoch that it was told."""
+
+    epoch = 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, place):
+        return 10 * self.epoch + place
+
+
+def test_workers_see_what_the_script_does_to_its_data_between_epochs(trial, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    rungs.workers(trial)
+    data = OfEpoch()
+    loader, found = DataLoader(data, batch_size=4), []
+    for data.epoch in range(2):
+        found += [batch.tolist() for batch in loader]
+    assert loader.num_workers == 2
+    assert found == [[0, 1, 2, 3], [10, 11, 12, 13]]
+
+
+def test_loaders_make_batches_of_twice_as_many_samples_once(trial):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    rungs.larger_batch(trial)
+    data = TensorDataset(torch.arange(8))
+    assert [DataLoader(data).batch_size, DataLoader(data, 3).batch_size] == [2, 6]
+    assert DataLoader(data, batch_size=6).batch_size == 6, "made anew of the arguments of one that is larger already"
+    assert DataLoader(TensorDataset(torch.arange(9)), batch_size=6).batch_size == 12
+    sampler = DataLoader(data, batch_size=4).batch_sampler
+    assert sampler.batch_size == 8
+    assert list(map(len, DataLoader(data, batch_sampler=sampler).batch_sampler)) == [8]
+    assert DataLoader(data, batch_size=None).batch_size is None
+    assert DataLoader(Stream(), batch_size=2).batch_size == 2
+    with pytest.raises(TypeError, match="nonsense"):
+        DataLoader(data, nonsense=1)
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5)) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def gradients(change, trial):
+    torch.manual_seed(0)
+    model = Dropping()
+    kept = []
+    if change:
+        change(trial)
+        trial.sees(model)
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.numel()) or each, lambda each: each):
+        loss = model(torch.ones(4, 8)).square().sum()
+    loss.backward()
+    return [each.grad for each in model.parameters()], sum(kept)
+
+
+def test_checkpointed_blocks_keep_less_and_drop_the_same(trial):
+    (plain, much), (own, little) = gradients(None, trial), gradients(rungs.checkpointed_blocks, trial)
+    assert all(map(torch.equal, plain, own))
+    assert any(each.count_nonzero() < each.numel() for each in plain), "something was dropped"
+    assert little < much / 2
+    trial.sees(nn.Linear(2, 2))  # a model without blocks stays as it is
+
+
+def test_autocast_is_around_the_model_and_results_are_float32(trial):
+    rungs.bf16_autocast(trial)
+    seen = []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.linear(x)
+            seen.append(y.dtype)
+            return {"y": y, "n": [y.sum(), 3]}
+
+    model = Model()
+    trial.sees(model)
+    result = model(torch.ones(2, 4))
+    assert seen == [torch.bfloat16]
+    assert (result["y"].dtype, result["n"][0].dtype, result["n"][1]) == (torch.float32, torch.float32, 3)
+
+
+def test_channels_last_leaves_parameters_where_optimizers_have_them(trial):
+    rungs.channels_last(trial)
+    model = nn.Conv2d(3, 4, 3)
+    before = model.weight
+    trial.sees(model)
+    assert model.weight is before
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_is_compiled_is_compiled_once_for_any_size(trial, monkeypatch):
+    monkeypatch.setattr(torch, "compile", torch.compile)  # put back
+    torch.compiler.reset()
+    rungs.any_sizes(trial)
+    counts = []
+    function = torch.compile(lambda x: x.sin() + 1, dynamic=False, backend=counting(counts))
+    decorated = torch.compile(backend=counting(counts))(lambda x: x.cos() + 1)
+
+    class Twice(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    module = Twice()
+    module.compile(dynamic=False, backend=counting(counts))
+    for place, compiled in enumerate((function, decorated, module)):
+        for size in (3, 4, 5):
+            compiled(torch.zeros(size, 2))
+        assert len(counts) == place + 1
+    torch.compiler.reset()
+
+
+def counting(counts):
+    def backend(graph, inputs):
+        counts.append(1)
+        return graph.forward
+
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "is_ours"),
+    [
+        (((2, 4, 6, 8), (2, 4, 6, 8)), {"is_causal": True}, True),
+        (((2, 4, 6, 8), (2, 2, 6, 8)), {"is_causal": True, "enable_gqa": True}, True),
+        (((2, 4, 6, 8), (2, 1, 9, 8)), {"scale": 0.3, "enable_gqa": True}, True),
+        (((2, 4, 6, 8), (2, 4, 9, 8)), {}, True),
+        (((2, 4, 9, 8), (2, 4, 6, 8)), {"is_causal": True}, True),
+        (((3, 2, 4, 6, 8), (3, 2, 2, 6, 8)), {"enable_gqa": True}, True),
+        (((4, 6, 8), (4, 7, 8)), {}, True),
+        (((6, 8), (7, 8)), {}, True),
+        (((2, 4, 6, 8), (1, 4, 6, 8)), {}, False),  # a batch of one for many
+        (((2, 4, 6, 8), (2, 1, 6, 8)), {}, False),  # a head of one for many
+        (((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 5)), {}, False),
+        (((2, 4, 6, 8), (2, 4, 6, 8)), {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()}, False),
+    ],
+)
+def test_our_attention_takes_what_the_kernels_take(shapes, options, is_ours, trial, monkeypatch):
+    """On a CPU, with the plain formula in the kernels' place."""
+    from trainstep.attention import api
+
+    seen = []
+
+    def plain(q, k, v, scoring):
+        seen.append(tuple(k.shape))
+        return api.attention_eager(q, k, v, scoring)
+
+    monkeypatch.setitem(api._BY_NAME, "flash-triton", plain)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
+    shapes = (*shapes, shapes[1]) if len(shapes) == 2 else shapes
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    expected = F.scaled_dot_product_attention(*leaves, **options)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    rungs.our_attention(trial)
+    found = F.scaled_dot_product_attention(*leaves, **options)
+    assert seen == ([shapes[1]] if is_ours else []), "and keys are not expanded"
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(rungs.bucket_views, "gradient_as_bucket_view"), (rungs.static_graph, "static_graph")]
+)
+def test_ddp_is_given_what_it_was_not(trial, monkeypatch, change, name):
+    given = []
+    monkeypatch.setattr(DistributedDataParallel, "__init__", taken(given))
+    change(trial)
+    module = nn.Linear(2, 2)
+    DistributedDataParallel(module)
+    DistributedDataParallel(module, bucket_cap_mb=5, **{name: True})
+    assert given == [{name: True}, {"bucket_cap_mb": 5, name: True}]
+
+
+def test_ddp_is_given_larger_buckets_where_it_was_given_none(trial, monkeypatch):
+    given = []
+    monkeypatch.setattr(DistributedDataParallel, "__init__", taken(given))
+    rungs.larger_buckets(trial)
+    module = nn.Linear(2, 2)
+    DistributedDataParallel(module)
+    DistributedDataParallel(module, bucket_cap_mb=5)
+    assert given == [{"bucket_cap_mb": 100}, {"bucket_cap_mb": 5}]
+
+
+def taken(given):
+    """A constructor that notes what it is given besides the module."""
+
+    def __init__(self, module, **options):
+        given.append(options)
+
+    __init__.__signature__ = inspect.signature(DistributedDataParallel.__init__)
+    return __init__

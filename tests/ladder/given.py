@@ -1,0 +1,52 @@
+"""A ladder whose runs are given: what a script does with each set of rungs, with the memory of a GPU."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+from tests.ladder.changes.test_reasons import SETTINGS
+from tests.ladder.test_judge import PLAIN
+from trainstep.ladder.changes.rungs import RUNGS
+from trainstep.ladder.climb import Ladder
+from trainstep.ladder.single import Taken
+from trainstep.observe.log import RankLog
+
+BY_NAME = {rung.name: rung for rung in RUNGS}
+MODEL = {**SETTINGS["models"][0], "drops": False}
+LOADER = {**SETTINGS["loaders"][0], "file": "train.py", "line": 7, "batch_size": 8}
+FOUND = {**SETTINGS, "models": [MODEL], "loaders": [LOADER]}
+
+
+def captured(peak, fixed=2.0, limit=10.0, **changes):
+    return dataclasses.replace(PLAIN, peak_gib=peak, fixed_gib=fixed, limit_gib=limit, **changes)
+
+
+ON_CPU = dataclasses.replace(PLAIN, peak_gib=None)
+
+
+class Given:
+    """A script on a GPU, with runs that are given.
+
+    Args:
+        peak: GiB of the script as it is; 2 of them are there between steps, and it could have 10.
+        runs: names of rungs, divided by commas → what is other in a run with them.
+    """
+
+    def __init__(self, peak=4.0, **runs):
+        self.command = SimpleNamespace(name="train.py")
+        self.plain = {"step_ms": (10.0,) * 7, "captured": captured(peak), "samples_per_step": 8.0, "failure": ""}
+        self.runs, self.asked, self.judged = runs, [], []
+
+    def run(self, what, rungs=(), **more):
+        names = ",".join(rung.name for rung in rungs)
+        self.asked.append(names)
+        self.judged.append(more.get("is_judged", True))
+        given = self.plain | self.runs.get(names, {})
+        log = RankLog({}, {"settings": FOUND, "places": given.pop("places", {})})
+        return Taken(Path(), 0, log, first_step_ms=10.0, **given)
+
+
+def climbed(script, *rungs, **options):
+    """The ladder, and its rows by rung."""
+    ladder = Ladder(script, rungs, **options)
+    return ladder, {row.rung: row for row in ladder.climb()}

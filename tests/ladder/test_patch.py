@@ -1,0 +1,142 @@
+"""What was kept, written into a script's text."""
+
+import pytest
+
+from trainstep.ladder.changes.reasons import workers_here
+from trainstep.ladder.patch import patch_of
+
+TEXT = '''"""A script."""
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+def main():
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=1e-3,  # größer
+    )
+    loader = DataLoader(range(10), batch_size=2, num_workers=0)
+    for x in loader:
+        loss = model(
+            x
+        ).sum()
+        loss.backward()
+'''
+LOADER = {"line": 13, "num_workers": 0, "pin_memory": False, "is_iterable": False}
+OPTIMIZER = {"class": "AdamW", "line": 9, "fused": False, "foreach": False, "names": ["model"]}
+MODEL = {"line": 15, "device": "cuda", "floats": [True]}
+
+
+@pytest.fixture
+def patched(tmp_path):
+    """The lines that a patch adds and takes away."""
+    file = tmp_path / "train.py"
+
+    def make(*kept, text=TEXT, loader=(), optimizer=(), model=()):
+        file.write_text(text, encoding="utf-8")
+        settings = {
+            "loaders": [{**LOADER, **dict(loader), "file": str(file)}],
+            "optimizers": [{**OPTIMIZER, **dict(optimizer), "file": str(file)}],
+            "models": [{**MODEL, **dict(model), "file": str(file)}],
+        }
+        found = patch_of(file, kept, settings)
+        changed = [line for line in found.diff(tmp_path).splitlines()[2:] if line[:1] in "+-"]
+        return found, [line for line in changed if line.strip("+-").strip()]
+
+    return make
+
+
+def test_arguments_go_behind_the_last_one(patched):
+    found, lines = patched("fused optimizer")
+    assert lines == ["-        lr=1e-3,  # größer", "+        lr=1e-3, fused=True,  # größer"]
+    assert (found.written, found.left) == (["fused optimizer"], [])
+
+
+def test_arguments_that_are_there_get_the_new_value(patched):
+    _, lines = patched("pinned memory", text=TEXT.replace("num_workers=0", "pin_memory=False"))
+    assert lines[1] == "+    loader = DataLoader(range(10), batch_size=2, pin_memory=True)"
+
+
+def test_a_loader_with_few_workers_gets_more_and_one_that_would_repeat_itself_gets_none(patched):
+    few = workers_here() - 1
+    text = TEXT.replace("num_workers=0", f"num_workers={few}")
+    _, lines = patched("loader workers", text=text, loader={"num_workers": few})
+    assert lines[1].startswith(f"+    loader = DataLoader(range(10), batch_size=2, num_workers={few + 1}")
+    found, lines = patched("loader workers", text=text, loader={"num_workers": few, "is_iterable": True})
+    assert (lines, found.left) == ([], ["loader workers"])
+
+
+def test_changes_together_find_their_places(patched):
+    found, lines = patched(
+        *("TF32 matmuls", "fused optimizer", "bf16 autocast", "channels last", "compiled model", "loader workers")
+    )
+    assert found.left == []
+    added = [line[1:] for line in lines if line.startswith("+")]
+    assert added[0] == 'torch.set_float32_matmul_precision("high")'
+    assert sorted(added[1:3]) == ["    model.compile()", "    model.to(memory_format=torch.channels_last)"]
+    assert added[3] == "        lr=1e-3, fused=True,  # größer"
+    assert added[4].startswith("    loader = DataLoader(range(10), batch_size=2, num_workers=")
+    assert added[5:] == [
+        '        with torch.autocast("cuda", torch.bfloat16):',
+        "            loss = model(",
+        "                x",
+        "            ).sum()",
+    ]
+    (text,) = found.texts.values()
+    compile(text, "train.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("kept", "more"),
+    [
+        ("compiled blocks", {}),  # no line is known for it
+        ("fused optimizer", {"optimizer": {"line": 3}}),  # no such call there
+        ("compiled model", {"optimizer": {"names": []}}),  # the line does not know the model
+        ("compiled model", {"optimizer": {"names": ["generator", "critic"]}}),
+        ("bf16 autocast", {"text": TEXT.replace("x\n        ).sum()", '"""x\n""").sum()')}),  # a text over lines
+        ("bf16 autocast", {"model": {"line": 14}}),  # a loop is no simple statement
+        ("TF32 matmuls", {"text": TEXT.replace("import torch\n", "import torch as t\n")}),
+    ],
+)
+def test_what_is_not_certain_is_left_out(patched, kept, more):
+    found, lines = patched(kept, **more)
+    assert (found.written, found.left, lines) == ([], [kept], [])
+
+
+@pytest.mark.parametrize(
+    ("statement", "floats", "widened"),
+    [
+        ("loss = model(x)", [True], ["loss"]),
+        ("loss = model(x)", [False], []),  # token ids, say
+        ("loss = model(x)", None, []),  # an object, which has no .float()
+        ("loss, ids, more = model(x)", [True, False, True], ["loss", "more"]),
+        ("loss = model(x)", [True, True], []),  # a tuple
+        ("loss = model(x).sum()", [True], []),  # the sum is autocast's
+        ("loss = other = model(x)", [True], []),
+        ("model(x)", [True], []),
+    ],
+)
+def test_what_autocast_narrows_is_float32_again(patched, statement, floats, widened):
+    """As it is in the rung that was judged: bf16 logits would give a loss of three digits, and NumPy has no bf16."""
+    text = TEXT.replace("loss = model(\n            x\n        ).sum()", statement)
+    found, lines = patched("bf16 autocast", text=text, model={"line": 15, "floats": floats})
+    assert found.written == ["bf16 autocast"]
+    header = '+        with torch.autocast("cuda", torch.bfloat16):'
+    assert [line for line in lines if line.startswith("+")] == [
+        header, f"+            {statement}", *(f"+        {name} = {name}.float()" for name in widened),
+    ]  # fmt: skip
+
+
+def test_what_can_be_written_is(patched):
+    found, lines = patched("compiled blocks", "fused optimizer")
+    assert (found.written, found.left, len(lines)) == (["fused optimizer"], ["compiled blocks"], 2)
+
+
+def test_files_of_libraries_are_left_alone(tmp_path):
+    library = tmp_path / "site-packages" / "trainer" / "loop.py"
+    library.parent.mkdir(parents=True)
+    library.write_text(TEXT, encoding="utf-8")
+    settings = {"loaders": [], "models": [], "optimizers": [{**OPTIMIZER, "file": str(library)}]}
+    assert patch_of(library, ["fused optimizer"], settings).texts == {}

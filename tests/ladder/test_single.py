@@ -1,0 +1,135 @@
+"""How long a run of a script for its ladder may take, and that nothing of one that is ended goes on."""
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.observe.measuring import SCRIPTS, alone
+from trainstep.ladder import ranks, single
+from trainstep.ladder.rung_rows import rung_row
+from trainstep.ladder.single import Script
+from trainstep.observe import supervise
+
+
+def test_a_change_that_makes_the_script_wait_for_ever_is_ended_with_its_children(tmp_path, monkeypatch):
+    file, told = tmp_path / "waiting.py", tmp_path / "told"
+    file.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        f"told = pathlib.Path({str(told)!r})\n"
+        "child = os.fork()\n"
+        "if not child: time.sleep(600)\n"
+        "told.write_text(f'{child}\\n')\n"
+        "signal.signal(signal.SIGTERM, lambda *_: told.open('a').write('asked\\n'))\n"
+        "print('I wait')\nsys.stdout.flush()\n"
+        "for _ in range(600): time.sleep(1)\n"
+    )
+    monkeypatch.setattr(single, "LEAST_S", 3.0)
+    monkeypatch.setattr(supervise, "GRACE_S", 2.0)
+    script = Script(alone([str(file)]), tmp_path / "runs", 4)
+    script.own_s = 0.5
+    taken = script.run("it waits")
+    assert taken.failure.startswith("it was ended after 5 s; as it is, the script takes 0 s (its last words: I wait")
+    assert taken.captured is None
+    child, *asked = told.read_text().split()
+    assert asked == ["asked"], "once, and then killed"
+    deadline = time.monotonic() + 5.0
+    while _is_running(int(child)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(int(child))
+
+
+def _is_running(pid):
+    """Whether it is there and no zombie, which whoever inherited it has yet to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_later_runs_may_take_ten_times_the_first_and_those_under_roundings_any_time(tmp_path, monkeypatch):
+    limits = []
+
+    def took_a_second(*_, limit_s, **__):
+        limits.append(limit_s)
+        now.append(now[-1] + 100.0)
+        return 0
+
+    now = [0.0]
+    monkeypatch.setattr(ranks, "run_script", took_a_second)
+    monkeypatch.setattr(single.time, "monotonic", lambda: now[-1])
+    script = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path, 4)
+    for rounding in (None, None, ("fp32", 0), None):
+        script.run("it", rounding=rounding)
+    assert limits == [math.inf, 1000.0, math.inf, 1000.0]
+    script.own_s = 3.0
+    script.run("it")
+    assert limits[-1] == 120.0, "two minutes at least"
+
+
+LOADED_AHEAD = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, place):
+        import time
+        time.sleep({seconds})
+        return torch.ones(2) * place
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for place, batch in enumerate(DataLoader(Slow(), batch_size=1, num_workers=2, prefetch_factor={ahead})):
+    if place == 2:
+        import time
+        time.sleep(2 * {seconds} * {ahead})  # as where copies are made: meanwhile all that may be is fetched
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("ahead", "is_enough"), [(2, True), (16, False)])
+def test_a_short_run_does_not_live_on_what_workers_fetched_ahead(tmp_path, ahead, is_enough):
+    """Two workers load a batch in 100 ms each; four that were ready would make 17 steps as fast as 13, of 38 ms."""
+    file = tmp_path / "ahead.py"
+    file.write_text(LOADED_AHEAD.format(seconds=0.1, ahead=ahead))
+    taken = Script(alone([str(file)]), tmp_path / "runs", 20).run("it", is_judged=False)
+    assert len(taken.step_ms) == 17
+    if is_enough:
+        assert taken.failure == ""
+        assert taken.from_stock == pytest.approx(4 / 17, abs=1.1 / 17)
+        assert sum(taken.step_ms) / taken.ms_per_step == pytest.approx(13, abs=1.1), "steps that it is the mean of"
+        assert taken.ms_per_step > 45, "less a tenth of what two workers take"
+    else:
+        assert taken.failure.startswith("loaders' workers had ")
+        assert taken.failure.endswith("take more updates than 20 (--steps)")
+
+
+EPOCHS = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+loader = DataLoader(torch.ones(6, 1))
+for epoch in range(int(sys.argv[1])):
+    for batch in loader:
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("updates", "epochs", "is_first"), [(5, 2, True), (8, 2, False), (8, 1, False)])
+def test_a_run_that_is_stopped_before_a_second_epoch_saw_none(tmp_path, updates, epochs, is_first):
+    """One that ran to its end has no second epoch."""
+    file = tmp_path / "epochs.py"
+    file.write_text(EPOCHS)
+    taken = Script(alone([str(file), str(epochs)]), tmp_path / "runs", updates).run("it")
+    assert taken.is_in_first_epoch is is_first
+    row = rung_row({"workload": "epochs.py", "rung": "it"}, taken)
+    assert (row.updates, row.in_first_epoch) == (min(updates, 6 * epochs), is_first)

@@ -1,0 +1,41 @@
+"""What a run is judged by, of all ranks together, and the memory that it took."""
+
+import pytest
+import torch
+
+from trainstep.check.gradients import Gradients
+from trainstep.ladder.trial.capture import Captured, bytes_of, of_all_ranks
+from trainstep.step.batches import tensors_of
+
+
+def captured(gradient=1.0, weights="a", loss=1.0, updates=3, moved=2.0, peak=None):
+    def one(value):
+        return {"w": torch.tensor([value])}
+
+    sizes, gradients = {"w": 1.0}, Gradients(loss, one(gradient))
+    return Captured(gradients, weights, (loss, 2 * loss), one(moved), one(moved / 2), sizes, updates, peak)
+
+
+def test_ranks_with_equal_weights_and_gradients_are_one():
+    found = of_all_ranks([captured(loss=1.0, peak=2.0), captured(loss=3.0, peak=5.0)])
+    assert found.gradients.loss == 2.0, "the mean over the ranks' data"
+    assert found.losses == (2.0, 4.0)
+    assert [list(each) for each in (found.gradients.by_name, found.moved, found.first_moved, found.sizes)] == [
+        ["w"]
+    ] * 4
+    assert (found.weights, found.updates, found.peak_gib) == ("a a", 6, 5.0)
+
+
+@pytest.mark.parametrize("other", [{"gradient": 1.5}, {"weights": "b"}, {"moved": 2.5}])
+def test_what_differs_between_ranks_is_judged_on_each(other):
+    found = of_all_ranks([captured(), captured(**other)])
+    for each in (found.gradients.by_name, found.moved, found.first_moved, found.sizes):
+        assert list(each) == ["w", "w on rank 1"]
+    assert float(found.gradients.by_name["w on rank 1"]) == other.get("gradient", 1.0)
+
+
+def test_memory_is_counted_of_what_lies_somewhere():
+    weight, sums = torch.zeros(10), torch.zeros(3, dtype=torch.float64)
+    sparse = torch.eye(4).to_sparse()
+    state = [{"exp_avg": weight, "step": 3}, sums, 7]  # most optimizers keep dicts, MADGRAD a tensor beside them
+    assert bytes_of([weight, sparse, *tensors_of(state), weight[:10]]) == 10 * 4 + 3 * 8

@@ -1,0 +1,13 @@
+"""A ladder that finds every step right."""
+
+import pytest
+import torch
+
+import trainstep.ladder.workloads as ladder
+from tests.ladder.workloads import Trusting
+
+
+@pytest.fixture
+def trusting(monkeypatch):
+    monkeypatch.setattr(ladder, "StepCheck", Trusting)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: None)  # compiled code is tested with the step
