@@ -14,13 +14,13 @@ import trainstep
 PACKAGE = Path(trainstep.__file__).parent
 
 LEVELS = (
-    {"base"},
-    {"rows"},
-    {"step", "attention", "fused", "checkpointing", "parallel"},
-    {"measure", "plan", "check"},
-    {"report"},
-    {"ladder", "observe", "bench", "train"},
-    {"commands"},
+    ("base",),
+    ("rows",),
+    ("step", "attention", "fused", "checkpointing", "parallel"),
+    ("measure", "plan", "check"),
+    ("report",),
+    ("ladder", "observe", "bench", "train"),
+    ("commands",),
 )
 """The rooms, from the ground up: each may import from its own level and from those below."""
 LEVEL = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}

@@ -1,7 +1,7 @@
 """Memory traded for time: which activations of a module's blocks are kept, computed again, or sent to the host.
 
-`Checkpointing(module, policy)` applies a `Policy` to the blocks. `UpdatesInBackward` has the optimizer update each block
-in backward. Every name is imported on first use, so policies can be read without torch.
+`Checkpointing(module, policy)` applies a `Policy` to the blocks. With `UpdatesInBackward` the optimizer updates each
+block in backward. Every name is imported on first use, so policies can be read without torch.
 """
 
 from importlib import import_module
