@@ -45,7 +45,7 @@ from trainstep.rows import ScriptRow, ScriptRungRow
 from trainstep.rows.records import Row, of_kind, read_records
 
 ROOT = Path(__file__).parents[1]
-OWN, LIBRARIES = ROOT / "tests/run/scripts", ROOT / "tests/realworld/scripts"
+OWN, LIBRARIES = ROOT / "tests/observe/scripts", ROOT / "tests/realworld/scripts"
 SAID_OF = ("torch", "date", "commit")
 
 
