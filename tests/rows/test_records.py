@@ -346,8 +346,11 @@ def test_any_name_is_written_and_read_again(tmp_path, name):
         ('{"kind": "step", "case": {}, "environment": {"torch": {}}}', "environment"),
         ('{"kind": "step", "case": ' + '{"a":' * 100_000 + "1" + "}" * 100_001, "nested"),
         ('{"kind": "rung", "case": {"rung": 3}}', "rung"),
-        ('{"kind": "allocation", "case": {}, "values": {"made_in": 3}}', "made_in"),
-        ('{"kind": "ceiling", "case": {"what": null}}', "what"),
+        ('{"kind": "ceiling", "case": {"what": "copy"}}', "'what' among its case; .* this version of trainstep"),
+        (
+            '{"kind": "ceiling", "case": {"what": "copy"}, "environment": {"commit": "0123abc"}}',
+            "the version that wrote it .commit 0123abc.",
+        ),
     ],
 )
 def test_values_of_another_kind_than_their_column_are_named_with_their_line(tmp_path, line, says):

@@ -15,7 +15,7 @@ from trainstep.observe.lines import shown_line
 from trainstep.observe.loaders import main_loader
 from trainstep.observe.log import RankLog
 from trainstep.observe.steps import COMMUNICATION, DATA
-from trainstep.rows import RecompilationRow, ScriptRow, WaitRow, rows_of
+from trainstep.rows import RecompilationRow, ScriptRow, WaitRow, row_of
 from trainstep.rows.records import Row, Times, make_row, of_kind
 
 WARMUP = 3  # steps left out of many
@@ -54,7 +54,7 @@ def script_records(logs: Sequence[RankLog], script: str, code: int | None) -> li
         rows += [*_step_rows(log, own, {**how, "latest_share": share}), *_wait_rows(log, own)]
         rows += _recompilation_rows(log, own)
         environment = {"environment": own["environment"]}
-        rows += [row for each in log.rows for row in rows_of(**{**each, **environment})]
+        rows += [row_of(**{**each, **environment}) for each in log.rows]
     return rows
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, get_args
 
 from trainstep.base.errors import UsageError
-from trainstep.rows import rows_of
+from trainstep.rows import row_of
 from trainstep.rows.row import AnyRow as AnyRow
 from trainstep.rows.row import Row as Row
 from trainstep.rows.row import Scalar as Scalar
@@ -143,7 +143,7 @@ def _line(row: Row) -> bytes:
 
 
 def sections_of(row: Row) -> dict[str, Any]:
-    """A row as the object that JSON has of it; the arguments of `kinds.rows_of`."""
+    """A row as the object that JSON has of it; the arguments of `rows.row_of`."""
     sections = {name: dict(getattr(row, name)) for name in SECTIONS}
     found: dict[str, Any] = _jsonable({"kind": row.kind, **sections, "status": row.status, "reason": row.reason})
     return found
@@ -184,17 +184,18 @@ def collection_paused() -> Iterator[None]:
 
 
 def read_records(path: Path) -> list[Row]:
-    """All rows of a file; those of earlier versions as they would be written today.
+    """All rows of a file.
 
     Raises:
-        UsageError: no such file, or a line that is no row (the message names the line).
+        UsageError: no such file, or a line that is no row of this version (the message names the line, and the commit
+            that wrote it if it says so).
     """
     if path.is_dir():
         raise UsageError(f"{path} is a folder; expected its {path / 'results.jsonl'}")
     try:
         # Editors may put a mark before the first line; names may hold other line ends.
         with collection_paused(), path.open(encoding="utf-8-sig", newline="\n") as file:
-            rows = [row for number, line in enumerate(file, start=1) for row in _rows_of_line(path, number, line)]
+            rows = [_row_of_line(path, number, line) for number, line in enumerate(file, start=1) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read results from {path}: {error}") from error
     if not rows:
@@ -202,14 +203,19 @@ def read_records(path: Path) -> list[Row]:
     return rows
 
 
-def _rows_of_line(path: Path, number: int, line: str) -> list[Row]:
-    if not line.strip():
-        return []
+def _row_of_line(path: Path, number: int, line: str) -> Row:
+    place = f"{path}, line {number}"
     try:
-        return rows_of(**_parsed(line))
+        columns = _parsed(line)
     except ValueError as error:
         advice = "If the file was cut short, delete that line to use the rest"
-        raise UsageError(f"{path}, line {number}: {error}; expected a row of a trainstep run. {advice}") from error
+        raise UsageError(f"{place}: {error}; expected a row of a trainstep run. {advice}") from error
+    try:
+        return row_of(**columns)
+    except ValueError as error:
+        commit = columns.get("environment", {}).get("commit", "unknown")
+        advice = f"Measure again, or read the file with the version that wrote it (commit {commit})"
+        raise UsageError(f"{place}: {error}; expected a row of this version of trainstep. {advice}") from error
 
 
 def _no_number(constant: str) -> None:
