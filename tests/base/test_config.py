@@ -1,7 +1,21 @@
+import dataclasses
+
 import pytest
 
-from trainstep.base.config import SIZES, ModelConfig, StepConfig, load_toml, resolve_size
+from trainstep.base.config import (
+    CASE,
+    FIXED,
+    FORM,
+    RESUMABLE,
+    SIZES,
+    ModelConfig,
+    StepConfig,
+    load_toml,
+    resolve_size,
+    settings_with,
+)
 from trainstep.base.errors import UsageError
+from trainstep.rows.row import Row, StepSettings
 
 
 def test_gpt2_and_cs336_shapes():
@@ -15,6 +29,14 @@ def test_gpt2_and_cs336_shapes():
     assert shapes["8B"] == (4096, 11008, 34, 32)
     assert {name: config.vocab_size for name, config in SIZES.items() if config.vocab_size != 10_000} == {"8B": 151_936}
     assert (StepConfig().batch, StepConfig().context) == (4, 512)
+
+
+def test_settings_carry_their_roles():
+    assert settings_with(FORM) == ("precision", "compile", "attention", "loss", "fused", "optimizer")
+    assert settings_with(FIXED, without=("loss", "fused")) == ("batch", "context", "learning_rate")
+    assert {*settings_with(CASE), *settings_with(RESUMABLE)} == {*vars(StepConfig())} - {"learning_rate"}
+    own = {each.name for each in dataclasses.fields(StepSettings)} - {each.name for each in dataclasses.fields(Row)}
+    assert own == {"workload", *settings_with(CASE)}, "a result has every setting of its case"
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import dataclasses
 import math
 import tomllib
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from trainstep.base.errors import UsageError
 from trainstep.base.precision import PrecisionName
@@ -123,41 +123,52 @@ SIZES: Mapping[str, ModelConfig] = {
 that of its leaderboard of 2026."""
 
 
+CASE, FORM, FIXED, RESUMABLE = "case", "form", "fixed", "resumable"
+"""Roles of a step's settings: the case of a result; how the same training is computed, which a ladder changes; what a
+user's workload sets itself; what may differ when a run is resumed, as the loss curve does not depend on it."""
+
+
+def settings_with(role: str, *, without: Collection[str] = ()) -> tuple[str, ...]:
+    """The fields of `StepConfig` whose annotations carry a role, in order."""
+    hints = typing.get_type_hints(StepConfig, include_extras=True)
+    return tuple(name for name, hint in hints.items() if role in typing.get_args(hint)[1:] and name not in without)
+
+
 @dataclass(frozen=True)
 class StepConfig:
     """How one training step is taken. The defaults are the plain baseline: fp32, eager, nothing fused."""
 
-    batch: int = 4
+    batch: Annotated[int, CASE, FIXED, RESUMABLE] = 4
     """Sequences per step; under `trainstep train` those of one rank in one pass."""
-    context: int = 512
+    context: Annotated[int, CASE, FIXED] = 512
     """Tokens per sequence."""
-    precision: PrecisionName = "fp32"
+    precision: Annotated[PrecisionName, CASE, FORM] = "fp32"
     """fp32; tf32 (fp32 storage, TF32 matmuls); bf16 or fp16 autocast over fp32 weights (fp16 with a gradient scaler);
     bf16-pure (weights, gradients and optimizer state in bf16). A workload whose weights come in bf16 is by default
     measured as it is, as bf16-pure; every other precision then trains a float32 copy of its weights."""
-    compile: CompileMode = "off"
+    compile: Annotated[CompileMode, CASE, FORM, RESUMABLE] = "off"
     """torch.compile: off; each block on its own (blocks); the same, where backward computes again what costs no
     product, such as norms, so that less is kept (blocks-recompute); or the whole model."""
-    attention: AttentionImpl = "eager"
+    attention: Annotated[AttentionImpl, CASE, FORM, RESUMABLE] = "eager"
     """Attention implementation (our models). An explicit choice never falls back to another."""
-    loss: LossImpl = "dense"
+    loss: Annotated[LossImpl, CASE, FORM, FIXED, RESUMABLE] = "dense"
     """Cross-entropy: dense (all logits at once), chunked (head and loss over slices of tokens, recomputed in backward,
     so that the logits never exist in full) or fused (so too, but with the gradients computed in forward, by our kernel:
     nothing is computed twice; on a GPU)."""
-    fused: FusedParts = "none"
+    fused: Annotated[FusedParts, CASE, FORM, FIXED, RESUMABLE] = "none"
     """What our fused operators compute in place of plain ones (our models, on a GPU): rope (the rotary positions of
     queries and keys, in one pass)."""
-    checkpointing: str = "none"
+    checkpointing: Annotated[str, CASE, RESUMABLE] = "none"
     """Activations kept for backward: none (no checkpointing: all of them), every-K (only the input of every K blocks;
     the blocks run again in backward), selective (results of matrix products and attention), recursive (halves of halves
     of the blocks), @FILE (what the file says of each block; trainstep memory --fit writes one)."""
-    optimizer: OptimizerImpl = "adamw-foreach"
+    optimizer: Annotated[OptimizerImpl, CASE, FORM] = "adamw-foreach"
     """AdamW updating lists of tensors (foreach), AdamW in fused kernels, or plain SGD."""
-    learning_rate: float = 3e-4
+    learning_rate: Annotated[float, FIXED] = 3e-4
     """Learning rate: constant, or the peak of `trainstep train`'s schedule."""
-    device: str = "auto"
+    device: Annotated[str, RESUMABLE] = "auto"
     """auto (a GPU when there is one), cpu, cuda or cuda:N."""
-    seed: int = 0
+    seed: Annotated[int, CASE] = 0
     """Seed of the weights and of the order of the data."""
 
     def __post_init__(self) -> None:

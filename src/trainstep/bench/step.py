@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.base.config import PHASES_OF_MODE, PhaseContext, StepConfig, StepMode
+from trainstep.base.config import CASE, PHASES_OF_MODE, PhaseContext, StepConfig, StepMode, settings_with
 from trainstep.base.errors import UsageError
 from trainstep.base.hardware import find_device
 from trainstep.base.precision import PrecisionName
@@ -33,11 +33,6 @@ from trainstep.step.batches import count_tokens, tensors_of
 from trainstep.step.training_step import TrainingStep, build_step, uncompiled
 from trainstep.step.weights import optimizer_state_tensors
 from trainstep.step.workload import WorkloadSource, resolve_device
-
-CASE_FIELDS = (
-    *("batch", "context", "precision", "compile", "attention", "loss", "fused", "checkpointing", "optimizer", "seed"),
-)
-"""Fields of `StepConfig` that say which case a row is; those a user's workload fixes are left empty."""
 
 WARMUP = 2
 """Steps before the one whose memory is measured: the optimizer has its state and libraries their workspaces."""
@@ -66,7 +61,7 @@ class StepCase:
 
 def case_columns(source: WorkloadSource, config: StepConfig) -> dict[str, Any]:
     """Workload and settings, as the fields of `StepSettings`."""
-    settings = {name: getattr(config, name) for name in CASE_FIELDS}
+    settings = {name: getattr(config, name) for name in settings_with(CASE)}
     for name in ("checkpointing", "fused"):
         if settings[name] == "none":
             settings[name] = None  # as in rows from before there was a choice

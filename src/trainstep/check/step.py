@@ -36,7 +36,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainstep.base.config import StepConfig
+from trainstep.base.config import FORM, StepConfig, settings_with
 from trainstep.base.precision import PRECISIONS
 from trainstep.check.dropout import drops_otherwise, eager_random, without_dropout
 from trainstep.check.gradients import Deviation, Gradients
@@ -130,8 +130,7 @@ class Verdict:
 
 def plain_form(config: StepConfig) -> StepConfig:
     """The same training by the plainest means: fp32, eager, nothing fused."""
-    plain, names = StepConfig(), ["precision", "compile", "attention", "loss", "fused"]
-    names += [] if config.optimizer == "sgd" else ["optimizer"]
+    plain, names = StepConfig(), settings_with(FORM, without=("optimizer",) if config.optimizer == "sgd" else ())
     return dataclasses.replace(config, **{name: getattr(plain, name) for name in names})
 
 

@@ -22,7 +22,7 @@ from contextlib import suppress
 from statistics import median
 from typing import Any
 
-from trainstep.base.config import SIZES, ModelConfig, StepConfig
+from trainstep.base.config import CASE, SIZES, ModelConfig, StepConfig, settings_with
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.hardware import DeviceSpec, require_device
 from trainstep.base.precision import PRECISIONS
@@ -236,6 +236,5 @@ def _layout(row: Row, strategy: Strategy, ranks: int) -> Layout:
 
 
 def _step_of(row: Row) -> StepConfig:
-    names = ("batch", "context", "precision", "compile", "attention", "loss", "fused", "optimizer")
-    settings = {name: row.case[name] for name in names if row.case.get(name) is not None}
-    return StepConfig(**settings, checkpointing=str(row.case.get("checkpointing") or "none"))  # type: ignore[arg-type]
+    settings = {name: row.case[name] for name in settings_with(CASE) if row.case.get(name) is not None}
+    return StepConfig(**settings)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from trainstep.base.config import CASE, settings_with
 from trainstep.base.stats import WITHIN_RUN
 from trainstep.report import numbers
 from trainstep.report.numbers import as_float, number, typeset
@@ -189,10 +190,8 @@ def outcome_cell(row: Row) -> Cell:
 
 OUTCOME = Column("outcome", outcome_cell, setting=True)
 
+_TITLES = {"loss": "loss kind", "optimizer": "optimizer kind"}
 SETTINGS = (
-    *named("workload", "context", "batch", "precision", "compile", "attention"),
-    case("loss kind", "loss"),
-    *named("fused", "checkpointing"),
-    case("optimizer kind", "optimizer"),
-    *named("seed"),
+    case("workload", "workload"),
+    *(case(_TITLES.get(name, name), name) for name in settings_with(CASE)),
 )  # How the step was taken, for rows that have `StepSettings`

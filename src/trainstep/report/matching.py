@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from trainstep.base.config import CASE, settings_with
 from trainstep.report.numbers import number
 from trainstep.rows.records import Row, Scalar
 
 ACROSS = (
-    *("workload", "batch", "context", "precision", "compile", "attention", "loss", "fused", "optimizer"),
-    *("checkpointing", "mode", "warmup", "timing"),
+    "workload",
+    *settings_with(CASE, without=("seed",)),
+    "mode",
+    "warmup",
+    "timing",
 )  # The columns in which compared rows may be allowed to differ
 MATCHED_BY = {"step": ACROSS, "rung": ("workload", "batch", "context", "rung"), "sweep": ()}
 """The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all."""

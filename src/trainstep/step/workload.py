@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstep.base.config import AttentionImpl, ModelConfig, OptimizerImpl, StepConfig
+from trainstep.base.config import FIXED, AttentionImpl, ModelConfig, OptimizerImpl, StepConfig, settings_with
 from trainstep.base.errors import UnsupportedError, UsageError, place_of
 from trainstep.base.precision import PRECISIONS, PrecisionName
 from trainstep.step.model.text import MAX_TEXT_BYTES, load_tokens, token_batches
@@ -201,7 +201,7 @@ def factory_source(spec: str) -> WorkloadSource:
 
 
 def _build_from_factory(spec: str, factory: Factory, step: StepConfig) -> Workload:
-    for name in ("loss", "fused", "batch", "context", "learning_rate"):
+    for name in settings_with(FIXED):
         if getattr(step, name) != getattr(StepConfig(), name):
             raise UnsupportedError(f"--workload {spec} fixes its own {name.replace('_', '-')}; leave that flag out")
     if step.optimizer not in (StepConfig().optimizer, "adamw-fused"):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.config import RESUMABLE, ModelConfig, StepConfig, settings_with
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.precision import PRECISIONS
 from trainstep.base.schemes import SCHEMES, Scheme, TrainScheme
@@ -256,7 +256,7 @@ class RunConfig:
 
 
 MAY_CHANGE = {
-    *(f"step.{name}" for name in ("batch", "compile", "attention", "loss", "fused", "checkpointing", "device")),
+    *(f"step.{name}" for name in settings_with(RESUMABLE)),
     *(f"train.{name}" for name in ("eval_every", "save_every", "keep", "log_every", "scheme", "bucket_mb", "samples")),
     *(f"train.{name}" for name in ("replicas", "blocks_per_group", "allow_unused")),
     *(f"train.{name}" for name in ("sample_tokens", "temperature", "tensorboard")),

@@ -11,7 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainstep.base.config import StepConfig
+from trainstep.base.config import CASE, StepConfig, settings_with
 from trainstep.base.errors import UsageError
 from trainstep.base.hardware import find_device
 from trainstep.measure.environment import describe, device_name
@@ -220,8 +220,7 @@ def as_summary(record: TrainRow) -> str:
 
 def case_of(config: RunConfig, process: Process) -> dict[str, Any]:
     """The settings of a run on these ranks, as the fields of a `TrainRow`."""
-    names = ("context", "batch", "precision", "compile", "attention", "loss", "fused", "optimizer", "seed")
-    settings = {name: getattr(config.step, name) for name in names}
+    settings = {name: getattr(config.step, name) for name in settings_with(CASE)}
     if config.model is None:
         settings |= dict.fromkeys(("context", "batch", "loss"))
         settings |= {name: None for name in ("attention", "optimizer") if settings[name] == getattr(StepConfig(), name)}

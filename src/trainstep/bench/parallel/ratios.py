@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainstep.base.config import FORM, settings_with
 from trainstep.base.schemes import SCHEMES
 from trainstep.base.stats import Ratio, in_rounds, ratio_of_rounds
 from trainstep.rows import ParallelRatioRow, ParallelRow
@@ -63,7 +64,7 @@ def _ratio_row(peer: str, theirs: ParallelRow, ours: ParallelRow) -> ParallelRat
 def _apart(ours: ParallelRow, theirs: ParallelRow) -> list[str]:
     """The settings of the peer's step that ours does not share, where arms differ in more than their scheme, and its
     blocks a group where one of them has several."""
-    pairs = ((name, getattr(ours, name), getattr(theirs, name)) for name in ("attention", "compile", "loss", "fused"))
+    pairs = ((name, getattr(ours, name), getattr(theirs, name)) for name in settings_with(FORM))
     said = [f"{name} {other}" for name, own, other in pairs if own != other]
     if ours.blocks_per_group is not None or theirs.blocks_per_group is not None:
         said.append(f"blocks a group {theirs.blocks_per_group or 1}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from trainstep.base.config import PHASES
+from trainstep.base.config import CASE, PHASES, settings_with
 from trainstep.base.stats import RUN_SPREAD
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal, told_apart
@@ -36,7 +36,7 @@ LOSS = frozenset({"(loss)", "head", "NllLoss", "LogSoftmax"})
 """Modules of our models and autograd nodes that hold scores, or logits; activations that only the loss made."""
 _NAMED = 3  # Owners of a recorded step's peak that are named
 
-_TELLING = ("workload", "context", "batch", "precision", "compile", "checkpointing")
+_TELLING = ("workload", *settings_with(CASE))
 _SETTINGS = tuple(map(columns.files_only, (*columns.SETTINGS, columns.case("device", "device"))))
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from trainstep.base.config import blocks_per_checkpoint
+from trainstep.base.config import CASE, blocks_per_checkpoint, settings_with
 from trainstep.base.stats import ratio_of_medians
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Finding, Section, fact, found, in_gib, listed, literal
@@ -30,7 +30,7 @@ from trainstep.rows.records import Row, Scalar, by_case, of_kind
 
 AGREES = 0.05  # A prediction of the peak that is off by more than this share is remarked on
 NEARLY_FULL = 0.3  # The memory there is, is drawn where a peak takes more than this share of it
-_LINES = ("workload", "precision", "compile", "attention", "checkpointing", "optimizer", "batch", "mode")
+_LINES = ("workload", *settings_with(CASE, without=("context",)), "mode")
 """Settings that tell the lines of the chart of peaks apart."""
 
 PEAKS = define(
