@@ -75,7 +75,7 @@ def test_kernels_are_joined_to_the_operator_that_launched_them(tmp_path):
 
 def test_gzipped_files_are_read_alike(tmp_path):
     path = tmp_path / "trace.json.gz"
-    path.write_bytes(gzip.compress(json.dumps(GPU).encode()))
+    path.write_bytes(gzip.compress(json.dumps(GPU).encode(), mtime=0))
     assert len(profile_of(read_chrome_trace(path)).kernels) == 4
 
 
@@ -91,8 +91,8 @@ def cut(data):
         (b'{"hello": 1}', "no list of traceEvents"),
         (b"[1, 2]", "no object with a list of traceEvents"),
         (cut(json.dumps(GPU).encode()), "cut short"),
-        (cut(gzip.compress(json.dumps(GPU).encode())), "cut short"),
-        (gzip.compress(json.dumps(GPU).encode())[:-8] + b"damaged!", "damaged"),
+        (cut(gzip.compress(json.dumps(GPU).encode(), mtime=0)), "cut short"),
+        (gzip.compress(json.dumps(GPU).encode(), mtime=0)[:-8] + b"damaged!", "damaged"),
         (
             b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}',
             "the event k of category kernel at ts None has no 'ts'; expected events as torch.profiler's",
