@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainstep.attention import flash_attn, flex, sdpa, tuned
 from trainstep.attention.eager import attention_eager
-from trainstep.attention.scoring import Scoring, checked
+from trainstep.attention.scoring import Scoring, checked, with_positive_scale
 from trainstep.base.errors import UnsupportedError, UsageError
 
 
@@ -72,7 +72,9 @@ def attention(
     q: (..., heads, n_queries, head_dim), (batch, n_queries, head_dim) or (n_queries, head_dim). k, v: the same with
     n_keys rows and, with four or more dimensions, possibly fewer heads, a divisor of q's (grouped-query attention:
     query head h reads key head h // (heads // kv_heads)). The result has q's shape.
-    is_causal: query i sees the keys j ≤ i, counted from the start of both. scale: 1/√head_dim where None.
+    is_causal: query i sees the keys j ≤ i, counted from the start of both.
+    scale: a finite number of any sign; 1/√head_dim where None. A tensor that requires a gradient is refused. Multiply
+    a learned scale into q: attention(q * scale, k, v, scale=1).
     window: with is_causal, query i sees the `window` keys (1 or more) j up to and with its own, i - window < j ≤ i, as
     transformers counts its `sliding_window`; flash-attn's window_size, which leaves out the own key, is
     (window - 1, 0). None: all keys j ≤ i. A window of n_queries keys or more hides none and is taken for None.
@@ -103,7 +105,8 @@ def attention(
             "and documents as a mask of all queries by all keys alone, which its flash kernels do not take; use one of "
             f"{', '.join(sorted(_WITH_MORE))}"
         )
-    return _BY_NAME[name](q, k, v, scoring)
+    q, scale = with_positive_scale(q, scoring.scale)
+    return _BY_NAME[name](q, k, v, replace(scoring, scale=scale))
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *, is_plain: bool = True) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainstep.attention import documents
 from trainstep.attention.inputs import describe
-from trainstep.attention.scoring import Scoring, checked
+from trainstep.attention.scoring import Scoring, checked, with_positive_scale
 from trainstep.attention.triton import Launcher, Launching, backward, forward
 from trainstep.attention.tuned import hopper_tile_for, tile_for
 from trainstep.base.errors import UnsupportedError, refuse_create_graph
@@ -164,22 +164,22 @@ def _forward(
     is new, backward's are compiled with it.
     """
     band, hopper_knows = () if bounds is None else (bounds,), _hopper_knows(q, k, window, bounds, softcap)
-    shape, (sign, magnitude) = q.shape, _split_scale(scale)
+    shape, (q, scale) = q.shape, with_positive_scale(q, scale)
     with torch.cuda.device(q.device):  # Triton launches on the current device
-        q, k, v = four_dims(q if sign == 1 else q * sign), four_dims(k), four_dims(v)
+        q, k, v = four_dims(q), four_dims(k), four_dims(v)
         o = torch.empty_like(q)
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        scoring = is_causal, magnitude, window, bounds, softcap
+        scoring = is_causal, scale, window, bounds, softcap
         later = partial(_launches_to_come, q, k, v, o, lse, *scoring) if is_recorded else None
         if hopper_knows and runs_hopper_kernels(q):
             from trainstep.attention.hopper import forward as hopper_forward
 
             q, k, v = map(for_copy_engine, (q, k, v))
             tile = hopper_tile_for("forward", q.shape[-1], is_causal)
-            hopper_forward.launch_forward((q, k, v, o, lse), is_causal, magnitude, tile, window, later=later)
+            hopper_forward.launch_forward((q, k, v, o, lse), is_causal, scale, tile, window, later=later)
         else:
             tensors, portable = (q, k, v, o, lse, *band), tile_for("forward", q, is_causal)
-            forward.launch_forward(tensors, is_causal, magnitude, portable, window, softcap, later=later)
+            forward.launch_forward(tensors, is_causal, scale, portable, window, softcap, later=later)
     return o.reshape(shape), lse.reshape(shape[:-1])
 
 
@@ -188,15 +188,16 @@ def _gradients(
     window: int | None = None, bounds: Tensor | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What `_forward` took and returned, and do (q's shape) → dq, dk, dv in the inputs' shapes and dtype."""
-    q_shape, k_shape, (sign, magnitude) = q.shape, k.shape, _split_scale(scale)
+    q_shape, k_shape, given = q.shape, k.shape, scale
+    q, scale = with_positive_scale(q, given)
     with torch.cuda.device(q.device):
-        q, k, v, o, do = (four_dims(t) for t in (q if sign == 1 else q * sign, k, v, o, do))
+        q, k, v, o, do = (four_dims(t) for t in (q, k, v, o, do))
         lse = lse.reshape(q.shape[:-1]).contiguous()
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         tensors = (q, k, v, o, do, lse, d_q, d_k, d_v)
-        Launcher.in_turn(*_backward_launches(tensors, is_causal, magnitude, window, bounds, softcap))
-        d_q = d_q.reshape(q_shape)
-        return (d_q if sign == 1 else d_q * sign), d_k.reshape(k_shape), d_v.reshape(k_shape)
+        Launcher.in_turn(*_backward_launches(tensors, is_causal, scale, window, bounds, softcap))
+        d_q, _ = with_positive_scale(d_q, given)  # of the q that was given, by the same factor
+        return d_q.reshape(q_shape), d_k.reshape(k_shape), d_v.reshape(k_shape)
 
 
 def _backward_launches(
@@ -265,13 +266,6 @@ def for_copy_engine(t: Tensor) -> Tensor:
         return t
     padded = t.new_empty((*t.shape[:-1], -(-t.shape[-1] // unit) * unit))
     return padded[..., : t.shape[-1]].copy_(t)
-
-
-def _split_scale(scale: float) -> tuple[int, float]:
-    """scale = sign · magnitude with a positive magnitude: the kernels scale the row maximum, which needs that."""
-    if scale > 0:
-        return 1, scale
-    return (-1, -scale) if scale < 0 else (0, 1.0)
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

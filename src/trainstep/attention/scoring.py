@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from trainstep.attention.documents import check_documents
 from trainstep.attention.inputs import prepare
 from trainstep.base.errors import UsageError
+
+SMALLEST, LARGEST = 2.0**-100, 2.0**126
+"""Scales that float32 holds with room to spare: kernels multiply them by log2(e), and divide log-sum-exps by them."""
 
 
 @dataclass(frozen=True, eq=False)  # a comparison would ask for one truth of a tensor
@@ -53,11 +57,40 @@ def checked(
     return q, k, v, Scoring(is_causal, factor, window, cu_seqlens, _softcap(softcap))
 
 
-def _factor(q: Tensor, scale: float | None) -> float:
-    """The factor on QKᵀ: the caller's, or 1/√head_dim. Raises UsageError for a scale that is not finite."""
-    if scale is not None and not math.isfinite(scale):
-        raise UsageError(f"scale must be a finite number, got {scale}")
-    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """q' and scale' of the same scores, scale' · q'·k = scale · q·k, with scale' above 0; linear in q.
+
+    Kernels multiply by the scale behind the mask, whose -inf a negative one turns into inf, and 0 into NaN. Hopper's
+    divide by it, so one that is tiny is multiplied into q too. An ordinary scale leaves q as it is.
+
+    Raises:
+        UsageError: the scale is not finite.
+    """
+    scale = _finite(scale)
+    if abs(scale) < SMALLEST:
+        return q * scale, 1.0
+    return (q, scale) if scale > 0 else (-q, -scale)
+
+
+def _factor(q: Tensor, scale: float | Tensor | None) -> float:
+    """The factor on QKᵀ: the caller's, or 1/√head_dim.
+
+    Raises UsageError for a scale that is not finite, or a tensor whose gradient would be lost.
+    """
+    if scale is None:
+        return 1.0 / math.sqrt(q.shape[-1])
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise UsageError(
+            "scale is a tensor that requires a gradient; expected a number, which has none. Multiply a learned scale "
+            "into the queries: attention(q * scale, k, v, scale=1)"
+        )
+    return _finite(scale)
+
+
+def _finite(scale: Any) -> float:
+    if not abs(scale) < LARGEST:
+        raise UsageError(f"scale is {scale}; expected a finite number, below 2**126 for float32's sake")
+    return float(scale)
 
 
 def _window(q: Tensor, k: Tensor, is_causal: bool, window: int | None) -> int | None:

@@ -220,6 +220,8 @@ def operators_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.param(True, 0.25, 9, None, None, marks=pytest.mark.thorough),
         pytest.param(False, 0.25, None, [0, 20, 40], None, marks=pytest.mark.thorough),
         (True, -0.3, 9, [0, 3, 3, 40], 1.5),
+        (True, 0.0, None, None, None),
+        (True, -1e-50, 9, [0, 20, 40], 1.5),
     ],
 )
 def test_operators_with_gradients(

@@ -70,6 +70,14 @@ def in_place(q, k, v):
     return scores.softmax(dim=3).matmul(v)
 
 
+def negated(q, k, v):
+    return (-0.5 * (q @ k.mT)).masked_fill(LATER, -math.inf).softmax(-1) @ v
+
+
+def divided_to_nothing(q, k, v):
+    return ((q @ k.mT) / -1e300 / 1e300).masked_fill(LATER, -1e9).softmax(-1) @ v
+
+
 def where(q, k, v):
     scores = torch.where(~LATER, (q / 2) @ k.mT, torch.tensor(torch.finfo(q.dtype).min, dtype=q.dtype))
     return nn.Softmax(-1)(scores) @ v
@@ -138,7 +146,7 @@ def other_values(q, k, v):
 
 
 FUSED = {
-    **dict.fromkeys((nanogpt, added, in_place, where), "is_causal=True"),
+    **dict.fromkeys((nanogpt, added, in_place, negated, divided_to_nothing, where), "is_causal=True"),
     **dict.fromkeys((three_dimensions, cast, returned), "no mask"),
     **dict.fromkeys((padded, padded_and_causal, biased), "attn_mask"),
 }

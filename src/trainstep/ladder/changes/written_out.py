@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainstep.attention.scoring import with_positive_scale
 from trainstep.base.errors import UnsupportedError
 from trainstep.ladder.changes.masks import Mask, Masks, is_number, mask_of
 from trainstep.ladder.changes.uncomputed import (
@@ -205,7 +206,8 @@ class Finder:
         query, key, value = (each.to(dtype) for each in (query, key, value))
         if is_flat := query.dim() == 3:  # (batch · heads, L, E): fused kernels take four dimensions
             query, key, value = (each.unsqueeze(0) for each in (query, key, value))
-        result = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=chain.scale)
+        query, scale = with_positive_scale(query, chain.scale)
+        result = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
         result = result.squeeze(0) if is_flat else result
         if self.masks.is_first:
             how = "is_causal=True" if is_causal else "no mask" if mask is None else "attn_mask"
