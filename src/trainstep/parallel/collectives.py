@@ -1,6 +1,7 @@
 """Collectives over lists of tensors, and which tensors share one.
 
-A collective takes a list in one call, in place and asynchronous. The tensors stay where they are: NCCL runs a list as
+A collective takes a list in one call, in place and asynchronous. The tensors stay where they are, but for lazy
+conjugates and negatives, whose memory is not their value: NCCL runs a list as
 one group of operations in one launch. Gloo packs what it reduces; what it gathers and scatters goes by messages
 (`over_gloo`). What is on a GPU passes through the host's memory on its way (`forms` says when, `staged` how). Over NCCL
 a call runs on the group's own stream, after what the current stream was given before it; `wait()` on what is returned
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,13 +23,28 @@ from torch import Tensor
 from trainstep.base.errors import UsageError
 from trainstep.parallel import over_gloo
 from trainstep.parallel.forms import Form, form_of
-from trainstep.parallel.slices import flat, slices_of
+from trainstep.parallel.slices import flat, is_lazy, resolved, slices_of
 from trainstep.parallel.staged import Staged, Waitable, host_room, to_host
 
 Owner = TypeVar("Owner")
+Collective = TypeVar("Collective", bound=Callable[..., Waitable])
 MB = 10**6  # bytes in a megabyte, as networks count them
 
 
+def _of_values(collective: Collective) -> Collective:
+    """Let it take lazy conjugates and negatives: backends send memory, so their values travel in copies."""
+
+    @wraps(collective)
+    def call(tensors: Sequence[Tensor], group: dist.ProcessGroup, *slices: Any) -> Waitable:
+        if not any(map(is_lazy, tensors)):
+            return collective(tensors, group, *slices)
+        copies = list(map(resolved, tensors))
+        return Staged(collective(copies, group), list(zip(copies, tensors, strict=True)))
+
+    return cast(Collective, call)
+
+
+@_of_values
 def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
     """Every tensor becomes the mean of all ranks' tensors in its place."""
     form = form_of(group, tensors[0].device)
@@ -38,11 +55,13 @@ def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Wait
     return _all_reduce(tensors, group, dist.ReduceOp(dist.ReduceOp.SUM), form)
 
 
+@_of_values
 def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
     """Every tensor becomes the sum of all ranks' tensors in its place."""
     return _all_reduce(tensors, group, dist.ReduceOp(dist.ReduceOp.SUM), form_of(group, tensors[0].device))
 
 
+@_of_values
 def reduce_scatter_mean(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None = None
 ) -> Waitable:
@@ -53,6 +72,7 @@ def reduce_scatter_mean(
     return _reduce_scatter(tensors, group, slices, is_mean=True)
 
 
+@_of_values
 def reduce_scatter_sum(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None = None
 ) -> Waitable:
@@ -60,6 +80,7 @@ def reduce_scatter_sum(
     return _reduce_scatter(tensors, group, slices, is_mean=False)
 
 
+@_of_values
 def all_gather_slices(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None = None
 ) -> Waitable:
@@ -73,6 +94,9 @@ def all_gather_slices(
 
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Waitable:
     """The tensor, of any dtype, becomes that of the rank `source` of the group."""
+    if is_lazy(tensor):
+        copy = resolved(tensor)
+        return Staged(broadcast(copy, source, group), [(copy, tensor)])
     payload = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
     if form_of(group, tensor.device) is not Form.STAGED:
         return _under_way(dist.broadcast(payload, group=group, group_src=source, async_op=True))

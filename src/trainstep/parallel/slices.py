@@ -25,6 +25,16 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether the tensor is the conjugate or the negative of its memory, which torch has put off computing."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def resolved(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy in whose memory the values are, where it `is_lazy`: backends send memory."""
+    return tensor.resolve_conj().resolve_neg() if is_lazy(tensor) else tensor
+
+
 def slice_of(tensor: Tensor, rank: int, world_size: int) -> Tensor:
     """The rank's part of a tensor cut into `world_size` equal parts of its memory, as a one-dimensional view."""
     size, rest = divmod(tensor.numel(), world_size)

@@ -24,7 +24,7 @@ from trainstep.parallel.partial import Known, before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import ranks_of
 from trainstep.parallel.side_stream import SideStream
-from trainstep.parallel.slices import laid_out_as
+from trainstep.parallel.slices import is_lazy, laid_out_as, resolved
 from trainstep.parallel.transport.by_collectives import TransportName
 from trainstep.parallel.transport.by_copies import PeerCopies
 from trainstep.parallel.transport.choice import Transport, check_name
@@ -296,10 +296,11 @@ class DistributedDataParallel(nn.Module):
     def _start_next(self) -> None:
         position = self._since.next
         bucket = self._buckets[position]
+        gradients = [self._gradient(number) for number in bucket.numbers]
         bucket.versions = self._versions(bucket)
         if position:
             self._buckets[position - 1].go_on()
-        bucket.start([self._gradient(number) for number in bucket.numbers], self.reduce_dtype)
+        bucket.start(gradients, self.reduce_dtype)
         self._since.next += 1
 
     def _gradient(self, number: int) -> Tensor:
@@ -312,6 +313,8 @@ class DistributedDataParallel(nn.Module):
             return gradient.take_local()
         if gradient.layout != torch.strided:
             raise UsageError(f"{self._names[number]} has a sparse gradient; only dense ones can be averaged")
+        if is_lazy(gradient):  # its memory is sent, and casts and copies between GPUs know no other value
+            gradient = self._trained[number].grad = resolved(gradient)
         if number in self._slices:
             gradient = laid_out_as(self._trained[number], gradient)
         return gradient.data  # what the collective writes is no change of the gradient by its user

@@ -34,7 +34,7 @@ from trainstep.parallel.fsdp.carriers import Carriers, TransferBytes, by_collect
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import Pending, SideStream
-from trainstep.parallel.slices import slice_of
+from trainstep.parallel.slices import resolved, slice_of
 from trainstep.parallel.transport.by_collectives import Average, Exchange
 from trainstep.parallel.transport.layout import Layout, SharedRows, Stretch, shared_size
 
@@ -100,7 +100,7 @@ class GradientBuffer:
         Args:
             added_up: in the shards' dtype, as there is `no_sync` before they are sent.
         """
-        gradient = gradient.contiguous()
+        gradient = resolved(gradient).contiguous()  # its memory is read
         if added_up or not self._stay_loose:
             if added_up:
                 self._pack_loose()

@@ -28,7 +28,7 @@ from trainstep.parallel.collectives import all_gather_slices, broadcast
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.ranks import Ranks, placements
 from trainstep.parallel.side_stream import Pending, SideStream
-from trainstep.parallel.slices import flat, laid_out_as, slice_of
+from trainstep.parallel.slices import flat, is_lazy, laid_out_as, slice_of
 from trainstep.parallel.staged import Waitable
 from trainstep.parallel.transport.by_collectives import Start
 from trainstep.parallel.transport.by_copies import padded
@@ -145,9 +145,10 @@ class ParameterBucket:
         if process_group.size() == 1:
             return []
         if self.pieces[0].owner is None and beside is not None and self.pieces[0].parameter.device == beside.device:
-            if self._gather is None:
+            if self._gather is None and not any(map(is_lazy, self._sliced)):  # whose bytes are not their values
                 self._gather = beside.transport.gather_of([each.view(torch.uint8) for each in self._sliced])
-            return [beside.stream.run(self._gather)]
+            if self._gather is not None:
+                return [beside.stream.run(self._gather)]
         if self.pieces[0].owner is None:
             return [all_gather_slices(self._sliced, process_group, self._mine)]
         calls: list[Waitable] = []
@@ -169,8 +170,14 @@ def _broadcast(tensors: list[Tensor], owner: int, process_group: dist.ProcessGro
     work = broadcast(together, owner, process_group)
 
     def unpack() -> None:
-        if len(tensors) > 1 and process_group.rank() != owner:
-            torch._foreach_copy_(tensors, list(together.split([tensor.numel() for tensor in tensors])))
+        if len(tensors) == 1 or process_group.rank() == owner:
+            return
+        parts = together.split([tensor.numel() for tensor in tensors])
+        if not any(map(is_lazy, tensors)):
+            torch._foreach_copy_(tensors, list(parts))
+            return
+        for tensor, part in zip(tensors, parts, strict=True):  # torch's call over lists refuses lazy ones
+            tensor.copy_(part)
 
     return Pending(work=work, then=unpack)
 
