@@ -35,6 +35,7 @@ from tables import RESULTS, results
 from trainstep.base.errors import UsageError
 from trainstep.plan import machine
 from trainstep.plan.communication import Link, collective_seconds
+from trainstep.plan.feed_forward import FeedForward, feed_forward_records
 from trainstep.plan.limits import intensity, mesh_tokens
 from trainstep.plan.machine import ATTAINABLE, OPTIMIZER_FRACTION
 from trainstep.plan.measured import calibrated, checked, scheme_launches
@@ -43,7 +44,7 @@ from trainstep.plan.strategies import RESERVED_BYTES
 from trainstep.report import subjects
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, make_table, text_table
-from trainstep.rows import CheckpointingRow, ParallelRow, PeakRow, PlanCheckRow, RungRow, StepRow
+from trainstep.rows import CheckpointingRow, ParallelRow, PeakRow, PlanCheckRow, PlanFeedForwardRow, RungRow, StepRow
 from trainstep.rows.records import Row
 
 
@@ -221,6 +222,15 @@ def plan_mesh() -> Table:
     return text_table("plan-mesh", f"{FSDP_RANKS} × {TENSOR_RANKS}, forward pass", columns, rows)
 
 
+LAYER = FeedForward(tokens=524_288, d_model=4096, d_ff=11_008, flops_per_s=989e12, bytes_per_s=450e9)
+"""SwiGLU, with the rates of an H100's datasheet: dense bf16, and NVLink in one direction."""
+
+
+def plan_feed_forward() -> Table:
+    """`trainstep plan --feed-forward` of one layer on 64 GPUs."""
+    return make_table(subjects.TABLES[PlanFeedForwardRow], list(feed_forward_records(LAYER, 64, None)))
+
+
 def plan_rings() -> Table:
     """An all-reduce of 1 GB at 300 GB/s per link, three ways."""
     rows = []
@@ -266,6 +276,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "plan-check": plan_check,
     "plan-errors": plan_errors,
     "plan-exercise": plan_exercise,
+    "plan-feed-forward": plan_feed_forward,
     "plan-mesh": plan_mesh,
     "plan-rings": plan_rings,
     "plan-rates": plan_rates,

@@ -12,7 +12,7 @@ from tyro.conf import FlagCreatePairsOff
 
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UsageError
-from trainstep.commands.options import Common, ModelFlags, commas, flags_of, preset, short_name, sources
+from trainstep.commands.options import Common, ModelFlags, commas, flags_of, preset, short_name, sources, words_of
 from trainstep.commands.output import run_and_report
 
 if TYPE_CHECKING:
@@ -66,6 +66,12 @@ class Plan(Common):
     """Of fsdp and hsdp: how many blocks are gathered together."""
     policies: commas(str) = ()  # type: ignore[valid-type]
     """Checkpointing policies whose memory is shown: any of none, every-K; by default none, every-1 and the best K."""
+    feed_forward: commas(float) = ()  # type: ignore[valid-type]
+    """Instead of a model one feed-forward layer: five numbers B,D,F,C,W. B tokens of all GPUs, D d_model, F d_ff, C
+    FLOP/s of a GPU, W bytes/s that it sends. Counts FLOPs, bytes and seconds on --gpus-per-node × --nodes GPUs, and up
+    to how many GPUs data, FSDP, tensor and 2-D parallelism are not limited by communication."""
+    matrices: int | None = None
+    """With --feed-forward: its matrices; by default 3, as SwiGLU has. A feed-forward without a gate has 2."""
     model: ModelFlags = field(default_factory=dict)
     step: PlannedStep = field(default_factory=dict)
     """How the step is taken. The batch is what each GPU brings."""
@@ -75,6 +81,10 @@ class Plan(Common):
     def run(self) -> int:
         from trainstep.plan.rows import PlanRequest, plan_records
 
+        if self.feed_forward:
+            return self._feed_forward()
+        if self.matrices is not None:
+            raise UsageError("--matrices is for --feed-forward; add it, or leave it out")
         if self.workload is not None:
             return run_and_report(self._own_records(self.workload), self.out, f"plan of {self.workload}")
         if self.measure:
@@ -92,6 +102,22 @@ class Plan(Common):
         )
         records = list(plan_records(request))  # complete, or an error, before anything is written
         return run_and_report(records, self.out, f"plan of {request.name}")
+
+    def _feed_forward(self) -> int:
+        from trainstep.plan.feed_forward import FeedForward, feed_forward_records
+
+        own = ("feed_forward", "matrices", "gpus_per_node", "nodes", "tensor_parallel", "out", "debug")
+        if others := [word for word in words_of(self, own) if word.startswith("--")]:
+            raise UsageError(f"--feed-forward plans one layer and no model; leave out {', '.join(others)}")
+        if len(self.feed_forward) != 5:
+            raise UsageError(f"--feed-forward has {len(self.feed_forward)} numbers; expected five, as in B,D,F,C,W")
+        tokens, d_model, d_ff, flops, rate = self.feed_forward
+        layer = FeedForward(tokens, d_model, d_ff, flops, rate, 3 if self.matrices is None else self.matrices)
+        gpus = self.gpus_per_node * self.nodes
+        if min(self.gpus_per_node, self.nodes) < 1 or gpus > 10**7:
+            raise UsageError(f"there are {self.gpus_per_node} × {self.nodes} GPUs; expected 1 to 10,000,000 of them")
+        records = list(feed_forward_records(layer, gpus, self.tensor_parallel))
+        return run_and_report(records, self.out, "plan of a feed-forward layer")
 
     def _own_records(self, workload: str) -> Iterator[Row]:
         """The plan of a user's model. Complete, or an error, before its first row."""

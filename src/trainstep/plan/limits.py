@@ -9,8 +9,9 @@ Everything travels in `width` bytes per element (2 by default), and rings are lo
     tensor, of Y ranks     forward  4·B·D·F/Y   in and out  4·B·D         Y < M·F / α
 
 P parameters, b tokens per rank, B tokens of a tensor parallel group, D × F and F × D the matrices between an all-gather
-and a reduce-scatter, M the connections (axes of a torus) that work for this axis at once. With both axes, a mesh of
-X × Y GPUs and b tokens per GPU, the two are either hidden behind the same computation at once, or one after the other:
+and a reduce-scatter, M the connections (axes of a torus) that work for this axis at once. For m matrices of D × d_ff, F
+is m·d_ff/2 in forward and twice that in backward (`plan.feed_forward`). With both axes, a mesh of X × Y GPUs and b
+tokens per GPU, the two are either hidden behind the same computation at once, or one after the other:
 
     overlapped         b > α / (Y·M_x),  Y < M_y·F / α             best mesh: b > α² / (M_x·M_y·F)
     not overlapped     b > α / (Y·M_x) / (1 − α·Y / (M_y·F))       best mesh: b > 4·α² / (M_x·M_y·F)

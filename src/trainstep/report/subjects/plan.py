@@ -14,7 +14,15 @@ from trainstep.report.charts.lines import Series, curves, key_of
 from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.numbers import NONE, number, numeric, typeset
 from trainstep.report.tables import Definition, Table, TableRow, define, make_table
-from trainstep.rows import PlanCheckRow, PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
+from trainstep.rows import (
+    PlanCheckRow,
+    PlanFeedForwardRow,
+    PlanLimitRow,
+    PlanMachineRow,
+    PlanMemoryRow,
+    PlanRow,
+    PlanScalingRow,
+)
 from trainstep.rows.records import Row, Scalar, of_kind
 
 _SETTINGS = columns.named("workload", "device", "batch", "context", "precision", "compile", "attention", "optimizer")
@@ -86,6 +94,20 @@ TABLES = (
         columns.case("connection", "connection"),
         *columns.values({"FLOP per byte": "flop_per_byte", "needs tokens per GPU": "least_tokens_per_gpu"}),
         *columns.values({"has": "tokens_per_gpu", "most GPUs at this global batch": "most_gpus"}),
+    ),
+    define(
+        PlanFeedForwardRow,
+        "Predicted: what each of N GPUs computes and sends for one feed-forward layer, and up to which N it is "
+        "compute-bound (α = C/W; a ring of N sends (N − 1)/N of what the formula counts, so its N is larger)",
+        *columns.cases({"B": "tokens", "D": "d_model", "F": "d_ff", "matrices": "matrices"}),
+        *columns.cases({"C (FLOP/s)": "flops_per_s", "W (bytes/s)": "bytes_per_s", "N": "gpus"}),
+        _shown("axis", "axis"),
+        _shown("pass", "phase"),
+        Column("mesh", lambda row: f"{row.values['data_ranks']} × {row.values['tensor_ranks']}"),
+        *columns.values({"TFLOP": "tflop", "sent (MB)": "sent_mb"}),
+        *columns.values({"computing (ms)": "compute_ms", "communicating (ms)": "communication_ms"}),
+        *columns.values({"limited by": "limited_by", "compute-bound while": "formula", "that is": "limit"}),
+        columns.value("with rings of N", "most_gpus"),
     ),
     define(
         PlanCheckRow,
