@@ -11,6 +11,7 @@ from trainstep.base.errors import UsageError
 from trainstep.commands.cli import main
 from trainstep.plan.feed_forward import AXES, FeedForward, feed_forward_records
 from trainstep.plan.limits import best_mesh_tokens, intensity
+from trainstep.report.subjects import findings
 from trainstep.rows import PlanFeedForwardRow
 from trainstep.rows.records import of_kind, read_records
 
@@ -264,6 +265,16 @@ def test_rows_of_a_layer():
     assert found["fsdp", "backward"].limited_by == "computing"
 
 
+@pytest.mark.parametrize(
+    ("gpus", "bound"),
+    [(4, ()), (12, ("tensor (forward)",)), (64, ("tensor (forward)", "tensor (backward)"))],
+)
+def test_the_finding_names_what_communication_limits(gpus, bound):
+    (found,) = findings(list(feed_forward_records(LAYERS[0], gpus, None)))
+    assert (found.id, found.figures["bound"]) == ("plan.feed-forward", bound)
+    assert ("all passes are compute-bound" in found.sentence) is (not bound)
+
+
 PLAN = ["plan", "--feed-forward", "524288,4096,11008,989e12,450e9", "--gpus-per-node", "8", "--nodes", "8"]
 
 
@@ -278,6 +289,7 @@ def test_the_command(tmp_path, capsys):
         if words:
             assert {(row.data_ranks, row.tensor_ranks) for row in rows[-4:]} == {(16, 4)}
         assert ("F/α" if words else "3F/2α") in said
+        assert "counts of FLOPs and bytes, divided by the given rates" in (tmp_path / "report.html").read_text()
     assert "3F/2α" not in said
 
 

@@ -154,7 +154,19 @@ def findings(records: Sequence[Row]) -> list[Finding]:
     return [_fastest(fitting) if fitting else _nothing_fits(rows), *_not_launched(rows), *stated]
 
 
-RULES = (findings,)
+def feed_forward_findings(records: Sequence[Row]) -> list[Finding]:
+    """Which passes of a feed-forward layer communication limits."""
+    rows = of_kind(records, PlanFeedForwardRow)
+    if not rows:
+        return []
+    bound = [f"{row.axis} ({row.phase})" for row in rows if row.limited_by == "communication"]
+    said = (
+        "On {gpus:,} GPUs communication limits {bound}." if bound else "On {gpus:,} GPUs all passes are compute-bound."
+    )
+    return [found("plan.feed-forward", said, gpus=rows[0].gpus, bound=tuple(bound))]
+
+
+RULES = (findings, feed_forward_findings)
 
 
 def _fastest(rows: Sequence[PlanRow]) -> Finding:
@@ -210,6 +222,8 @@ def plan(records: Sequence[Row]) -> Section | None:
         "These are predictions, from the model’s shape and the rates below; nothing here was measured. "
         "Communication that hides behind computation slows it, by a share that was measured on two H200s."
     )
+    if of_kind(records, PlanFeedForwardRow):
+        lead = "These are counts of FLOPs and bytes, divided by the given rates. Nothing here was measured."
     lead = " ".join([lead, *(f"They stand on this: {basis}." for basis in bases)])
     return Section("plan", "Plan", "Plan: predicted, not measured", lead, [*blocks, *tables])
 
