@@ -7,10 +7,11 @@ import pytest
 
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UnsupportedError
-from trainstep.bench.residuals import measure_residuals, residual_records
+from trainstep.bench.residuals import measure_gradients, measure_residuals, residual_records
 from trainstep.plan.memory import block_bytes
-from trainstep.report.subjects import make_tables
-from trainstep.step.workload import builtin_source
+from trainstep.report.subjects import findings, make_tables
+from trainstep.step.blocks import find_blocks
+from trainstep.step.workload import builtin_source, factory_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=3, num_heads=2)
 TOY = builtin_source("toy", MODEL)
@@ -24,6 +25,64 @@ def test_the_first_block_keeps_what_the_plan_says(precision):
     assert found.first_block.bytes == block_bytes(MODEL, config, on_cuda=False).kept
     head_and_loss = found.whole.bytes - 3 * found.first_block.bytes
     assert head_and_loss > 2 * 32 * 256 * 4, "at least the log-softmax"
+
+
+@pytest.mark.parametrize(
+    ("source", "config", "bytes_per_parameter"),
+    [
+        (TOY, STEP, 4),
+        (TOY, dataclasses.replace(STEP, precision="bf16"), 4),
+        (TOY, dataclasses.replace(STEP, precision="bf16-pure", attention="sdpa"), 2),
+        (TOY, dataclasses.replace(STEP, checkpointing="every-1"), 4),
+        (factory_source("examples.own_model:workload"), StepConfig(device="cpu"), 4),
+    ],
+)
+def test_a_block_makes_the_gradients_of_its_parameters(source, config, bytes_per_parameter):
+    """By how memory changes over its backward, to the byte: what it frees was there before."""
+    found = measure_gradients(source, config)
+    block = find_blocks(source.build(config).module)[0]
+    numbers = sum(each.numel() for each in block.parameters())
+    if source is TOY:
+        assert numbers == 4 * 32**2 + 3 * 32 * 64 + 2 * 32, "attention, SwiGLU, two norms"
+    assert found.made == found.expected == bytes_per_parameter * numbers
+    assert found.change == found.made - found.freed
+    kept = measure_residuals(source, config).first_block.bytes
+    assert found.freed == kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gpu_counts_the_same(precision):
+    """What was asked for, not what the allocator's blocks round it up to."""
+    found = measure_gradients(TOY, dataclasses.replace(STEP, device="cuda", precision=precision))
+    assert found.made == found.expected
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "says"),
+    [
+        (TOY, {"checkpointing": "every-2"}, "use --policies none or every-1"),
+        (TOY, {"checkpointing": "recursive"}, "use --policies none or every-1"),
+        (factory_source("examples.toy_model:workload"), {}, "has no blocks"),
+    ],
+)
+def test_where_the_gradients_of_one_block_are_not_apart(source, changes, says):
+    with pytest.raises(UnsupportedError, match=says):
+        measure_gradients(source, dataclasses.replace(StepConfig(device="cpu"), **changes))
+
+
+def test_gradients_that_a_block_does_not_make_are_unknown():
+    """A frozen embedding: no gradient goes beyond the first block, so nothing says when its backward is over."""
+    source = builtin_source("toy", MODEL)
+    build = source.build
+
+    def frozen(config):
+        workload = build(config)
+        workload.module.embedding.requires_grad_(False)
+        return workload
+
+    with pytest.raises(UnsupportedError, match="its input needs no gradient"):
+        measure_gradients(dataclasses.replace(source, build=frozen), STEP)
 
 
 def rows_of(config):
@@ -45,6 +104,11 @@ def test_rows_of_residuals():
     assert all(row.module and row.operation and row.tensor for row in listed[:5])
     stream = rows["off", "residual stream", "input of the first block", None]
     assert stream.mib == stream.formula_mib == 2 * 32 * 32 * 4 / 2**20
+    change, made = (rows["off", "first block's backward", what, None] for what in ("change of memory", "gradients"))
+    assert made.mib == made.formula_mib == 4 * (4 * 32**2 + 3 * 32 * 64 + 2 * 32) / 2**20
+    assert change.mib == made.mib - rows["off", "first block", "all", None].mib
+    (said,) = [each for each in findings(list(rows.values())) if each.id == "residuals.gradients"]
+    assert said.figures["gib"] == made.mib / 1024
     assert rows["model", "step", "all", None].mib < whole.mib, "compiled code fuses what eager code keeps"
     eager, compiled = (rows[form, "first block", "all", None] for form in ("off", "blocks"))
     assert stream.mib < compiled.mib < eager.mib, "at least its input, and less than eager code"

@@ -16,7 +16,7 @@ from trainstep.base.errors import UnsupportedError
 from trainstep.bench.step import case_columns
 from trainstep.measure.dtypes import short_name
 from trainstep.measure.environment import describe
-from trainstep.measure.memory import MIB, Residual, Residuals, residual_stream_bytes, residuals
+from trainstep.measure.memory import MIB, LiveStorages, Residual, Residuals, residual_stream_bytes, residuals
 from trainstep.measure.outcome import Failure, attempt, failed_row
 from trainstep.rows import ResidualRow
 from trainstep.step.batches import map_tensors, tensors_of
@@ -61,14 +61,71 @@ def measure_residuals(source: WorkloadSource, config: StepConfig) -> KeptByStep:
     found, _ = residuals(forward, step.module, tensors_of(batch))
     for hook in hooks:
         hook.remove()
-    first = [f"{name}." for name, each in step.module.named_modules() if blocks and each is blocks[0]]
-    inside = [each for each in found.kept if f"{each.module}.".startswith(tuple(first))]
-    return KeptByStep(found, Residuals(tuple(inside)), seen[0] if seen else None)
+    return KeptByStep(found, _inside(found, step.module, blocks[:1]), seen[0] if seen else None)
+
+
+def _inside(found: Residuals, module: nn.Module, blocks: Sequence[nn.Module]) -> Residuals:
+    """The part of it that these blocks keep."""
+    names = [f"{name}." for name, each in module.named_modules() if any(each is block for block in blocks)]
+    return Residuals(tuple(each for each in found.kept if f"{each.module}.".startswith(tuple(names))))
 
 
 def _note_input(seen: list[Tensor], module: nn.Module, args: tuple[Any, ...]) -> None:
     if args and isinstance(args[0], Tensor):
         seen.append(torch.empty_like(args[0], device="meta"))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockGradients:
+    """Bytes in the backward of the first block."""
+
+    freed: int  # what forward kept for it
+    change: int  # of the memory in use, from before the block's backward to after it
+    expected: int  # of its trained parameters
+
+    @property
+    def made(self) -> int:
+        """Gradients: what memory grew by beside what was freed."""
+        return self.change + self.freed
+
+
+def measure_gradients(source: WorkloadSource, config: StepConfig) -> BlockGradients:
+    """Take one eager forward and backward, and see what memory the first block's backward frees and takes.
+
+    Raises:
+        UnsupportedError: checkpointing of several blocks together, no blocks, or no gradient of the first one's input.
+    """
+    if config.checkpointing not in ("none", "every-1"):
+        raise UnsupportedError(
+            f"checkpointing={config.checkpointing} has no backward of one block; use --policies none or every-1"
+        )
+    step = build_step(source, dataclasses.replace(config, compile="off"))
+    batch, blocks = step.next_batch(), find_blocks(step.module)
+    if not blocks:
+        raise UnsupportedError(f"{source.name} has no blocks in an nn.ModuleList")
+    device = next(step.module.parameters()).device
+    resident = [*tensors_of(batch), *step.module.parameters(), *step.module.buffers()]
+    live = None if device.type == "cuda" else LiveStorages(resident)
+    held: list[int] = []
+
+    def note(gradient: Tensor) -> None:
+        asked_for = torch.cuda.memory_stats(device)["requested_bytes.all.current"] if live is None else live.bytes
+        held.append(asked_for)
+
+    def watch(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Backward is at the block when it has its output's gradient, and through when it has its input's."""
+        for each in (tensors_of(output)[0], tensors_of((args, kwargs))[0]):
+            if not each.requires_grad:
+                raise UnsupportedError("the first block's gradients are not seen, as its input needs no gradient")
+            each.register_hook(note)
+
+    handle = blocks[0].register_forward_hook(watch, with_kwargs=True)
+    with live or contextlib.nullcontext():
+        found, loss = residuals(partial(step.differentiable_loss, batch), step.module, tensors_of(batch))
+        handle.remove()
+        loss.backward()
+    expected = sum(each.nbytes for each in blocks[0].parameters() if each.requires_grad)
+    return BlockGradients(_inside(found, step.module, blocks[:1]).bytes, held[1] - held[0], expected)
 
 
 def measure_compiled_block(source: WorkloadSource, config: StepConfig) -> Residuals:
@@ -109,7 +166,7 @@ class _Measured(Exception):
 
 
 def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[ResidualRow]:
-    """The largest groups of the whole step and of the first block, eager and compiled, and the residual stream."""
+    """The largest groups of the step and of its first block, eager and compiled, the stream, a block's gradients."""
     environment = describe(resolve_device(config.device))
     for compile in dict.fromkeys((config.compile, "model")):
         each = dataclasses.replace(config, compile=compile)
@@ -124,12 +181,25 @@ def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[Res
             yield from _group_rows("first block", kept.first_block, own)
         if kept.stream is not None:
             yield _stream_row(source, each, kept.stream, own)
+    yield from _gradient_rows(source, dataclasses.replace(config, compile="off"), environment)
     case = case_columns(source, dataclasses.replace(config, compile="blocks", checkpointing="none"))
     block = attempt(partial(measure_compiled_block, source, config))
     if isinstance(block, Failure):
         yield failed_row(ResidualRow, case | {"part": "first block", "group": "all"}, block, environment)
     else:
         yield from _group_rows("first block", block, case | {"environment": environment})
+
+
+def _gradient_rows(source: WorkloadSource, config: StepConfig, environment: Any) -> Iterator[ResidualRow]:
+    """How memory changes over one block's backward, and the gradients that it therefore makes."""
+    case = case_columns(source, config) | {"part": "first block's backward"}
+    found = attempt(partial(measure_gradients, source, config))
+    if isinstance(found, Failure):
+        yield failed_row(ResidualRow, case | {"group": "gradients"}, found, environment)
+        return
+    case |= {"environment": environment}
+    yield ResidualRow(**case, group="change of memory", mib=found.change / MIB)
+    yield ResidualRow(**case, group="gradients", mib=found.made / MIB, formula_mib=found.expected / MIB)
 
 
 def _group_rows(part: str, found: Residuals, own: Mapping[str, Any]) -> Iterator[ResidualRow]:

@@ -33,7 +33,8 @@ class Memory(OneModel):
     """Every allocation of a full step: who owns the peak, the largest with the line that made them, a drawing, and a
     snapshot for pytorch.org/memory_viz."""
     residuals: FlagCreatePairsOff[bool] = False
-    """What forward keeps for backward: the largest by module and operation, eager and compiled."""
+    """What forward keeps for backward: the largest by module and operation, eager and compiled. And the gradients that
+    the backward of one block makes, by how it changes the memory in use."""
     checkpointing: FlagCreatePairsOff[bool] = False
     """Predict and measure the peak of a step under checkpointing policies, and name the best."""
     fit: _Fit = None

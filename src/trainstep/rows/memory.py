@@ -73,9 +73,10 @@ class AllocationRow(StepSettings, kind="allocation"):
 class ResidualRow(StepSettings, kind="residual"):
     """What forward keeps for backward: a group of alike residuals of the step or of its first block."""
 
-    part: str = setting()  # step, first block, residual stream
+    part: str = setting()  # step, first block, residual stream, first block's backward
     group: str = setting()
-    """largest (with its rank and module), the rest, all; of the residual stream: input of the first block."""
+    """largest (with its rank and module), the rest, all; of the residual stream: input of the first block; of backward:
+    change of memory, gradients."""
     rank: int | None = setting(None)  # 1 for the largest
     module: str | None = setting(None)
     operation: str | None = None

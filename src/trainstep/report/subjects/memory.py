@@ -368,6 +368,12 @@ def _kept(rows: Sequence[ResidualRow], under: str) -> Iterator[Finding]:
             f"{{operation}} in {{module}} ({first.tensor})."
         )
         yield kept("block", said, gib=block, share=first.share, operation=first.operation, module=first.module)
+    made = next((row for row in rows if row.group == "gradients"), None)
+    if block is not None and made is not None and made.mib and made.formula_mib:
+        said = (
+            "one block's backward frees {freed_gib:gib} and makes {gib:gib} of gradients (formula: {formula_gib:gib})."
+        )
+        yield kept("gradients", said, freed_gib=block, gib=made.mib / 1024, formula_gib=made.formula_mib / 1024)
     if block is not None and compiled_block is not None:
         said = "compiled, one block keeps {compiled_gib:gib} instead of {eager_gib:gib}."
         yield kept("compiled-block", said, eager_gib=block, compiled_gib=compiled_block)
