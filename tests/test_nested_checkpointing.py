@@ -15,7 +15,7 @@ INPUT = BATCH * CONTEXT * MODEL.d_model * 4
 
 @pytest.fixture(scope="module")
 def block_keeps():
-    """What autograd holds of one block, its input included."""
+    """Bytes that autograd holds of one block, its input included."""
     model, x = build_transformer(MODEL), torch.randn(BATCH, CONTEXT, MODEL.d_model, requires_grad=True)
     return residuals(lambda: model.blocks[0](x, model.rotary), model)[0].bytes
 

@@ -29,7 +29,7 @@ class Ranks:
         return a @ b
 
     def reduce_scatter(self, held, axis):
-        """rank → its addend, into rank → its chunk of the sum along `axis`; chunks are in the ranks' order."""
+        """rank → its addend, into rank → its chunk of the sum along `axis`, in the ranks' order."""
         ranks, n = list(held), len(held)
         chunks = {rank: np.split(tensor.copy(), n, axis) for rank, tensor in held.items()}
         for step in range(n - 1):
@@ -57,7 +57,7 @@ class Ranks:
 
 
 class Simulated:
-    """The layer on a mesh of X × Y ranks: the batch over X, d_ff over Y; with `fsdp` each rank's weights over X too."""
+    """The layer on a mesh of X × Y ranks: the batch over X, d_ff over Y. With `fsdp` each rank's weights over X too."""
 
     def __init__(self, x, weights, data, tensor, *, fsdp):
         self.mesh = [(j, i) for j in range(data) for i in range(tensor)]
@@ -72,7 +72,7 @@ class Simulated:
 
     @staticmethod
     def shards_of(weights):
-        """Each matrix with the dimension that tensor parallelism cuts: columns of all but the last, whose rows."""
+        """Each matrix with the dimension that tensor parallelism cuts: rows of the last, columns of the others."""
         return [(w, 0 if w is weights[-1] else 1) for w in weights]
 
     def over_data(self, collective, held, axes):
@@ -156,7 +156,7 @@ B, D, F = 24, 12, 48
 @pytest.mark.parametrize("matrices", [2, 3, 4])
 @pytest.mark.parametrize(("axis", "data", "tensor"), MESHES)
 def test_ranks_compute_and_send_what_the_formulas_say(axis, data, tensor, matrices):
-    """FLOPs and bytes of every rank exactly; outputs and gradients are those of the layer in one piece."""
+    """FLOPs and bytes of every rank are exact. Outputs and gradients are those of the layer in one piece."""
     random = np.random.default_rng(0)
     weights = [random.normal(size=(D, F)) for _ in range(matrices - 1)] + [random.normal(size=(F, D))]
     x, dy = random.normal(size=(B, D)), random.normal(size=(B, D))

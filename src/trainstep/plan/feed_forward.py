@@ -107,7 +107,7 @@ class FeedForward:
         return None if limit is None else 1 + limit
 
     def mesh(self, axis: str, gpus: int, tensor: int | None) -> tuple[int, int]:
-        """(X, Y) of so many GPUs; of the mesh Y is `tensor`, or that with the least communication in forward.
+        """(X, Y) of so many GPUs. In a mesh Y is `tensor`, by default the one with the least communication in forward.
 
         Raises:
             UsageError: the GPUs do not divide by `tensor`.
@@ -122,14 +122,14 @@ class FeedForward:
         )
 
     def _alone(self, phase: Phase) -> tuple[float, float]:
-        """(d, t): the limits of fsdp and of tensor parallelism; `plan.limits` counts two matrices in forward."""
+        """(d, t): the limits of fsdp and of tensor parallelism, from those that `plan.limits` has for two matrices."""
         alpha = intensity(self.flops_per_s, self.bytes_per_s)
         as_two = PRODUCTS[phase] * self.matrices / 2 * self.d_ff
         return self.tokens / data_axis_tokens(alpha), tensor_axis_ranks(alpha, as_two)
 
 
 def feed_forward_records(layer: FeedForward, gpus: int, tensor: int | None) -> Iterator[PlanFeedForwardRow]:
-    """A row for each axis and phase on so many GPUs; `tensor` of them share a matrix in a mesh."""
+    """A row for each axis and phase on so many GPUs, `tensor` of which share a matrix in a mesh."""
     for axis in AXES:
         data, split = layer.mesh(axis, gpus, tensor)
         for phase in PRODUCTS:
