@@ -86,8 +86,8 @@ def test_schemes_agree_with_one_process_and_are_timed(two, precision):
         assert values["exposed_ms"] == pytest.approx(values["step_ms"] - found["single"]["step_ms"])
     assert found["flat"]["update_error"] == 0, "two halves add up exactly"
     assert found["flat"]["collectives"] == 1
-    for scheme in ("flat", "bucketed-25", "sharded-optimizer", "sharded-optimizer-1000"):
-        assert found[scheme]["sent_gib"] == pytest.approx(found[scheme]["sent_floor_gib"], rel=0.01)
+    for scheme, values in found.items():
+        assert values["sent_gib"] == pytest.approx(values["sent_floor_gib"], rel=0.01), scheme
     assert found["sharded-optimizer"]["before_step_optimizer_state_gib"] == pytest.approx(
         found["flat"]["before_step_optimizer_state_gib"] / 2, rel=0.01
     )

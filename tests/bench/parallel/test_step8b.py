@@ -51,6 +51,7 @@ def test_the_whole_command(tmp_path):
         assert row.gradient_error <= row.gradient_allowed
         assert row.float32_error <= row.float32_allowed < 1e-5
         assert row.ranks_agree
+        assert row.sent_gib == pytest.approx(row.sent_floor_gib, rel=0.02), "the head, which the loss calls, once"
         assert row.n == len(row.samples["step"]) >= 1
     kinds = [row.kind for row in records]
     assert kinds.count("parallel ratio") == 1

@@ -256,3 +256,47 @@ def test_what_is_kept_for_the_next_call_is_read_in_between_and_freed_if_none_com
     for (expected, _), (found, gathered) in zip(apart, together, strict=True):
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         assert not any(gathered), "a forward that stops after the first call"
+
+
+class Unheaded(nn.Module):
+    """Returns what its heads are given: the loss calls them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+def _heads_outside(process, heads, prefetch):
+    """The events of steps whose loss calls these heads, and of a last forward without a loss."""
+    torch.manual_seed(0)
+    sharded = FullyShardedDataParallel(Unheaded(), prefetch=prefetch)
+    x, taken = torch.randn(2, 8, generator=torch.Generator().manual_seed(process.rank)), []
+    for _ in range(3):
+        with Recorder(sharded._schedule.groups) as recorder:
+            hidden = sharded(x)
+            loss = sum(sharded.module.heads[number](hidden).square().sum() for number in heads)
+            recorder.events.append(("backward", None))
+            loss.backward()
+            sharded.finish_gradient_synchronization()
+        taken.append(recorder.events)
+        sharded.zero_grad()
+    for _ in range(2):
+        sharded(x)
+    return taken, [group.is_gathered for group in sharded._schedule.groups]
+
+
+@pytest.mark.parametrize(("heads", "prefetch"), [((0,), 2), ((0, 1), 2), ((0, 0), 1), ((1,), 0)])
+def test_what_the_loss_calls_after_forward_is_gathered_once(two, heads, prefetch):
+    """Gathered ahead, it was freed when forward ended, and gathered again when the loss called it."""
+    taken, left = two.run(_heads_outside, heads, prefetch)[0]
+    for events in taken[1:]:  # the first has no order to go by
+        forward, _ = halves(events)
+        gathered = [number for kind, number in forward if kind == "gather"]
+        assert gathered == [0, 1, 2, *(3 + head for head in dict.fromkeys(heads))], "each once, in order"
+    assert not any(left[3:]), "where no loss called it, it is freed with the next forward"

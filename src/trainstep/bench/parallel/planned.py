@@ -60,9 +60,9 @@ def planned_bytes(
         bytes_per_parameter=entry.stored_bytes,
         state_per_parameter=0 if optimizer == "sgd" else 2 * entry.stored_bytes,
         compute_bytes=narrow,
-        reduce_bytes=narrow,
+        reduce_bytes=narrow if scheme.peer is None or scheme.narrow_reduce else None,
         largest_group=0 if model is None else largest_group(model, scheme.blocks_per_group),
-        not_again=kept_groups(model, scheme.blocks_per_group) if model is not None and scheme.peer is None else 0,
+        not_again=0 if model is None else _not_again(scheme, model),
         scattered=not scheme.copies_gradients,
         copies=scheme.copies_gradients,
         peer_copies=peer_copies,
@@ -70,6 +70,13 @@ def planned_bytes(
         largest_bucket=filled(scheme.bucket_mb),
         largest_gather=filled(gathered_mb) if scheme.overlap_gather else 0,
     )
+
+
+def _not_again(scheme: Scheme, model: ModelConfig) -> int:
+    """Parameters that stay gathered from forward to backward: of torch's FSDP all that are outside of blocks."""
+    if scheme.peer is None:
+        return kept_groups(model, scheme.blocks_per_group)
+    return (2 * model.vocab_size + 1) * model.d_model
 
 
 def scheme_of(row: ParallelRow) -> Scheme:

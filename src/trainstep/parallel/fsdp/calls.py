@@ -14,6 +14,7 @@ class Uses:
 
     groups: list[GatherGroup] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)  # how many in a row
+    in_forward: int = -1  # how many the wrapper's forward had needed when it ended
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -39,6 +40,13 @@ class Pass:
         self.uses.groups.append(group)
         self.uses.calls.append(1)
         return position
+
+    def end_forward(self, within: int) -> list[GatherGroup]:
+        """The wrapper's forward has ended: the next groups, as many as `within`, if calls after it are expected to need
+        some, such as those of a head that the loss calls."""
+        self.uses.in_forward = ended = len(self.uses)
+        is_expected = self.predicted is not None and self.predicted.in_forward == ended
+        return self.predicted.groups[ended : ended + within] if self.predicted and is_expected else []
 
     def expects(self, group: GatherGroup, last: int, within: int) -> bool:
         """Whether the group is expected to be needed within so many uses, `last` being the last of the call before."""

@@ -101,12 +101,14 @@ class Schedule:
         self._pass = Pass(self._recorded.get(self._with_gradients))
 
     def end_forward(self) -> None:
-        """The wrapper's forward has ended, or raised: what was gathered for a call that did not come is freed."""
+        """The wrapper's forward has ended, or raised: what was gathered for a call that did not come is freed, unless
+        one that follows forward is expected to need it."""
         self.passes_running -= 1
         if self.passes_running == 0 and not in_backward():
             self._expected.clear()
+            ahead = self._pass.end_forward(self._prefetch)
             for group in self.groups:
-                if group.users == 0 and not group.awaiting and not group.unwatched:
+                if group.users == 0 and not group.awaiting and not group.unwatched and group not in ahead:
                     group.free()
 
     def enter(self, groups: Sequence[GatherGroup]) -> Call:
