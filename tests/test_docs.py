@@ -11,11 +11,11 @@ import pytest
 
 from render import TABLES, render
 from tables import KEPT_THOUGH_DIRTY, RESULTS, DirtyError, load, refuse_dirty, results, where
+from tables.alone import alone_ms
 from trainstep.base.stats import WITHIN_RUN, verdict
 from trainstep.commands.run import split_script
-from trainstep.report.subjects.parallel import alone_ms
 from trainstep.rows import AttentionRow, ParallelRow, RungRow, StepRow
-from trainstep.rows.records import of_kind
+from trainstep.rows.records import Times, of_kind
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -83,6 +83,12 @@ def test_a_sharded_scheme_is_held_against_a_step_that_updates_its_part_alone():
     assert 0 < rows["fsdp"].times["step"].median - half < 10
     assert alone_ms(rows["fsdp"], [rows["fsdp"]]) is None
     assert alone_ms(dataclasses.replace(rows["fsdp"], batch=1), every) is None, "another training"
+    times = {"step": Times(100.0), "optimizer": Times(40.0)}
+    single, hybrid = (
+        ParallelRow(workload="large", world_size=8, scheme=name, replicas=replicas, times=times)
+        for name, replicas in (("single", None), ("hsdp", 4))
+    )
+    assert alone_ms(hybrid, [single, hybrid]) == 100 - 40 / 2, "a rank of a replica updates its part of it"
 
 
 def test_the_headlines_say_what_is_not_ours():

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tables import results
+from tables.alone import alone_ms
 from trainstep.base.config import ModelConfig
 from trainstep.base.schemes import SCHEMES
 from trainstep.plan.communication import Link, collective_seconds
@@ -25,7 +26,6 @@ from trainstep.plan.parallelism import Exchange, exchange_seconds, scaled
 from trainstep.plan.roofline import PhaseSeconds, StepSeconds
 from trainstep.plan.strategies import Layout, kept_groups
 from trainstep.report.numbers import number
-from trainstep.report.subjects.parallel import alone_ms
 from trainstep.report.subjects.workload import where
 from trainstep.report.tables import Table, text_table
 from trainstep.rows import CeilingRow, CollectiveFitRow, ParallelRow

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from tables import RESULTS, of_rows, plain, results, setting, where
+from tables.alone import communication
 from trainstep.base.config import SIZES
 from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel.planned import copies_of, moments, planned_bytes, scheme_of
@@ -15,7 +16,6 @@ from trainstep.bench.parallel.ratios import ratios_alike, time_ratio
 from trainstep.report import columns
 from trainstep.report.columns import Column
 from trainstep.report.numbers import number
-from trainstep.report.subjects.parallel import beyond_alone
 from trainstep.report.tables import Table, tabulate, text_table
 from trainstep.rows import (
     CollectiveFitRow,
@@ -45,7 +45,7 @@ def parallel(name: str = "h200-parallel") -> Table:
         ),
         columns.value("rounds", "rounds"),
         columns.median("step on the slowest rank (ms) [95 %]", "step"),
-        *beyond_alone(rows),
+        *communication(rows),
         *columns.values({f"{name} (ms)": f"{name}_ms" for name in PARTS}),
         columns.value("launched by the host in (ms)", "issue_ms"),
         *columns.values({"collectives": "collectives", "sent by a rank (GiB)": "sent_gib"}),
@@ -217,7 +217,7 @@ def headline() -> Table:
     wanted = (
         Column("scheme", lambda row: README_NAMES[str(row.case["scheme"])]),
         columns.median("step (ms) [95 %]", "step"),
-        *beyond_alone(rows),
+        *communication(rows),
         *columns.values({"sent by a rank (GiB)": "sent_gib", "peak (GiB)": "peak_gib"}),
     )
     shown = [row for name in README_NAMES for row in rows if row.scheme == name]

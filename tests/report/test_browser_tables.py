@@ -135,7 +135,7 @@ def wide_table() -> list[Row]:
     held |= {f"predicted_{name}_gib": 12.7 for name in names} | {f"{name}_optimizer_state_gib": 1.5 for name in names}
     return [
         ParallelRow(workload="m", scheme=scheme, world_size=2, times={"step": Times(5.0 + size, 4.0, 9.0)},
-                    exposed_ms=size, tokens_per_s=26236.0, collectives=275, sent_gib=12.7, sent_floor_gib=12.7,
+                    exposed_share=0.5, tokens_per_s=26236.0, collectives=275, sent_gib=12.7, sent_floor_gib=12.7,
                     peak_gib=41.4, loss_error=1e-4, loss_allowed=0.1, update_error=0.1, update_allowed=size, **held)
         for size, scheme in enumerate(("ddp", "sharded-optimizer", "fsdp"), start=1)
     ]  # fmt: skip

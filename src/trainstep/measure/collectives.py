@@ -7,7 +7,7 @@ gathered or sent, not what an algorithm makes of it on the wire (`plan.communica
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,19 +35,24 @@ class Collective:
     ranks: int | None = None  # of the group that makes the call
 
 
+Follow = Callable[[torch.device], Callable[[dist.Work], object] | None]
+"""Called when a call over tensors of a device begins; what it returns, if anything, is given the call's work."""
+
+
 @contextmanager
-def recorded_collectives() -> Iterator[list[Collective]]:
-    """The collectives started inside the block, in order."""
-    with _Recorder() as recorder:
+def recorded_collectives(follow: Follow = lambda device: None) -> Iterator[list[Collective]]:
+    """The collectives started inside the block, in order; `follow` sees those that torch carries out."""
+    with _Recorder(follow) as recorder:
         yield recorder.calls
 
 
 class _Recorder(TorchDispatchMode):
     supports_higher_order_operators = True  # compiled code that computes attention again has some
 
-    def __init__(self) -> None:
+    def __init__(self, follow: Follow) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
+        self._follow = follow
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -59,7 +64,19 @@ class _Recorder(TorchDispatchMode):
             operator = func._schema.name.partition("::")[2]
             if not operator.startswith(_NO_CALLS):
                 self.calls.append(_collective(operator, args))
+                if func.namespace == "c10d":
+                    return self._followed(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        device = next((leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), torch.device("cpu"))
+        told = self._follow(device)
+        result = func(*args, **kwargs)
+        works = [each for each in tree_leaves(result) if isinstance(each, torch.ScriptObject)]
+        if told is not None:
+            for each in works:
+                told(dist.Work.unbox(each))
+        return result
 
 
 def _collective(operator: str, args: tuple[Any, ...]) -> Collective:

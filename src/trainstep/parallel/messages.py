@@ -52,6 +52,10 @@ class Exchange:
         """
         self._done.result()
 
+    def when_over(self, call: Callable[[], object]) -> None:
+        """Call when everything was received and sent, on the thread that does it."""
+        self._done.add_done_callback(lambda _: call())
+
     def carry_out(self, backend: Any, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         """Receive and send, and wait for it, on the thread that calls."""
         tag = _TAGS + self._record.number % _TAGS

@@ -12,9 +12,10 @@ Tensors of a CPU take the same way, in plain memory, where lists are packed for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -23,6 +24,14 @@ class Waitable(Protocol):
 
     def wait(self) -> object:
         """Let the current stream (on a CPU: the caller) wait for the result."""
+
+
+def when_over(work: Any, call: Callable[[], None]) -> None:
+    """Call when a call under way over the host's memory is over, on the thread that carries it out."""
+    if isinstance(work, dist.Work):
+        work.get_future().add_done_callback(lambda _: call())
+    else:
+        work.when_over(call)
 
 
 def host_room(likes: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -53,6 +62,10 @@ class Staged:
     ) -> None:
         self._work: Waitable | None = work
         self._back, self._before = back, before
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """As the function; what has come is not brought back yet."""
+        when_over(self._work, call)
 
     def wait(self) -> None:
         """The host waits for Gloo, the current stream for the copies."""

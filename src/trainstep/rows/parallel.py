@@ -62,12 +62,18 @@ class SchemeSettings(StepSettings):
 class ParallelRow(SchemeSettings, GpuState, Timed, kind="parallel"):
     """One scheme of data parallel training: the step of the slowest rank, traffic, memory, agreement with one process.
 
-    Memory is of the rank that holds most, at the start, before the optimizer's step and after it.
+    Among the times are `exposed_communication`, all that a step waits for other ranks, and `PHASE_computing`, a phase
+    without its waits. Memory is of the rank that holds most, at the start, before the optimizer's step and after it.
     """
 
     rounds: int | None = None  # each built anew, in turns with the other schemes; samples come round after round
-    exposed_ms: float | None = None  # beyond the step without communication
-    tokens_per_s: float | None = None  # of all ranks
+    exposed_share: float | None = None  # of the step, that it waits for other ranks
+    all_communication_ms: float | None = None  # in which a call is under way, in a step in which calls are recorded
+    samples_per_s: float | None = None  # of all ranks: rows of the batch
+    tokens_per_s: float | None = None  # the same
+    speedup: float | None = None  # over one process: how many times as many samples a second
+    speedup_low: float | None = None
+    speedup_high: float | None = None
     transport: str | None = None  # of ours: what carries shards and gradients, within a replica; not in older rows
     transport_between: str | None = None  # of ours: what carries gradients between replicas; None, in older rows: NCCL;
     # peer-copies: of older rows, which averaged each replica's means

@@ -13,7 +13,6 @@ from trainstep.bench.parallel.ratios import ratio_rows
 from trainstep.bench.parallel.run import run_cases
 from trainstep.commands.bench import BenchParallel
 from trainstep.parallel.transport.by_collectives import Collectives
-from trainstep.report.subjects.parallel import alone_ms
 from trainstep.rows import ParallelRatioRow, ParallelRow
 from trainstep.rows.records import SoFar, make_row, of_kind
 from trainstep.step.workload import builtin_source
@@ -117,15 +116,3 @@ def test_a_peer_stands_beside_ours_with_as_many_replicas():
     assert found == [
         ("hsdp", 4, "torch-hsdp", 0.5), ("hsdp", 2, "torch-hsdp", 0.25), ("fsdp", None, "torch-fsdp2", 1.0)
     ]  # fmt: skip
-
-
-def test_a_rank_of_a_replica_updates_its_part_of_it():
-    times = {"workload": "large", "step_ms": 100.0, "optimizer_ms": 40.0}
-    settings = {"workload": times.pop("workload"), "world_size": 8}
-    single = make_row(ParallelRow, {**settings, "scheme": "single"}, times)
-    hybrid, flat = (
-        make_row(ParallelRow, {**settings, "scheme": name, "replicas": replicas}, times)
-        for name, replicas in (("hsdp", 4), ("fsdp", None))
-    )
-    assert alone_ms(hybrid, [single, hybrid]) == 100 - 40 / 2
-    assert alone_ms(flat, [single, hybrid]) == 100 - 40 * 7 / 8

@@ -11,8 +11,8 @@ from trainstep.base.config import SIZES, ModelConfig, StepConfig
 from trainstep.base.schemes import BENCH_SCHEMES, SCHEMES
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.planned import copies_of, moments, planned_bytes, scheme_of
-from trainstep.bench.parallel.ratios import ratio_rows, ratios_alike
-from trainstep.bench.parallel.run import RankMeasurement, Timed, parallel_row, with_exposed
+from trainstep.bench.parallel.ratios import ratio_rows, ratios_alike, with_speedups
+from trainstep.bench.parallel.run import RankMeasurement, Timed, parallel_row
 from trainstep.measure.collectives import Collective
 from trainstep.measure.memory import GIB
 from trainstep.measure.outcome import Failure
@@ -87,18 +87,20 @@ def test_launches_are_told_by_steps_that_are_waited_for():
     assert set(found) == {"step", "forward"}
 
 
-def test_what_communication_costs_is_beyond_the_step_without_wherever_that_was_timed():
+def test_a_speed_up_is_over_one_process_compiled_as_it_is_wherever_that_was_timed():
     rows = [timed("flat", (20.0,)), timed("single", (15.0,)), row("fsdp", Failure("failed", "so"))]
-    assert [each.exposed_ms for each in with_exposed(rows)] == [5.0, None, None]
-    assert [each.exposed_ms for each in with_exposed(rows[:1])] == [None]
-
-
-def test_what_is_compiled_is_held_against_what_is():
+    assert [each.speedup for each in with_speedups(rows)] == [1.5, None, None], "two ranks, each 0.75 as fast"
+    assert [each.speedup for each in with_speedups(rows[:1])] == [None]
+    three = ((20.0, 20.0), (20.0, 20.0), (25.0, 25.0))
+    (found, _) = with_speedups([timed("flat", *three), timed("single", *[(10.0, 10.0)] * 3)])
+    assert found.speedup == pytest.approx(2 * 10 / (20 * 20 * 25) ** (1 / 3))
+    assert found.speedup_low < found.speedup < found.speedup_high
     eager = [timed("single", (15.0,)), timed("flat", (20.0,)), timed("torch-ddp", (24.0,))]
     compiled = [replace(timed(name, (ms,)), compile="blocks") for name, ms in (("flat", 6.0), ("torch-ddp", 8.0))]
     single = replace(timed("single", (5.0,)), compile="blocks")
-    assert [each.exposed_ms for each in with_exposed([*eager, *compiled, single])] == [None, 5.0, 9.0, 1.0, 3.0, None]
-    assert [each.exposed_ms for each in with_exposed([*eager, *compiled])][3:] == [None, None]
+    speedups = [each.speedup for each in with_speedups([*eager, *compiled, single])]
+    assert speedups == [None, 1.5, 1.25, pytest.approx(10 / 6), 1.25, None]
+    assert [each.speedup for each in with_speedups([*eager, *compiled])][3:] == [None, None]
     ratios = [(each.compile, each.ratio) for each in ratios_alike([*eager, *compiled])]
     assert ratios == [("off", pytest.approx(20 / 24)), ("blocks", pytest.approx(6 / 8))]
 
@@ -142,14 +144,28 @@ def test_bytes_sent_are_beside_those_that_must_be():
     values = row("flat", Timed([ranks], AGREES)).values
     assert values["collectives"] == 2
     assert values["sent_gib"] == pytest.approx(values["sent_floor_gib"]) == pytest.approx(call.bytes / GIB)
-    assert "exposed_ms" not in values, "no step without communication was timed"
+    assert "exposed_share" not in values, "no wait was marked"
 
 
 def test_single_has_nothing_to_agree_with_and_nothing_exposed():
     found = row("single", Timed([[rank((10.0,), 0)]], None))
     assert found.times["step"].median == 10.0
     assert "update_error" not in found.values
-    assert (found.exposed_ms, found.sent_floor_gib) == (None, 0)
+    assert (found.speedup, found.sent_floor_gib) == (None, 0)
+
+
+def test_a_step_is_its_phases_without_their_waits_and_what_it_waits():
+    """On the slowest rank, sample by sample; the phase "communication" is a wait as a whole."""
+    laps = {"forward": 30.0, "loss": 2.0, "backward": 40.0, "communication": 8.0, "optimizer": 20.0}
+    step = Sample(100.0, 0.0, None, {name: Lap(ms, None) for name, ms in laps.items()})
+    waited = [{"forward": 10.0, "backward": 4.0}, {"optimizer": 12.0}]
+    told = {"timing": Timing((step, step), 0), "waited": waited, "samples": 3, "all_communication_ms": 50.0}
+    found = row("fsdp", Timed([[replace(rank((1.0,), 0), **told), rank((9.0,), 0)]] * 2, AGREES))
+    assert found.samples["exposed_communication"] == [22.0, 20.0] * 2
+    computing = {name: found.samples[f"{name}_computing"][:2] for name in laps if name != "communication"}
+    assert computing == {"forward": [20, 30], "loss": [2, 2], "backward": [36, 40], "optimizer": [20, 8]}
+    assert (found.exposed_share, found.all_communication_ms) == (0.21, 50.0)
+    assert found.samples_per_s == 1e3 * 3 / 100, "of both ranks; the other's batch is not known"
 
 
 def test_a_scheme_that_does_not_agree_shows_by_how_much_and_no_speed():

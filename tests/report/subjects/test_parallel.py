@@ -1,14 +1,23 @@
 """Collectives and schemes of data parallel training on the page."""
 
+import io
+
+import rich.console
+
 from tests.report.page import Page
 from trainstep.report.page import render
 from trainstep.report.subjects.parallel import (
+    SCHEMES,
+    _step_bar,
     computation_findings,
     data_findings,
+    exposed_findings,
     host_findings,
     label_among,
     overlap_findings,
 )
+from trainstep.report.tables import make_table
+from trainstep.report.terminal import to_terminal
 from trainstep.rows import CollectiveFitRow, CollectiveRow, ParallelFamilyRow, ParallelRow, ParallelTraceRow
 from trainstep.rows.records import Times
 
@@ -74,36 +83,78 @@ def test_bars_say_how_a_scheme_is_compiled_where_that_differs():
     assert "fsdp, compile" not in render([compiled, scheme("ddp", 8.0, compile="blocks")])
 
 
-def test_schemes_are_bars_beside_the_step_without_communication_and_rows_with_raw_values():
+def with_parts(name, step, exposed, **more):
+    """A scheme whose step of these milliseconds waits for so many."""
+    parts = {"forward": step / 4, "loss": 1.0, "backward": step / 2, "optimizer": 2.0}
+    times = {f"{phase}_computing": Times(ms) for phase, ms in parts.items()}
+    times |= {"step": Times(step, step - 1, step + 1), "exposed_communication": Times(exposed)}
+    return ParallelRow(workload="2.7B", scheme=name, world_size=2, times=times, exposed_share=exposed / step, **more)
+
+
+def test_how_much_of_a_step_is_communication_is_in_one_table_that_fits_a_terminal():
+    """The phases were in results.jsonl alone; what communication costs was a difference of two runs."""
+    traffic = {"collectives": 291, "sent_gib": 12.69, "all_communication_ms": 50.0}
+    rows = [
+        with_parts("single", 137.0, 0.0, samples_per_s=58.4),
+        with_parts("naive", 189.0, 52.2, samples_per_s=42.3, speedup=1.45, speedup_low=1.4, speedup_high=1.5,
+                   **traffic),
+        with_parts("fsdp", 129.0, 9.5, samples_per_s=62.0, speedup=2.12, **traffic),
+    ]  # fmt: skip
+    page = Page(render(rows)).values["parallel"]
+    assert page["1"].items() >= {
+        "step_ms": "189.0", "forward_computing_ms": "47.25", "loss_computing_ms": "1.0",
+        "backward_computing_ms": "94.5", "optimizer_computing_ms": "2.0", "exposed_communication_ms": "52.2",
+        "exposed_share": str(52.2 / 189), "all_communication_ms": "50.0", "collectives": "291", "sent_gib": "12.69",
+        "samples_per_s": "42.3", "speedup": "1.45", "speedup_low": "1.4",
+    }.items()  # fmt: skip
+    table = make_table(SCHEMES, rows, "terminal")
+    texts = dict(zip(table.columns, table.texts()[1], strict=True))
+    assert {"exposed (ms)": "52.2", "of the step (%)": "27.6", "communication in all (ms)": "50.0", "calls": "291",
+            "sent (MB)": "13,626", "samples/s": "42.3", "speed-up": "1.45×"}.items() <= texts.items()  # fmt: skip
+    lines = drawn(table, 120)
+    assert max(map(len, lines)) <= 120
+    first = next(line for line in lines if line.startswith(" naive "))
+    assert all(f" {each} " in first for each in ("47.2", "94.5", "2.00", "52.2", "27.6", "1.45×", "42.3")), first
+
+
+def test_the_schemes_that_wait_most_and_least_are_told():
+    rows = [with_parts("fsdp", 100.0, 5.0), with_parts("naive", 200.0, 50.0), with_parts("single", 90.0, 0.0)]
+    (found,) = exposed_findings([*rows, scheme("flat", 130.0)])
+    assert found.figures == {
+        "most": "naive", "most_share": 0.25, "most_exposed_ms": 50.0, "most_step_ms": 200.0,
+        "least": "fsdp", "least_share": 0.05, "least_exposed_ms": 5.0, "least_step_ms": 100.0,
+    }  # fmt: skip
+    assert found.sentence == (
+        "Exposed communication takes 25% of the step with naive (50.0 of 200 ms), and 5.0% of the step with fsdp (5.00 "
+        "of 100 ms)."
+    )
+    (one,) = exposed_findings(rows[:1])
+    assert (one.figures["most"], "least" in one.figures) == ("fsdp", False)
+    assert exposed_findings(rows[2:]) == []
+
+
+def drawn(table, width):
+    console = rich.console.Console(width=width, file=io.StringIO())
+    console.print(to_terminal(table, width))
+    return console.file.getvalue().splitlines()
+
+
+def test_schemes_are_bars_with_their_exposed_communication_and_rows_with_raw_values():
     rows = [
         scheme("single", 100.5, 40.0, before_step_weights_gib=10.0),
-        scheme("flat", 130.25, 40.0, exposed_ms=29.75, before_step_weights_gib=10.0),
+        with_parts("flat", 130.25, 29.75, peak_gib=40.0, before_step_weights_gib=10.0),
         scheme("fsdp", status="out of memory", reason="needed 300 GiB"),
     ]
     page = Page(render(rows))
     assert {"chart-parallel-step", "chart-parallel-memory"} <= set(page.ids)
     assert [cells["scheme"] for cells in page.values["parallel"].values()] == ["single", "flat", "fsdp"]
-    second = {"step_ms": "130.25", "step_low_ms": "129.25", "exposed_ms": "29.75", "peak_gib": "40.0"}
+    second = {"step_ms": "130.25", "step_low_ms": "129.25", "exposed_communication_ms": "29.75", "peak_gib": "40.0"}
     assert second.items() <= page.values["parallel"]["1"].items()
     assert page.values["parallel"]["2"] == {"scheme": "fsdp"}
     assert "needed 300 GiB" in render(rows)
-
-
-def test_a_bar_that_no_single_was_timed_for_is_not_called_communication():
-    split, whole = "exposed communication and other cost", "no single was timed beside it"
-    single, flat = scheme("single", 100.5), scheme("flat", 130.25)
-    compiled = scheme("flat", 120.0, compile="blocks")
-    failed = scheme("flat", compile="blocks", status="failed", reason="no bar")
-    cases = (
-        ([single, flat], {split}),
-        ([flat], {whole}),
-        ([single, flat, compiled], {split, whole}),
-        ([single, flat, failed], {split}),
-    )
-    for rows, told in cases:
-        page = render(rows)
-        assert {words for words in (split, whole) if words in page} == told, rows
-    assert "the step without communication" not in render([flat])
+    bar = _step_bar("flat", rows[1])
+    assert (bar.value, bar.base, bar.tip) == (130.25, 100.5, "130 ms\n29.8 ms of it exposed communication")
+    assert _step_bar("flat", scheme("flat", 130.25)).base == 130.25, "of older rows it is not known"
 
 
 def test_a_scheme_with_several_numbers_of_replicas_is_told_apart_by_them():
@@ -122,21 +173,6 @@ def test_memory_has_a_chart_only_where_it_was_measured():
     ids = Page(render([scheme("single", 100.5), scheme("flat", 130.25)])).ids
     assert "chart-parallel-step" in ids
     assert "chart-parallel-memory" not in ids
-
-
-def test_a_sharded_scheme_is_held_against_a_step_that_updates_its_part_alone():
-    """Else FSDP took less than a step without communication, which updates all parameters."""
-
-    def timed(name, step, update):
-        times = {"step": Times(step), "optimizer": Times(update)}
-        return ParallelRow(workload="2.7B", scheme=name, world_size=4, times=times)
-
-    rows = [timed("single", 137.0, 28.0), timed("bucketed-25", 160.0, 28.0), timed("fsdp", 129.0, 7.0),
-            timed("torch-zero", 196.0, 7.0), timed("of another version", 150.0, 28.0)]  # fmt: skip
-    found = Page(render(rows)).values["parallel"].values()
-    assert [(float(cells["alone_ms"]), float(cells.get("exposed_ms", 0))) for cells in found] == [
-        (137.0, 0.0), (137.0, 23.0), (116.0, 13.0), (116.0, 80.0), (137.0, 13.0)
-    ]  # fmt: skip
 
 
 def traced(name, share, exposed):

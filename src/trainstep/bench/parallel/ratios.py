@@ -7,6 +7,7 @@ replicas. Of a peer with several settings the fastest is taken, so ours tuned is
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,22 @@ def ratios_alike(rows: Iterable[ParallelRow]) -> Iterator[ParallelRatioRow]:
         alike.setdefault(row.compile, []).append(row)
     for group in alike.values():
         yield from ratio_rows(group)
+
+
+def with_speedups(rows: Sequence[ParallelRow]) -> Iterator[ParallelRow]:
+    """The rows; those of schemes that communicate with their speed-up over one process, where that was timed.
+
+    Every process takes as many samples a step, so the speed-up is the ratio of the steps' times, times the processes.
+    """
+    singles = {row.compile: row for row in rows if not SCHEMES[row.scheme].communicates and row.step_ms is not None}
+    for row in rows:
+        single = singles.get(row.compile)
+        if single is not None and row.step_ms is not None and SCHEMES[row.scheme].communicates:
+            ratio, n = time_ratio(single, row), row.world_size
+            row = replace(row, speedup=n * ratio.value)
+            if ratio.interval is not None:
+                row = replace(row, speedup_low=n * ratio.interval.low, speedup_high=n * ratio.interval.high)
+        yield row
 
 
 def time_ratio(ours: ParallelRow, theirs: ParallelRow) -> Ratio:

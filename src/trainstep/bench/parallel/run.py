@@ -4,7 +4,7 @@ First every scheme's gradients, updates and a few steps are compared with one pr
 shown of one that does not agree. Then they are timed in turns: in every round each is built anew, in an order drawn
 anew, so that drift reaches all alike, and one scheme's memory is not another's. All ranks time the same steps, and a
 step lasts as long as on the slowest rank.
-What communication costs is the difference to the same step without any ("single"). Each rank's memory is taken at three
+What a step waits for other ranks is measured in the timed steps (`waits`). Each rank's memory is taken at three
 moments, and its collectives are recorded, beside what `plan.communication` says of both. When all are timed, one step
 of each may be recorded by the profiler, in a run of its own, so that nothing of the profiler is in the times.
 """
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,16 +27,16 @@ from torch.distributed.tensor import DTensor
 
 from trainstep.base.errors import UsageError
 from trainstep.base.precision import PRECISIONS
-from trainstep.base.schemes import SCHEMES
 from trainstep.base.stats import summarize
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.batches import same_on_all_ranks
 from trainstep.bench.parallel.check import Agreement, compare_with_one_process
 from trainstep.bench.parallel.planned import by_copies, moments, planned_bytes
-from trainstep.bench.parallel.ratios import ratios_alike
+from trainstep.bench.parallel.ratios import ratios_alike, with_speedups
 from trainstep.bench.parallel.trace import trace_rows, traced_step
+from trainstep.bench.parallel.waits import Transfers, Waits
 from trainstep.bench.step import phase_samples
-from trainstep.measure.collectives import Collective, recorded_collectives
+from trainstep.measure.collectives import Collective
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB
 from trainstep.measure.outcome import Failure, attempt_on_all_ranks, failed_row
@@ -51,9 +52,11 @@ from trainstep.parallel.replicas import (
 from trainstep.plan.communication import COLLECTIVES, bytes_sent
 from trainstep.rows import ParallelFamilyRow, ParallelRatioRow, ParallelRow, ParallelTraceRow
 from trainstep.rows.records import Scalar, SoFar, Status, Times, make_row
-from trainstep.step.batches import count_tokens
+from trainstep.step.batches import count_tokens, tensors_of
 from trainstep.step.training_step import TrainingStep
 
+COMPUTING = ("forward", "loss", "backward", "optimizer")
+"""Phases that compute, and may wait for other ranks on the way."""
 LAUNCHES = 5
 """Steps with a synchronisation around each, which tell how long the host takes to launch one. Where nothing waits
 between steps it runs ahead of the device until that holds it up."""
@@ -101,9 +104,9 @@ def run_cases(
         if process.rank == 0:
             counts = {"num_parameters": comparison.num_parameters, "frozen": comparison.frozen}
             rows = {case: parallel_row(case, process, each, **counts, beside=beside) for case, each in results.items()}
-            yield SoFar([*with_exposed(list(rows.values())), *ratios_alike(rows.values())])
+            yield SoFar([*with_speedups(list(rows.values())), *ratios_alike(rows.values())])
     if process.rank == 0:
-        yield from with_exposed(list(rows.values()))
+        yield from with_speedups(list(rows.values()))
         yield from ratios_alike(rows.values())
     if traces is None:
         return
@@ -166,6 +169,12 @@ class RankMeasurement:
     """Of one step."""
     tokens: int | None
     """In this rank's batch; None where it is not known."""
+    waited: Sequence[Mapping[str, float]] = ()
+    """Of each timed step, milliseconds that it waited for other ranks by phase, but for the phase "communication"."""
+    all_communication_ms: float | None = None
+    """In which a call was under way, of the step whose collectives are recorded."""
+    samples: int = 0
+    """In this rank's batch: rows of its tensors."""
     transport: str | None = None
     """What carries shards and gradients of ours, within a replica."""
     transport_between: str | None = None
@@ -198,18 +207,21 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
     batch = step.next_batch()
     warmup = max(case.warmup, 1)  # the optimizer's state is there from the second step on
     device = device_clock(process.device)
-    take = one_by_one = partial(time_steps, lambda phase: step(batch, phase=phase), device=device)
+    waits = Waits(step)
+    take_one = waits.around(lambda phase: step(batch, phase=phase))
+    take = one_by_one = partial(time_steps, take_one, device=device)
     if case.sustained:
-        at_end = partial(wait_for_parameters, step.replica)
-        take = partial(time_window, lambda phase: step(batch, phase=phase), device=device, at_end=at_end)
-    if case.do_bench is None:
-        timing = take(warmup=warmup, steps=case.steps)
-    else:
-        estimate = min(sample.wall_ms for sample in take(warmup=1, steps=2).samples)  # one may compile once more
-        slowest: list[float] = [estimate] * process.world_size
-        dist.all_gather_object(slowest, estimate, group=process.group)
-        warmup, steps = case.do_bench.counts(max(slowest))
-        timing = take(warmup=max(warmup - 2, 0), steps=steps)  # the estimate was the first two
+        take = partial(time_window, take_one, device=device, at_end=partial(wait_for_parameters, step.replica))
+    with waits.watching():
+        if case.do_bench is None:
+            timing = take(warmup=warmup, steps=case.steps)
+        else:
+            estimate = min(sample.wall_ms for sample in take(warmup=1, steps=2).samples)  # one may compile once more
+            slowest: list[float] = [estimate] * process.world_size
+            dist.all_gather_object(slowest, estimate, group=process.group)
+            warmup, steps = case.do_bench.counts(max(slowest))
+            timing = take(warmup=max(warmup - 2, 0), steps=steps)  # the estimate was the first two
+    waited = waits.ms(len(timing.samples))
     gpu = gpu_state(process.device)
     launches = one_by_one(warmup=0, steps=LAUNCHES) if case.sustained and on_gpu else None
     if on_gpu:
@@ -218,15 +230,28 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
         step.optimizer.register_step_pre_hook(lambda *_: memory.update(_held("before_step", step, process.device))),
         step.optimizer.register_step_post_hook(lambda *_: memory.update(_held("after_step", step, process.device))),
     ]
-    with recorded_collectives() as collectives:
+    transfers = Transfers(process.device)
+    with transfers.watching() as collectives:
         step(batch)
+        device.synchronize()
     for hook in hooks:
         hook.remove()
     if on_gpu:
         memory["peak"] = torch.cuda.max_memory_allocated(process.device) + uncounted_bytes(step.replica)
         memory["peak_reserved"] = torch.cuda.max_memory_reserved(process.device) + uncounted_bytes(step.replica)
+    transport, between = transports_of(step.replica)
     return RankMeasurement(
-        timing, memory, collectives, count_tokens(batch), *transports_of(step.replica), gpu=gpu, launches=launches
+        timing,
+        memory,
+        collectives,
+        count_tokens(batch),
+        waited=waited,
+        all_communication_ms=transfers.ms(),
+        samples=max(map(len, tensors_of(batch)), default=0),
+        transport=transport,
+        transport_between=between,
+        gpu=gpu,
+        launches=launches,
     )
 
 
@@ -255,7 +280,7 @@ def parallel_row(
     frozen: int = 0,
     beside: Mapping[str, Scalar] = MappingProxyType({}),
 ) -> ParallelRow:
-    """The row of a scheme, on rank 0, but for `exposed_ms`. One that does not agree shows by how much, and no speed.
+    """The row of a scheme, on rank 0, but for its speed-up. One that does not agree shows by how much, and no speed.
 
     `num_parameters` is the model's, of which `frozen` are not trained; `beside` are columns that all schemes of the
     workload share.
@@ -294,6 +319,9 @@ def parallel_row(
         **({} if result.agreement is None else result.agreement.columns()),
         "n": len(samples["step"]),
         "rounds": len(result.rounds),
+        "exposed_share": times["exposed_communication"].median / step if "exposed_communication" in times else None,
+        "all_communication_ms": _median(rank.all_communication_ms for rank in slowest),
+        "samples_per_s": 1e3 * sum(each.samples for each in first) / step or None,
         "tokens_per_s": 1e3 * sum(tokens) / step if tokens else None,
         "transport": first[0].transport,
         "transport_between": first[0].transport_between,
@@ -312,14 +340,9 @@ def step_ms(rank: RankMeasurement) -> float:
     return summarize([step.wall_ms for step in rank.timing.samples]).median
 
 
-def with_exposed(rows: Sequence[ParallelRow]) -> Iterator[ParallelRow]:
-    """The rows, those of schemes that communicate with what they take beyond the step without, where that was timed."""
-    singles = {row.compile: row.step_ms for row in rows if not SCHEMES[row.scheme].communicates}
-    for row in rows:
-        single = singles.get(row.compile)
-        if single is not None and row.step_ms is not None and SCHEMES[row.scheme].communicates:
-            row = dataclasses.replace(row, exposed_ms=row.step_ms - single)
-        yield row
+def _median(values: Iterable[float | None]) -> float | None:
+    found = [each for each in values if each is not None]
+    return statistics.median(found) if found else None
 
 
 def _sent(call: Collective, world_size: int) -> float:
@@ -337,8 +360,15 @@ def _memory(ranks: Sequence[RankMeasurement]) -> dict[str, Scalar]:
 
 def _samples(rank: RankMeasurement) -> dict[str, list[float]]:
     """Of a step, its phases, and on a GPU their launches: `issue`, `wait` and each phase's `_issue`, which a window has
-    of other steps."""
+    of other steps. Where waits were marked, also what a step waits for other ranks, and each phase without that."""
     found, launches = phase_samples(rank.timing), rank.launches or rank.timing
+    if rank.waited:
+        after_backward = found.get("communication", [0.0] * len(rank.waited))
+        waits = zip(after_backward, rank.waited, strict=True)
+        found["exposed_communication"] = [most + sum(each.values()) for most, each in waits]
+        for phase in [each for each in COMPUTING if each in found]:
+            pairs = zip(found[phase], rank.waited, strict=True)
+            found[f"{phase}_computing"] = [whole - each.get(phase, 0.0) for whole, each in pairs]
     if "wait" in found:
         told = phase_samples(launches) | {"issue": [sample.issue_ms for sample in launches.samples]}
         found |= {name: each for name, each in told.items() if name == "wait" or name.endswith("issue")}

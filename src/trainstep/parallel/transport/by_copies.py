@@ -60,7 +60,7 @@ class PeerCopies:
         self.uncounted_bytes = self._memory.uncounted
         self._others = others(group)
         self._gathers, self._exchanges = (
-            _Channel(self._memory, number, group, device) for number in (_GATHER, _EXCHANGE)
+            Channel(self._memory, number, group, device) for number in (_GATHER, _EXCHANGE)
         )
         self._all_emptied = False  # whether every rank is known to be through with what came into its inbox
 
@@ -216,7 +216,7 @@ class PeerCopies:
         return PieceCopies(pieces, places)
 
 
-class _Channel:
+class Channel:
     """Copies that take place one after the other, and the record of the last ones."""
 
     def __init__(self, memory: PeerMemory, number: int, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-from trainstep.base.schemes import SCHEMES as SCHEMES_BY_NAME
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, told_apart
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.charts.traces import LEGEND, overlap_chart
 from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import NONE, number, numeric
-from trainstep.report.tables import Definition, define, make_table
+from trainstep.report.tables import define, make_table
 from trainstep.rows import (
     ParallelFamilyRow,
     ParallelRatioRow,
@@ -28,6 +28,7 @@ _ARM = (*columns.SETTINGS, _RANKS, columns.case("timing", "timing"), _SCHEME, _R
 MEMORY_KINDS = {"weights": "weights", "gradients": "gradients", "state": "optimizer_state"}
 """Titles of what a rank holds → the middle of its columns."""
 
+MB_OF_GIB = 2**30 / 1e6
 SAID_FAMILIES = 3
 """Of a traced step's kernels."""
 PACE = 0.05
@@ -38,54 +39,15 @@ SHARES_DIFFER = 1e-3
 """Gradients of a batch further than this from the mean of its shares' differ by more than rounding."""
 
 
-def alone_ms(row: ParallelRow, rows: Sequence[ParallelRow]) -> float | None:
-    """What a scheme's step would take without communication, from the same run's step on one rank.
-
-    A rank that keeps a part of the optimizer's state updates that part alone: of the one rank's optimizer time, 1/N is
-    counted then, N being the ranks of a replica. Nothing is taken off for weights that a rank keeps a part of, whose
-    casts it may divide too.
-    """
-    same = [each for each in rows if each.scheme == "single" and _is_alike(each, row)]
-    single = next((each for each in same if "step" in each.times), None)
-    if single is None:
-        return None
-    scheme = SCHEMES_BY_NAME.get(row.scheme)
-    if scheme is None or scheme.planned_as in (None, "ddp"):
-        return single.times["step"].median
-    update = single.times["optimizer"].median if "optimizer" in single.times else 0.0
-    return single.times["step"].median - update * (1 - (row.replicas or 1) / row.world_size)
+def _computing(phase: str) -> Column:
+    """A phase without its waits."""
+    return columns.value(f"{phase} (ms)", f"{phase}_computing_ms")
 
 
-def _is_alike(single: ParallelRow, row: ParallelRow) -> bool:
-    """Whether both are of the same training on as many ranks."""
-    own = ("scheme", "replicas", "blocks_per_group")
-    return all(single.case.get(name) == value for name, value in row.case.items() if name not in own)
-
-
-def beyond_alone(rows: Sequence[ParallelRow]) -> tuple[Column, Column]:
-    """The step without communication, and what a scheme takes beyond it."""
-
-    def alone(row: Row) -> Cell:
-        assert isinstance(row, ParallelRow)
-        value = alone_ms(row, rows) if "step" in row.times else None
-        return Cell(number(value), value, "alone_ms")
-
-    def beyond(row: Row) -> Cell:
-        assert isinstance(row, ParallelRow)
-        value, step = alone_ms(row, rows), _step_ms(row)
-        over = None if value is None or step is None or row.scheme == "single" else step - value
-        return Cell(number(over), over, "exposed_ms")
-
-    return Column("without communication (ms)", alone), Column("beyond that (ms)", beyond)
-
-
-def _schemes(rows: Sequence[Row]) -> Sequence[Column]:
-    alone = beyond_alone(of_kind(rows, ParallelRow))
-    at = next(place for place, each in enumerate(_COLUMNS) if each.title == "tokens/s")
-    return (*_COLUMNS[:at], *alone, *_COLUMNS[at:])
-
-
-_COLUMNS = (
+SCHEMES = define(
+    ParallelRow,
+    "Schemes of data parallel training, on the slowest rank: phases without their waits for other ranks, and those "
+    "waits, the exposed communication. Speed-up is over one process. Memory is of the rank that holds most",
     *columns.SETTINGS,
     _RANKS,
     columns.case("scheme", "scheme"),
@@ -94,9 +56,17 @@ _COLUMNS = (
     columns.COUNTED,
     columns.value("rounds", "rounds", brief=False, page=False),
     columns.median("step (ms) [95 %]", "step"),
+    *map(_computing, ("forward", "loss", "backward", "optimizer")),
+    columns.value("exposed (ms)", "exposed_communication_ms"),
+    columns.value("of the step (%)", "exposed_share"),
+    Column("speed-up", lambda row: _times_as_fast(row)),
+    columns.value("samples/s", "samples_per_s"),
+    columns.value("communication in all (ms)", "all_communication_ms"),
+    columns.count("calls", "collectives"),
+    columns.value("sent (MB)", "sent_gib", scale=MB_OF_GIB),
+    columns.value("sent by plan (MB)", "sent_floor_gib", scale=MB_OF_GIB),
+    columns.value("tokens/s", "tokens_per_s", brief=False),
     columns.value("launched by the host in (ms)", "issue_ms", brief=False),
-    *columns.values({"tokens/s": "tokens_per_s", "collectives": "collectives"}),
-    *columns.values({"sent (GiB)": "sent_gib", "sent by plan (GiB)": "sent_floor_gib"}),
     *(
         column
         for title, when in (("start", "start"), ("before step", "before_step"), ("after step", "after_step"))
@@ -117,12 +87,6 @@ _COLUMNS = (
     *columns.values({"loss off by": "loss_error", "allowed": "loss_allowed"}, brief=False),
     *columns.values({"update off by": "update_error", "allowed": "update_allowed"}, brief=False),
     columns.OUTCOME,
-)
-SCHEMES = Definition(
-    ParallelRow,
-    "Schemes of data parallel training: step on the slowest rank, memory on the one that holds most; without "
-    "communication a rank would take the single step, less the part of the update that others make in its place",
-    _schemes,
 )
 TRACES = define(
     ParallelTraceRow,
@@ -155,6 +119,28 @@ RATIOS = define(
     columns.value("rounds", "rounds"),
     columns.OUTCOME,
 )
+
+
+def exposed_findings(records: Sequence[Row]) -> list[Finding]:
+    """The schemes that wait most and least for other ranks."""
+    rows = of_kind(records, ParallelRow)
+    timed = [row for row in rows if row.exposed_share is not None and row.scheme != "single"]
+    if not timed:
+        return []
+    timed.sort(key=lambda row: numeric(row.exposed_share), reverse=True)
+    said, figures = "Exposed communication takes ", dict[str, Scalar]()
+    for which, row in list({"most": timed[0], "least": timed[-1]}.items())[: len(timed)]:
+        said += ", and " if which == "least" else ""
+        said += (
+            f"{{{which}_share:share}} of the step with {{{which}}} ({{{which}_exposed_ms:n}} of {{{which}_step_ms:ms}})"
+        )
+        figures |= {
+            which: label_among(row, rows),
+            f"{which}_share": row.exposed_share,
+            f"{which}_step_ms": _step_ms(row),
+        }
+        figures |= {f"{which}_exposed_ms": row.times["exposed_communication"].median}
+    return [found("parallel.exposed", f"{said}.", **figures)]
 
 
 def overlap_findings(records: Sequence[Row]) -> list[Finding]:
@@ -253,8 +239,7 @@ def parallel(records: Sequence[Row]) -> Section | None:
         return None
     lead = (
         "Each scheme first trained a few steps and was compared with one process on the whole batch. A step lasts as "
-        "long as on its slowest rank; what communication costs is the difference to the same step without any, where "
-        "a sharded scheme’s rank updates only its part of the parameters."
+        "long as on its slowest rank. Its exposed communication is marked in the timed steps, wherever they wait."
     )
     ratios = of_kind(records, ParallelRatioRow)
     blocks = [
@@ -268,25 +253,14 @@ def parallel(records: Sequence[Row]) -> Section | None:
 
 def _timed(rows: Sequence[ParallelRow]) -> list[Block]:
     names = [label_among(row, rows) for row in rows]
-    alone = [alone_ms(row, rows) for row in rows]
-    steps = [_step_bar(*each) for each in zip(names, rows, alone, strict=True)]
-    drawn = partial(bars, steps, "ms per step")
-    legend = _step_legend([ms for row, ms in zip(rows, alone, strict=True) if "step" in row.times])
-    charts = [Chart("parallel-step", "Step on the slowest rank", "", drawn, legend)]
+    steps = [_step_bar(*each) for each in zip(names, rows, strict=True)]
+    legend = [("neutral", "the step without it"), ("accent", "exposed communication")]
+    charts = [Chart("parallel-step", "Step on the slowest rank", "", partial(bars, steps, "ms per step"), legend)]
     if any(row.peak_gib is not None for row in rows):
         legend = [("neutral", "weights, gradients and optimizer state"), ("accent", "all else, at the peak")]
         drawn = partial(bars, [_memory_bar(*each) for each in zip(names, rows, strict=True)], "GiB")
         charts.append(Chart("parallel-memory", "Memory of a rank", "", drawn, legend))
     return [Charts(charts), make_table(SCHEMES, rows, "page")]
-
-
-def _step_legend(alone: Sequence[float | None]) -> list[tuple[str, str]]:
-    """What the colours of the bars mean, by which have a step without communication to be held against."""
-    whole = "the whole step: no single was timed beside it, so what communication costs is not known"
-    if all(ms is None for ms in alone):
-        return [("accent", whole)]
-    beyond = "exposed communication and other cost" + (f"; or {whole}" if None in alone else "")
-    return [("neutral", "the step without communication"), ("accent", beyond)]
 
 
 def label_among(row: ParallelRow, rows: Sequence[ParallelRow]) -> str:
@@ -299,14 +273,20 @@ def _step_ms(row: ParallelRow) -> float | None:
     return row.times["step"].median if "step" in row.times else None
 
 
-def _step_bar(name: str, row: ParallelRow, alone: float | None) -> Bar:
-    step = _step_ms(row)
+def _times_as_fast(row: Row) -> Cell:
+    """The speed-up, with its interval on the page alone: it would be the widest column of a terminal."""
+    cell = columns.ratio_cell(row, "speedup")
+    return replace(cell, in_files=cell.text)
+
+
+def _step_bar(name: str, row: ParallelRow) -> Bar:
+    step, exposed = _step_ms(row), row.times.get("exposed_communication")
     if step is None:
         return Bar(name, None, row.status, f"{row.status}: {row.reason}")
-    tip = f"{number(step)} ms"
-    if alone is not None and row.scheme != "single":
-        tip += f"\n{number(step - alone)} ms beyond {number(alone)} ms without communication"
-    base = step if row.scheme == "single" else min(alone or 0, step)
+    tip, base = f"{number(step)} ms", step
+    if exposed is not None and exposed.median:
+        tip += f"\n{number(exposed.median)} ms of it exposed communication"
+        base = max(step - exposed.median, 0.0)
     times = row.times["step"]
     return Bar(name, step, f"{number(step)} ms", tip, low=times.low, high=times.high, base=base)
 
@@ -357,5 +337,5 @@ def _explained(rows: Sequence[ParallelTraceRow]) -> str:
 
 
 TABLES = (SCHEMES, RATIOS, TRACES, FAMILIES)
-RULES = (data_findings, host_findings, overlap_findings, computation_findings)
+RULES = (data_findings, exposed_findings, host_findings, overlap_findings, computation_findings)
 SECTIONS = (parallel,)

@@ -1,0 +1,54 @@
+"""What communication costs, in rows of before it was measured in the step itself: the step beyond the one without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainstep.base.schemes import SCHEMES
+from trainstep.report import columns
+from trainstep.report.columns import Cell, Column
+from trainstep.report.numbers import number
+from trainstep.rows import ParallelRow
+from trainstep.rows.records import Row
+
+
+def alone_ms(row: ParallelRow, rows: Sequence[ParallelRow]) -> float | None:
+    """What a scheme's step would take without communication, from the same run's step on one rank.
+
+    A rank that keeps a part of the optimizer's state updates that part alone: of the one rank's optimizer time, 1/N is
+    counted then, N being the ranks of a replica. Nothing is taken off for weights that a rank keeps a part of, whose
+    casts it may divide too.
+    """
+    same = [each for each in rows if each.scheme == "single" and _is_alike(each, row)]
+    single = next((each for each in same if "step" in each.times), None)
+    if single is None:
+        return None
+    scheme = SCHEMES.get(row.scheme)
+    if scheme is None or scheme.planned_as in (None, "ddp"):
+        return single.times["step"].median
+    update = single.times["optimizer"].median if "optimizer" in single.times else 0.0
+    return single.times["step"].median - update * (1 - (row.replicas or 1) / row.world_size)
+
+
+def _is_alike(single: ParallelRow, row: ParallelRow) -> bool:
+    """Whether both are of the same training on as many ranks."""
+    own = ("scheme", "replicas", "blocks_per_group")
+    return all(single.case.get(name) == value for name, value in row.case.items() if name not in own)
+
+
+def communication(rows: Sequence[ParallelRow]) -> Sequence[Column]:
+    """What a step waits for communication; of older rows the step without it, and what a scheme takes beyond that."""
+    if any("exposed_communication" in row.times for row in rows):
+        exposed = columns.value("communication, exposed (ms)", "exposed_communication_ms")
+        return exposed, columns.value("in all (ms)", "all_communication_ms")
+
+    def alone(row: Row) -> Cell:
+        assert isinstance(row, ParallelRow)
+        return Cell(number(alone_ms(row, rows)))
+
+    def beyond(row: Row) -> Cell:
+        assert isinstance(row, ParallelRow)
+        value, step = alone_ms(row, rows), row.step_ms
+        return Cell(number(None if value is None or step is None or row.scheme == "single" else step - value))
+
+    return Column("without communication (ms)", alone), Column("beyond that (ms)", beyond)
