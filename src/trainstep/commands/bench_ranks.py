@@ -80,6 +80,9 @@ class BenchParallel(OneModel):
     trace: FlagCreatePairsOff[bool] = False
     """When all are timed, also record one step of each scheme with the profiler: the report then draws them one below
     the other, and says how much communication is hidden behind computation."""
+    gathers: FlagCreatePairsOff[bool] = False
+    """When all are timed, also mark when each block's gather ended and when forward or backward needed it, without a
+    profiler and under it; of schemes that shard weights, torch's too."""
     warmup: int = 5
     """Steps before the timed ones, in each round."""
     sustained: FlagCreatePairsOff[bool] = False
@@ -108,7 +111,7 @@ class BenchParallel(OneModel):
                 traces = self.out if self.trace else None
 
                 def records(on_part: OnPart) -> Iterator[Row | SoFar]:
-                    return run_cases(cases, process, traces, rounds=self.rounds, on_part=on_part)
+                    return run_cases(cases, process, traces, gathers=self.gathers, rounds=self.rounds, on_part=on_part)
 
                 return _first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
             except AgreedError as error:  # all ranks have it, so they leave the group in order, and one says it

@@ -102,6 +102,11 @@ class GatherGroup:
         return plain and tensor.untyped_storage()._cdata == self._storage._cdata
 
     @property
+    def under_way(self) -> Pending | None:
+        """Its gather, while nobody has waited for it."""
+        return self._pending
+
+    @property
     def communicates(self) -> bool:
         """Whether gathering it takes a collective."""
         return self._all_gather is not None

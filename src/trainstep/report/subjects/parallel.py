@@ -15,6 +15,7 @@ from trainstep.report.numbers import NONE, number, numeric
 from trainstep.report.tables import define, make_table
 from trainstep.rows import (
     ParallelFamilyRow,
+    ParallelGatherRow,
     ParallelRatioRow,
     ParallelRow,
     ParallelTraceRow,
@@ -109,6 +110,19 @@ FAMILIES = define(
     columns.count("kernels", "kernels"),
     *columns.values({"ms": "ms", "share (%)": "share"}),
 )
+GATHERS = define(
+    ParallelGatherRow,
+    "When each gather ended and when it was needed, from the start of a typical step; and what the step waited for it, "
+    "without a profiler and under it",
+    *_ARM,
+    columns.word("phase", "phase"),
+    columns.word("block", "block"),
+    columns.value("started (ms)", "started_ms", brief=False),
+    *columns.values({"ended (ms)": "ended_ms", "needed (ms)": "needed_ms", "exposed (ms)": "exposed_ms"}),
+    columns.value("profiled: exposed (ms)", "profiled_exposed_ms"),
+    columns.OUTCOME,
+    longest=48,
+)
 RATIOS = define(
     ParallelRatioRow,
     "Ours over torch’s: below 1 is faster, or smaller; a peer with several settings takes its fastest",
@@ -141,6 +155,33 @@ def exposed_findings(records: Sequence[Row]) -> list[Finding]:
         }
         figures |= {f"{which}_exposed_ms": row.times["exposed_communication"].median}
     return [found("parallel.exposed", f"{said}.", **figures)]
+
+
+def gather_findings(records: Sequence[Row]) -> list[Finding]:
+    """Of each sharded scheme, whether its gathers are over when they are needed, and what the profiler makes of it."""
+    told = []
+    for group in by_case(of_kind(records, ParallelGatherRow), "phase", "block", "place"):
+        rows = [row for row in group if row.exposed_ms is not None]
+        if not rows:
+            continue
+        late = sorted((row for row in rows if row.exposed_ms), key=lambda row: -numeric(row.exposed_ms))
+        said = "{scheme}: {in_time} of {gathers} gathers are over when they are needed"
+        figures: dict[str, Scalar] = {"scheme": rows[0].label, "gathers": len(rows), "in_time": len(rows) - len(late)}
+        if late:
+            said += "; the step waits {exposed_ms:n} ms of its {step_ms:ms} for the others, "
+            said += "most for {block} in {phase} ({most_ms:ms})"
+            figures |= {"exposed_ms": sum(numeric(row.exposed_ms) for row in late), "step_ms": rows[0].step_ms}
+            figures |= {"block": late[0].block, "phase": late[0].phase, "most_ms": late[0].exposed_ms}
+        made_late = [f"{row.block} in {row.phase}" for row in rows if not row.exposed_ms and row.profiled_exposed_ms]
+        profiled = [numeric(row.profiled_exposed_ms) for row in rows if row.profiled_exposed_ms is not None]
+        if profiled:
+            said += ". Under the profiler it waits {profiled_exposed_ms:ms}"
+            figures |= {"profiled_exposed_ms": sum(profiled)}
+        if made_late:
+            said += f", and {{made_late:list}} {'are' if len(made_late) > 1 else 'is'} late there alone"
+            figures |= {"made_late": tuple(made_late)}
+        told.append(found("parallel.gathers", f"{said}.", **figures))
+    return told
 
 
 def overlap_findings(records: Sequence[Row]) -> list[Finding]:
@@ -241,10 +282,11 @@ def parallel(records: Sequence[Row]) -> Section | None:
         "Each scheme first trained a few steps and was compared with one process on the whole batch. A step lasts as "
         "long as on its slowest rank. Its exposed communication is marked in the timed steps, wherever they wait."
     )
-    ratios = of_kind(records, ParallelRatioRow)
+    ratios, gathers = of_kind(records, ParallelRatioRow), of_kind(records, ParallelGatherRow)
     blocks = [
         *(_timed(rows) if rows else []),
         *([make_table(RATIOS, ratios, "page", name="parallel ratios")] if ratios else []),
+        *([make_table(GATHERS, gathers, "page", name="parallel gathers")] if gathers else []),
         *(_traced(traced) if traced else []),
         *([make_table(FAMILIES, families, "page", name="parallel families")] if families else []),
     ]
@@ -336,6 +378,6 @@ def _explained(rows: Sequence[ParallelTraceRow]) -> str:
     return text
 
 
-TABLES = (SCHEMES, RATIOS, TRACES, FAMILIES)
-RULES = (data_findings, exposed_findings, host_findings, overlap_findings, computation_findings)
+TABLES = (SCHEMES, GATHERS, RATIOS, TRACES, FAMILIES)
+RULES = (data_findings, exposed_findings, gather_findings, host_findings, overlap_findings, computation_findings)
 SECTIONS = (parallel,)
