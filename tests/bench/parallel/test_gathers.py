@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from tests.report.page import Page
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.base.schemes import SCHEMES
@@ -18,6 +19,7 @@ from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.schedule import Schedule
 from trainstep.parallel.messages import Exchange
 from trainstep.parallel.process import Process
+from trainstep.report.page import render
 from trainstep.report.subjects.parallel import gather_findings
 from trainstep.rows import ParallelGatherRow, ParallelRow
 from trainstep.step.workload import builtin_source
@@ -144,6 +146,8 @@ def test_whether_gathers_are_in_time_is_told_in_words_and_where_the_profiler_mak
     assert all_there.sentence == (
         "torch-fsdp2: 1 of 1 gathers are over when they are needed. Under the profiler it waits 0 ms."
     )
-    assert (
-        gather_findings([ParallelGatherRow(scheme="fsdp", world_size=2, phase="forward", block="all", place=0)]) == []
-    )
+    failed = ParallelGatherRow(scheme="fsdp", world_size=2, phase="forward", block="all", place=0, status="failed")
+    assert gather_findings([failed]) == []
+    shown = Page(render([ParallelRow(scheme="fsdp", world_size=2), *rows])).values["parallel gathers"]
+    late = {"phase": "forward", "block": "embedding", "exposed_ms": "2.5", "profiled_exposed_ms": "2.75"}
+    assert late.items() <= shown["0"].items()
