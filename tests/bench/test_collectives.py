@@ -60,6 +60,24 @@ def test_under_torchrun_the_first_rank_writes_what_all_ranks_measured(tmp_path):
     assert (tmp_path / "tables" / "collective.md").exists()
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--size-mb", "x"), "Error parsing --size-mb: could not convert string to float: 'x'; see trainstep bench"),
+        (("--timeout", "-1"), "timeout is -1; expected seconds above 0"),
+        (("--world-size", "9"), "world-size is 9, and torchrun started 2 processes"),
+    ],
+    ids=["parsing", "before the ranks meet", "after they met"],
+)
+def test_a_mistake_of_all_ranks_is_one_line_that_one_rank_prints(words, line):
+    found = torchrun(2, *words)
+    assert found.returncode != 0
+    told = [each for each in (found.stdout + found.stderr).splitlines() if each.startswith("trainstep: ")]
+    assert len(told) == 1, told
+    assert line in told[0]
+
+
 def test_without_torchrun_it_says_what_to_run():
     found = subprocess.run(
         [sys.executable, "-m", "trainstep", "bench", "collectives", "--size-mb", "1"],

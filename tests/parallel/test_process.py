@@ -11,10 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from tests.workers import WorkerError, Workers
 from trainstep.base.errors import UsageError
-from trainstep.parallel.process import bind_device, check_ranks_agree, join_group, resolve_group, torchrun_command
+from trainstep.parallel.process import (
+    bind_device,
+    check_ranks_agree,
+    is_first_to_say,
+    join_group,
+    resolve_group,
+    torchrun_command,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -90,6 +98,18 @@ def test_without_torchrun_the_command_is_given(monkeypatch):
     assert torchrun_command() == command
     with pytest.raises(UsageError, match=f"MASTER_PORT are not set; run: {command}"), join_group():
         pass
+
+
+def test_of_ranks_that_say_the_same_one_is_the_first(monkeypatch):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert [is_first_to_say(text) for text in ("a", "a", "b", "a")] == [True, False, True, False]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert is_first_to_say("a"), "torchrun has started all again"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert is_first_to_say("a"), "there is no store that outlives the ranks"
 
 
 def test_a_device_that_is_not_there():

@@ -56,6 +56,18 @@ class BenchCollectives(Common):
             return _first_rank_reports(process, records, self.out, "bench collectives", len(cases))
 
 
+FIRST_LOOK = ("single", "naive", "bucketed-25", "sharded-optimizer", "fsdp", "torch-ddp")
+FIRST_BATCH, FIRST_CONTEXT = 1, 32
+"""Of each rank, on CPUs, where nothing names a model: with these a first look takes under a minute on two cores."""
+FirstLookFlags: Any = flags_of(
+    StepConfig,
+    defaults={
+        name: f"{getattr(StepConfig(), name)}; on a CPU {first} unless --size, --config or --workload is given"
+        for name, first in (("batch", FIRST_BATCH), ("context", FIRST_CONTEXT))
+    },
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchParallel(OneModel):
     """Time one workload under schemes of data parallel training, started by torchrun. Checked before timed.
@@ -63,8 +75,10 @@ class BenchParallel(OneModel):
     Ranks talk over NCCL between GPUs, and over Gloo between CPUs.
     """
 
-    scheme: commas(Literal[BENCH_SCHEMES]) = BENCH_SCHEMES  # type: ignore[valid-type]
-    """The schemes; single is the step without communication that the others are held against, torch-* are PyTorch's."""
+    step: FirstLookFlags = field(default_factory=dict)
+    scheme: commas(Literal[("all", *BENCH_SCHEMES)]) = FIRST_LOOK  # type: ignore[valid-type]
+    """The schemes, or all of them. single is one process without communication, which the others are held against;
+    torch-* are PyTorch's."""
     replicas: commas(int) = ()  # type: ignore[valid-type]
     """Of hybrid schemes (hsdp, torch-hsdp), each sharded over consecutive ranks; by default one on each host, or two on
     a single one. Several numbers are measured beside each other."""
@@ -114,11 +128,15 @@ class BenchParallel(OneModel):
                     return run_cases(cases, process, traces, gathers=self.gathers, rounds=self.rounds, on_part=on_part)
 
                 return _first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
-            except AgreedError as error:  # all ranks have it, so they leave the group in order, and one says it
+            except AgreedError as error:  # all ranks have it, so they leave the group in order
                 mistake = error
-        if process.rank == 0:
-            raise mistake
-        return 0  # torchrun ends the first rank before it has spoken when another fails
+        raise mistake
+
+    def step_config(self) -> StepConfig:
+        step = super().step_config()
+        if (self.size, self.config, self.workload) != (None, None, None) or not _on_cpus(step.device):
+            return step
+        return dataclasses.replace(step, **({"batch": FIRST_BATCH, "context": FIRST_CONTEXT} | self.step))
 
     def schemes(self, process: Process) -> list[Scheme]:
         """Those named, a hybrid one with each number of replicas."""
@@ -126,9 +144,16 @@ class BenchParallel(OneModel):
             raise UsageError(f"--replicas is {few[0]}; expected 1 or more")
         if few := [each for each in self.blocks_per_group if each < 1]:
             raise UsageError(f"--blocks-per-group is {few[0]}; expected 1 or more")
-        named = [scheme for name in self.scheme for scheme in SCHEMES[name].by_blocks(self.blocks_per_group)]
+        names = BENCH_SCHEMES if "all" in self.scheme else self.scheme
+        named = [scheme for name in names for scheme in SCHEMES[name].by_blocks(self.blocks_per_group)]
         ranks, hosts = process.world_size, process.hosts
         return [scheme.on(ranks, hosts, each) for scheme in named for each in scheme.choices(self.replicas)]
+
+
+def _on_cpus(device: str) -> bool:
+    import torch
+
+    return device == "cpu" or not torch.cuda.is_available()
 
 
 _FLAT_SCHEMES = tuple(name for name in BENCH_SCHEMES if SCHEMES[name].communicates and not SCHEMES[name].is_hybrid)
@@ -201,9 +226,7 @@ class BenchStep8b(Common):
                 return code
             except AgreedError as error:
                 mistake = error
-        if process.rank == 0:
-            raise mistake
-        return 0
+        raise mistake
 
     def arms(self) -> list[ParallelCase]:
         """What is timed, in order."""

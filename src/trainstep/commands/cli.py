@@ -7,8 +7,11 @@ that `--help` answers at once.
 from __future__ import annotations
 
 import contextlib
+import io
+import itertools
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -60,7 +63,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def _run(words: Sequence[str]) -> int:
     try:
-        command = parse(words)
+        command = _parse_as_rank(words) if _is_rank() else parse(words)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if command.debug:
@@ -72,8 +75,7 @@ def _run(words: Sequence[str]) -> int:
     except UsageError as error:
         if command.debug:
             raise
-        print(f"trainstep: {printable(str(error))}", file=sys.stderr)
-        return BAD_INPUT
+        return _say(printable(str(error)))
     except CollectiveError as error:
         print(f"trainstep: {printable(str(error))}", file=sys.stderr, flush=True)
         if command.debug:
@@ -83,6 +85,43 @@ def _run(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(LEFT, file=sys.stderr)
         return INTERRUPTED
+
+
+def _is_rank() -> bool:
+    """Whether torchrun has started this process beside others."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def _say(mistake: str) -> int:
+    """Print a mistake; of ranks that make the same one, the first prints it. Returns the exit code.
+
+    The others of its host end as if all were well: torchrun would end the first before it has spoken.
+    """
+    if _is_rank():
+        from trainstep.parallel.process import is_first_to_say
+
+        if not is_first_to_say(mistake):
+            return 0 if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] else BAD_INPUT
+    print(f"trainstep: {mistake}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _parse_as_rank(words: Sequence[str]) -> Common:
+    """As `parse`; what is wrong is a line, which one rank prints."""
+    told = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    try:
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+            return parse(words)
+    except SystemExit as error:
+        told.seek(0)
+        if not error.code:
+            if os.environ["RANK"] == "0":
+                print(told.read(), end="")
+            raise
+        _title, *box = told.read().splitlines()  # its first paragraph ends with a rule, or with an empty line
+        mistake = " ".join(itertools.takewhile(bool, (line.strip(" │─╰╯") for line in box)))
+        named = itertools.takewhile(lambda word: not word.startswith("-"), words)
+        raise SystemExit(_say(f"{mistake.rstrip('.')}; see {shlex.join(['trainstep', *named, '--help'])}")) from None
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ class Train(AnyModel):
             try:
                 pages = Pages(self.out if process.rank == 0 else None, self.page_every)
                 outcome = train(config, data, self.out, process, show, resume_from=self.resume_from, pages=pages)
-            except AgreedError as error:  # all ranks have it, so they leave the group in order, and one says it
+            except AgreedError as error:  # all ranks have it, so they leave the group in order
                 mistake = error
             except (RuntimeError, MemoryError) as error:
                 found = classify(error)
@@ -75,9 +75,7 @@ class Train(AnyModel):
                     "more processes takes less"
                 ) from error
         if mistake is not None:
-            if process.rank == 0:
-                raise mistake
-            return 2
+            raise mistake
         if pages.draws:
             pages.close()
             self._draw_page(show)

@@ -7,6 +7,7 @@ Nothing else in trainstep reads the environment or a global group: groups are pa
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import socket
@@ -23,6 +24,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
@@ -327,6 +329,21 @@ def _difference(theirs: tuple[str, int, list[str]], first: tuple[str, int, list[
     longer, owner = (there, "it") if len(there) > len(here) else (here, "rank 0")
     extra = f"{longer[min(len(there), len(here))]} is the first that only {owner} has"
     return f"has {len(there) - settings} parameters, rank 0 {len(here) - settings}; {extra}"
+
+
+def is_first_to_say(text: str) -> bool:
+    """Whether no other rank that torchrun has started this time has asked this of the same text.
+
+    The ranks need not have joined a group: torchrun's own store counts. Where it has none, each is the first.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    key = f"said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{hashlib.sha256(text.encode()).hexdigest()}"
+    try:
+        return TCPStore(host, port, timeout=timedelta(seconds=10)).add(key, 1) == 1
+    except RuntimeError:
+        return True
 
 
 class AgreedError(UsageError):

@@ -3,15 +3,17 @@
 import dataclasses
 
 import pytest
+import torch
 
 from tests.planted.parallel import quick
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UnsupportedError, UsageError
-from trainstep.base.schemes import SCHEMES, usual_replicas
+from trainstep.base.schemes import BENCH_SCHEMES, SCHEMES, usual_replicas
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.ratios import ratio_rows
 from trainstep.bench.parallel.run import run_cases
-from trainstep.commands.bench import BenchParallel
+from trainstep.commands.bench_ranks import FIRST_LOOK, BenchParallel
+from trainstep.parallel.process import Process
 from trainstep.parallel.transport.by_collectives import Collectives
 from trainstep.rows import ParallelRatioRow, ParallelRow
 from trainstep.rows.records import SoFar, make_row, of_kind
@@ -116,3 +118,21 @@ def test_a_peer_stands_beside_ours_with_as_many_replicas():
     assert found == [
         ("hsdp", 4, "torch-hsdp", 0.5), ("hsdp", 2, "torch-hsdp", 0.25), ("fsdp", None, "torch-fsdp2", 1.0)
     ]  # fmt: skip
+
+
+def test_a_first_look_is_small_on_cpus_where_nothing_names_a_model(tmp_path):
+    toml = tmp_path / "own.toml"
+    toml.write_text("[model]\nnum_layers = 2\n")
+    usual, cpu = StepConfig(), {"device": "cpu"}
+    for told, expected in (
+        ({"step": cpu}, (1, 32)),
+        ({"step": cpu | {"batch": 8}}, (8, 32)),
+        ({"step": cpu | {"context": 100}, "scheme": ("fsdp",)}, (1, 100)),
+        ({"step": cpu, "size": "small"}, (usual.batch, usual.context)),
+        ({"step": cpu, "config": toml}, (usual.batch, usual.context)),
+    ):
+        step = BenchParallel(**told).step_config()
+        assert (step.batch, step.context) == expected, told
+    two = Process(0, 2, torch.device("cpu"), None)
+    assert [each.name for each in BenchParallel().schemes(two)] == list(FIRST_LOOK)
+    assert [each.name for each in BenchParallel(scheme=("fsdp", "all")).schemes(two)] == list(BENCH_SCHEMES)

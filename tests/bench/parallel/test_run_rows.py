@@ -166,6 +166,8 @@ def test_a_step_is_its_phases_without_their_waits_and_what_it_waits():
     assert computing == {"forward": [20, 30], "loss": [2, 2], "backward": [36, 40], "optimizer": [20, 8]}
     assert (found.exposed_share, found.all_communication_ms) == (0.21, 50.0)
     assert found.samples_per_s == 1e3 * 3 / 100, "of both ranks; the other's batch is not known"
+    single = row("single", Timed([[replace(rank((1.0,), 0), **told)] * 2], None))
+    assert single.samples_per_s == 1e3 * 3 / 100, "of one process, which a speed-up is over"
 
 
 def test_a_scheme_that_does_not_agree_shows_by_how_much_and_no_speed():

@@ -91,7 +91,7 @@ def test_a_rank_waits_for_a_late_one_wherever_its_scheme_waits(two):
         assert all(whole >= part for whole, part in zip(exposed, seen, strict=True))
         assert row.all_communication_ms >= SEEN_MS, f"{name}: a call is under way until the other rank comes"
         assert row.exposed_share == pytest.approx(row.times["exposed_communication"].median / row.step_ms)
-        assert row.samples_per_s == pytest.approx(2e3 / row.step_ms), "of one rank, as one was given"
+        assert row.samples_per_s == pytest.approx(2e3 / row.step_ms), "of the one rank that was given"
         assert min(late[name][1].samples["loss_computing"]) >= 1e3 * LATE_S, "what is late computes, and waits not"
 
 

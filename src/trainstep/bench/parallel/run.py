@@ -331,7 +331,7 @@ def parallel_row(
         "rounds": len(result.rounds),
         "exposed_share": times["exposed_communication"].median / step if "exposed_communication" in times else None,
         "all_communication_ms": _median(rank.all_communication_ms for rank in slowest),
-        "samples_per_s": 1e3 * sum(each.samples for each in first) / step or None,
+        "samples_per_s": 1e3 * sum(each.samples for each in (first if communicates else first[:1])) / step or None,
         "tokens_per_s": 1e3 * sum(tokens) / step if tokens else None,
         "transport": first[0].transport,
         "transport_between": first[0].transport_between,
