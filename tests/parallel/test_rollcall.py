@@ -17,17 +17,8 @@ from trainstep.base.errors import CollectiveError, UsageError
 from trainstep.parallel import announced, rollcall
 from trainstep.parallel.announced import Record, note
 from trainstep.parallel.process import Process, joined
-from trainstep.parallel.rollcall import Answer, Rollcall, is_of_a_collective, verdict
-from trainstep.parallel.started import BESIDE, started
-
-
-def answer(rank, number=None, name="all_reduce", *, group="gloo:0:default_pg", ranks=(0, 1, 2), **more):
-    calls = {} if number is None else {group: (number, name)}
-    return Answer(rank, f"h{rank}", "update 7", f"net.py:{rank} (forward)", calls, dict.fromkeys(calls, ranks), **more)
-
-
-def waits(rank, number, **more):
-    return answer(rank, number, is_waiting=True, **more)
+from trainstep.parallel.rollcall import Rollcall, is_of_a_collective
+from trainstep.parallel.started import started
 
 
 @pytest.fixture
@@ -66,40 +57,6 @@ def test_the_last_copies_are_among_what_was_started():
     del record
     gc.collect()
     assert "copies:0:default_pg 0" not in {call.group for call in started()}, "it goes with whoever made it"
-
-
-@pytest.mark.parametrize(
-    ("mine", "others", "silent", "said"),
-    [
-        (waits(0, 5), [], {1: "h1"}, "rank 1 (host h1) does not answer: killed, stopped, hung or cut off"),
-        (waits(0, 5), [waits(1, 5)], {2: "b", 3: "b"}, "rank 2 (host b), rank 3 (host b) do not answer: killed"),
-        (waits(0, 5), [answer(1, stopped="KeyError: 'x'")], {}, "rank 1 (host h1) stopped with KeyError: 'x'"),
-        (waits(0, 5), [Answer(1, "h1", has_left=True)], {}, "rank 1 (host h1) has left"),
-        (
-            waits(0, 5),
-            [answer(1, 4), waits(2, 5)],
-            {},
-            "rank 1 (host h1) hangs or is late: it is at net.py:1 (forward) of update 7 and has not come to all_reduce "
-            "no. 5",
-        ),
-        (waits(0, 5), [answer(1)], {}, "and has not come to no. 1 to 5 (all_reduce)"),
-        (waits(0, 5), [waits(1, 3), answer(2, 5)], {}, "wait for different collectives: rank 1 (host h1) has not come"),
-        (waits(0, 5), [waits(1, 5), answer(2, 5)], {}, "the network between them is broken or too slow"),
-        (waits(0, 5, ranks=(0, 2)), [answer(1, 9, group="gloo:3:rows", ranks=(1, 3))], {}, "none is behind"),
-        (waits(0, 5), [waits(1, 5, group=f"gloo:1:{BESIDE}")], {}, "rank 1 (host h1) has not come to no. 1 to 5"),
-        (waits(0, 9, group=f"gloo:1:{BESIDE}"), [answer(1, 8, group=f"gloo:1:{BESIDE}")], {}, "none is behind"),
-        (
-            waits(0, 9, group=f"gloo:1:{BESIDE}", is_beside=True),
-            [waits(1, 8, group=f"gloo:1:{BESIDE}")],
-            {},
-            "rank 1 (host h1) has not come to all_reduce no. 9 of the checkpoint",
-        ),
-    ],
-)  # fmt: skip
-def test_the_verdict(mine, others, silent, said):
-    found = verdict(mine, {each.rank: each for each in [mine, *others]}, silent)
-    assert said in found
-    assert "\n" not in found
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,11 @@ flight recorder has of their collectives and the line of code that they are at. 
 named with that line; one whose thread cannot answer (killed, stopped, cut off, or in compiled code that keeps Python's
 lock) as silent. The first verdict is every rank's.
 
+Over Gloo, ranks that take different collectives for the same one would wait until the timeout: one that has run out of
+batches comes to a barrier, the others average gradients. A second thread of each rank looks every `LOOKS_S` whether its
+rank has stood still. Then it compares its rank's collective with that of the last rank that stood still before it, and
+ends its process where they came to collectives in different orders.
+
 A rank that is still there `ENDED_S` after the first failure is ended by its own thread: it hangs, or waits for one that
 does, and torchrun starts the processes again only when all have ended. Anything that is asked of the store is asked by
 a thread that is given up after a while, since the store's host may be the one that died.
@@ -24,21 +29,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from trainstep.base.errors import CollectiveError, UsageError, line_of, printable
+from trainstep.base.errors import CollectiveError, UsageError, line_of, place_of, printable
 from trainstep.parallel.announced import noted
 from trainstep.parallel.started import BESIDE, Call, members, started
+from trainstep.parallel.verdict import Answer, apart, verdict
 
 GRACE_S = 5.0  # how long a rank may take to answer
 ENDED_S = 10.0  # how long a rank may still be there after another has failed
+LOOKS_S = 5.0  # how often a thread looks whether its rank stands still
 _SPEAKS_S = 0.5  # how long a thread lets its rank answer for itself: often all fail at once
 _ENDING_S = 2.0  # how long a rank waits for its thread to end, which it does at once unless the store is gone
 # A connection that is silent for so long may be dropped between hosts; then this rank is named, and cannot answer.
@@ -49,30 +56,6 @@ _OF_A_COLLECTIVE = re.compile(
     r"gloo/|connectFullMesh|timeout caused pair closure|closed by peer|reset by peer|\bNCCL\b|ncclComm|\[c10d\]"
 )
 """What a backend's plain `RuntimeError` says; Gloo's mostly names its source, but not always."""
-
-
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """Where a rank is, by its own words or by those of its thread."""
-
-    rank: int
-    host: str
-    doing: str = ""  # "update 12 of ddp"
-    place: str = ""  # the innermost line of code
-    calls: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Process group → number and name of the last collective that was started there, as torch counts and calls them."""
-    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the same groups → their ranks
-    is_waiting: bool = False  # in a collective, or failed in one
-    is_beside: bool = False  # it failed in a group that threads use beside training, where checkpoints are written
-    stopped: str = ""  # the error of its own by which it stopped
-    has_left: bool = False  # in order
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (host {self.host})"
-
-    @property
-    def at(self) -> str:
-        return f"{self.place} of {self.doing}" if self.doing else self.place
 
 
 def is_of_a_collective(error: BaseException | None) -> bool:
@@ -111,13 +94,15 @@ class Rollcall:
         if world_size > 1:
             store.set(f"host/{rank}", socket.gethostname())
             self._thread = threading.Thread(target=self._watch, name="rollcall", daemon=True)
-            self._thread.start()
+            self._looking = threading.Thread(target=self._look, name="looking", daemon=True)
+            for thread in (self._thread, self._looking):
+                thread.start()
 
     def failed(self, error: BaseException) -> CollectiveError:
         """What to raise where a collective has failed: which ranks are missing, and in which collective."""
         self._speaks.set()
         is_beside = isinstance(error, UsageError)  # of whoever waited for the thread
-        mine = dataclasses.replace(self._here(), is_waiting=True, is_beside=is_beside)
+        mine = dataclasses.replace(self._here(place_of(error)[2:-1]), is_waiting=True, is_beside=is_beside)
         told = str(error).splitlines()[0] if is_beside else f"{self._was_in(mine)} ({shortened(error)})"
         if self._world_size > 1:
             with _undisturbed():
@@ -127,8 +112,7 @@ class Rollcall:
         return CollectiveError(printable(told))
 
     def _was_in(self, mine: Answer) -> str:
-        calls = [call for call in started() if not call.group.endswith(BESIDE)]
-        waited = next((call for call in calls if not call.is_over), calls[-1] if calls else None)
+        waited = _oldest(started())
         where = f"{waited.name} no. {waited.number}" if waited else mine.place
         said = f"rank {self._rank} was in {where}"
         said += f" of {self.doing}" if self.doing else ""
@@ -162,9 +146,10 @@ class Rollcall:
             self._end()
 
     def _end(self) -> None:
-        """Wait for the thread: one that wakes up while Python ends takes the process down with it (SIGABRT)."""
+        """Wait for the threads: one that wakes up while Python ends takes the process down with it (SIGABRT)."""
         self._is_over.set()
-        self._thread.join(_ENDING_S)
+        for thread in {self._thread, self._looking} - {threading.current_thread()}:
+            thread.join(_ENDING_S)
 
     def _in_time(self, ask: Callable[[Any], str]) -> str | None:
         """What a thread brings back; None if the store does not answer."""
@@ -213,22 +198,39 @@ class Rollcall:
             for rank in range(self._world_size):
                 store.set(f"wake/{rank}", "")
 
-    def _here(self) -> Answer:
-        """Where the rank is now; asked by its own thread or by another."""
+    def _here(self, place: str = "") -> Answer:
+        """Where the rank is now, or at `place`; asked by its own thread or by another."""
         last: dict[str, Call] = {}
         calls = started()
         for call in calls:
             last[call.group] = call
-        frame = sys._current_frames().get(self._main)
+        frame, oldest = sys._current_frames().get(self._main), _oldest(calls)
         return Answer(
             self._rank,
             socket.gethostname(),
             self.doing,
-            line_of(frame) if frame is not None else "",
+            place or (line_of(frame) if frame is not None else ""),
             {group: (call.number, call.name) for group, call in last.items()},
             {group: members(group) for group in last},
-            is_waiting=any(not call.is_over and not call.group.endswith(BESIDE) for call in calls),
+            is_waiting=oldest is not None and not oldest.is_over,
+            waits_in=(oldest.group, oldest.number, oldest.name) if oldest else (),
         )
+
+    def _look(self) -> None:
+        """End this process where it and another rank take different collectives for the same one."""
+        before = None
+        while not self._is_over.wait(LOOKS_S):
+            frame = sys._current_frames().get(self._main)
+            now = frame and (id(frame), frame.f_lasti)
+            if now == before and (mine := self._here()).is_waiting and (found := self._in_time(partial(_met, mine))):
+                self.stopped(CollectiveError(found))
+                self._leave_at_once(found)
+            before = now
+
+    def _leave_at_once(self, found: str, where: str = "") -> NoReturn:
+        told = f"{printable(found)}; {printable(f'rank {self._rank} {where}is ended')}"
+        print(f"trainstep: {told}", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def _watch(self) -> None:
         """Wait for a failure anywhere; answer, and end this process if it does not end by itself."""
@@ -245,10 +247,9 @@ class Rollcall:
         if self._is_over.wait(ENDED_S):
             return
         found = self._in_time(lambda store: store.get("verdict").decode() if store.check(["verdict"]) else "")
-        said = found or "another rank has stopped"
-        end = f"rank {self._rank} was still at {self._here().at} {ENDED_S:.0f} s later, and is ended"
-        print(f"trainstep: {printable(said)}; {printable(end)}", file=sys.stderr, flush=True)
-        os._exit(1)
+        self._leave_at_once(
+            found or "another rank has stopped", f"was still at {self._here().at} {ENDED_S:.0f} s later, and "
+        )
 
     def _is_awake(self, store: Any) -> bool:
         if isinstance(_innermost(store), FileStore):  # it would look a hundred times a second
@@ -290,43 +291,25 @@ def _undisturbed() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def verdict(mine: Answer, answers: Mapping[int, Answer], silent: Mapping[int, str]) -> str:
-    """Who is to blame that a collective of `mine` failed.
+def _met(mine: Answer, store: Any) -> str:
+    """How this rank and the one that stood still before it are `apart`; each leaves word of where it stands.
 
-    Args:
-        answers: of the ranks that answered, `mine` among them.
-        silent: rank → host of the others.
+    Only the first rank that finds this is told: when it has ended, the others fail by themselves.
     """
-    told = [f"{each} stopped with {each.stopped}" for each in answers.values() if each.stopped]
-    told += [f"{each} has left" for each in answers.values() if each.has_left]
-    if silent:
-        who = ", ".join(f"rank {rank} (host {host})" for rank, host in silent.items())
-        told.append(f"{who} {'do' if len(silent) > 1 else 'does'} not answer: killed, stopped, hung or cut off")
-    if told:
-        return " and ".join(told)
-    behind = {each: lacking for each in answers.values() if (lacking := first_lacking(each, answers.values(), mine))}
-    if mine.is_beside and behind:
-        return " and ".join(f"{each} has not come to {lacking} of the checkpoint" for each, lacking in behind.items())
-    if late := {each: lacking for each, lacking in behind.items() if not each.is_waiting}:
-        return " and ".join(
-            f"{each} hangs or is late: it is at {each.at} and has not come to {lacking}"
-            for each, lacking in late.items()
-        )
-    if behind:
-        which = ", ".join(f"{each} has not come to {lacking}" for each, lacking in behind.items())
-        return f"the ranks wait for different collectives: {which}"
-    return "all ranks answer and none is behind: the network between them is broken or too slow for the timeout"
+    backend, _, ranks = mine.waits_in[0].partition(":")
+    if backend not in ("gloo", "messages"):
+        return ""
+    key = f"stands/{ranks}"
+    before = json.loads(store.get(key)) if store.check([key]) else None
+    store.set(key, json.dumps(dataclasses.asdict(mine)))
+    found = apart(Answer(**before), mine) if before else ""
+    return found if found and int(store.compare_set("found", "", str(mine.rank))) == mine.rank else ""
 
 
-def first_lacking(answer: Answer, everyone: Iterable[Answer], failed: Answer) -> str:
-    """The first collective that another rank has started and this one not, though it takes part; empty if none is."""
-    for other in everyone:
-        for group, (number, name) in other.calls.items():
-            mine = answer.calls[group][0] if group in answer.calls else 0
-            takes_part = answer.rank in other.groups.get(group, ())
-            if takes_part and mine < number and group.endswith(BESIDE) == failed.is_beside:
-                return f"{name} no. {number}" if mine + 1 == number else f"no. {mine + 1} to {number} ({name})"
-    return ""
+def _oldest(calls: Iterable[Call]) -> Call | None:
+    """Of training's collectives, the oldest that has not ended, else the last."""
+    training = [call for call in calls if not call.group.endswith(BESIDE)]
+    return next((call for call in training if not call.is_over), training[-1] if training else None)
 
 
 def shortened(error: BaseException) -> str:
