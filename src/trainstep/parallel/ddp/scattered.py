@@ -12,6 +12,8 @@ from torch.utils import _pytree
 from trainstep.base.errors import UsageError
 from trainstep.parallel.partial import StandIn, name_of
 
+_MOVES = ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
+
 
 class ScatteredGradient(StandIn):
     """Says that the gradient is there, in slices. It can be zeroed or dropped; other uses raise.
@@ -54,6 +56,10 @@ class ScatteredGradient(StandIn):
         what = name_of(func)
         if what in ("requires_grad_", "requires_grad"):
             return args[0]
+        if what == "_has_compatible_shallow_copy_type":  # asked by module.to(…), which then sets `grad` again
+            return False
+        if what in _MOVES:
+            return cls._moved(args[0], func, args[1:], kwargs)
         given = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, ScatteredGradient)]
         if what in ("zero_", "_foreach_zero_"):
             for each in given:
@@ -69,6 +75,18 @@ class ScatteredGradient(StandIn):
         raise UsageError(
             f"{what} of the gradient of {given[0].of_parameter}: with ShardedOptimizer(…, ddp=ddp) a rank has only its "
             "slice of each. Clip with clip_grad_norm_ of the optimizer; to see or change gradients, leave out ddp="
+        )
+
+    @classmethod
+    def _moved(cls, gradient: ScatteredGradient, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of a cast or move that changes nothing: the gradient itself. It has no layout of its own to change."""
+        probe = torch.empty(0, dtype=gradient.dtype, device=gradient.device)
+        moved = func(probe, *args, **{name: value for name, value in kwargs.items() if name != "memory_format"})
+        if (moved.dtype, moved.device) == (probe.dtype, probe.device):
+            return gradient
+        raise UsageError(
+            f"{name_of(func)} of a module with the gradient of {gradient.of_parameter} in slices; call zero_grad() "
+            "first, and make DistributedDataParallel and ShardedOptimizer after casts and moves"
         )
 
     @classmethod
