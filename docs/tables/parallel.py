@@ -81,6 +81,32 @@ def planned_anew(row: Row) -> Row:
     return dataclasses.replace(row, **moments(plan))
 
 
+BY_SENT = {
+    "bucketed-25": ("all-reduced", "–", "8P(n − 1)/n"),
+    "sharded-optimizer": ("reduce-scattered", "gathered", "8P(n − 1)/n"),
+    "sharded-optimizer-1000": ("reduce-scattered", "gathered", "8P(n − 1)/n"),
+    "torch-zero": ("all-reduced", "broadcast", "12P(n − 1)/n"),
+}
+"""Scheme → how gradients and updated parameters travel, and what a rank sends."""
+
+
+def zero() -> Table:
+    """The sharded optimizer beside torch's, on two GPUs and on four: what a rank sends and holds."""
+    runs = [results(name, ParallelRow) for name in ("h200-parallel", "h200-parallel-4gpus")]
+    rows = [row for rows in runs for row in rows if row.scheme in BY_SENT]
+    ways = ("gradients", "updated parameters", "sent in a step")
+    wanted = (
+        *columns.cases({"GPUs": "world_size", "scheme": "scheme"}),
+        *(Column(title, lambda row, place=place: BY_SENT[row.scheme][place]) for place, title in enumerate(ways)),
+        *columns.values({"sent (GiB)": "sent_gib", "weights (GiB)": "before_step_weights_gib"}, digits=4),
+        *columns.values(
+            {"state (GiB)": "before_step_optimizer_state_gib", "in all (GiB)": "before_step_gib"}, digits=4
+        ),
+    )
+    caption = "2.7B, P = 3,406,809,600 parameters, before the optimizer's step"
+    return tabulate("parallel-zero", f"{caption}; {where(rows)}", wanted, rows)
+
+
 RUNS = (
     *("h200-parallel-large", "h200-parallel-compiled", "h200-parallel-peers"),
     *("h200-parallel-sustained-4gpus", "h200-parallel-pinned-4gpus"),
@@ -231,6 +257,7 @@ def headline() -> Table:
 TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel": parallel,
     "parallel-memory": parallel_memory,
+    "parallel-zero": zero,
     "parallel-large": partial(parallel, "h200-parallel-large"),
     "parallel-memory-large": partial(parallel_memory, "h200-parallel-large"),
     "parallel-4gpus": partial(parallel, "h200-parallel-4gpus"),
