@@ -7,6 +7,7 @@ docs/examples/ that show several results at once are made here too.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ from tables import (
 )
 from trainstep.report.formats import to_markdown
 from trainstep.report.page import write_html
+from trainstep.report.tables import Table, with_shapes
 from trainstep.rows.records import read_records
 
 DOCS = Path(__file__).parent
@@ -64,12 +66,17 @@ def render(text: str) -> str:
             raise SystemExit(f"no table is called {match['name']!r}; there are {', '.join(TABLES)}")
         try:
             table = TABLES[match["name"]]()
-            made = "" if table is None else to_markdown(table)
+            made = "" if table is None else to_markdown(_sized(table))
         except NotMeasuredError as error:
             made = f"Not measured yet: there is no docs/results/{error}.\n"
         return f"{match[1]}{made}{match['end']}"
 
     return BLOCK.sub(fill, text)
+
+
+def _sized(table: Table) -> Table:
+    """The table with a model's shape, where its caption begins with the model's name: `2.7B, batch 8`."""
+    return dataclasses.replace(table, caption=with_shapes(table.caption, re.split(r"[,; ]", table.caption)[:1]))
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainstep.base.stats import in_rounds, ratio_of_rounds
+from trainstep.report import columns
 from trainstep.report.columns import Column
 from trainstep.report.subjects import TABLES
 from trainstep.report.subjects.workload import where as where
@@ -20,7 +21,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 KEPT_THOUGH_DIRTY = frozenset({"0ebe030279+"})
 """Of files measured before this was refused; each goes when its file is measured again."""
 
-SIZE = Column("size", lambda row: str(row.case["workload"]))
+SIZE = Column("size", columns.case("size", "workload").cell)
 RUNG = Column("rung", lambda row: str(row.case["rung"]))
 OUTCOME = Column("outcome", lambda row: row.status)
 

@@ -120,7 +120,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
         Column("module", residual_name),
         *columns.values({"kept for": "operation", "tensor": "tensor", "storages": "storages", "MiB": "mib"}),
         *columns.values({"share (%)": "share", "by formula (MiB)": "formula_mib"}),
-        caption="One block of 2.7B",
+        caption="2.7B, one block",
         only=lambda row: row.part in ("first block", "residual stream") and row.status == "ok",
     ),
     "memory-checkpointing": partial(

@@ -12,7 +12,7 @@ from trainstep.report import columns
 from trainstep.report.compare import compare, comparison_table, repeatability
 from trainstep.report.numbers import NONE, number, numeric
 from trainstep.report.subjects.ladder_findings import after
-from trainstep.report.tables import Table, tabulate, text_table
+from trainstep.report.tables import Table, tabulate, text_table, with_shapes
 from trainstep.rows import ControlRow, RungRow, StepRow, TrainRow
 
 MEANS = tuple(columns.mean(f"{name} (ms)", name) for name in (*PHASES, "step"))
@@ -114,7 +114,8 @@ def headline() -> Table:
         *("from TF32 [95 %]", "from bf16 autocast [95 %]"),
         *("peak before (GiB)", "after (GiB)", "gradients off by, of allowed"),
     )
-    return text_table("headline-ladder", f"One step, batch 4, context 512; {where(first_rows)}", wanted, cells)
+    caption = with_shapes("One step, batch 4, context 512", (size for size, *_ in cells))
+    return text_table("headline-ladder", f"{caption}; {where(first_rows)}", wanted, cells)
 
 
 def _times(gain: Ratio) -> str:

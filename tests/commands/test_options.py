@@ -30,7 +30,10 @@ def test_flags_change_what_the_size_and_the_file_say(run_toml):
     for command in (["analyze"], ["profile"], ["train"], ["bench", "ladder"], ["bench", "parallel"]):
         flags = parse([*command, "--config", run_toml])
         assert flags.model_config() == dataclasses.replace(SIZES["small"], d_ff=2048)
-        assert (flags.step_config(), flags.model_name()) == (step, "run")
+        assert (flags.step_config(), flags.model_name()) == (
+            step,
+            "run d_model=768 d_ff=2048 num_layers=12 num_heads=12",
+        )
         flags = parse([*command, f"--config={run_toml}", "--size=medium", "--context=512", "--precision=fp32"])
         assert (flags.model_config(), flags.model_name()) == (SIZES["medium"], "medium")
         assert flags.step_config() == StepConfig(checkpointing="every-2"), "a flag may ask for the usual default again"

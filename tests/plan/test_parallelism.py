@@ -216,12 +216,12 @@ def test_meshes():
     assert layout_of("fsdp", 16, 4, MODEL) == Layout("fsdp", 16)
     assert layout_of("single", 16, 1, MODEL).gpus == 1
     assert tensor_parallel_choices(cluster(8), MODEL) == [2, 4, 8]
-    assert tensor_parallel_choices(cluster(8), SIZES["xl"]) == [], "25 heads"
+    assert tensor_parallel_choices(cluster(8), SIZES["2025/xl"]) == [], "25 heads"
     for tensor, words in ((3, "3 is impossible: it does not divide 16 GPUs; choose among 1, 2, 4, 8, 16"), (0, "0")):
         with pytest.raises(UsageError, match=words):
             layout_of("fsdp + tp", 16, tensor, MODEL)
     with pytest.raises(UsageError, match="25 heads; choose among 1"):
-        layout_of("fsdp + tp", 16, 2, SIZES["xl"])
+        layout_of("fsdp + tp", 16, 2, SIZES["2025/xl"])
 
 
 @pytest.mark.parametrize("settings", [{"gpus_per_node": 0}, {"nodes": -1}, {"network": 0.0}, {"network": math.inf}])

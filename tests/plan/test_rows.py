@@ -293,7 +293,7 @@ def test_a_limit_is_a_whole_number_of_gpus_and_says_of_what():
 
 def test_no_limit_of_tensor_parallelism_where_the_model_cannot_be_divided():
     """25 heads on 8 GPUs."""
-    records = planned_here("xl")
+    records = planned_here("2025/xl")
     assert not [row for row in of_kind(records, PlanRow) if row.case["strategy"] == "fsdp + tp"]
     assert {row.case["axis"] for row in of_kind(records, PlanLimitRow)} == {"data (gradients as kept)", "fsdp"}
 

@@ -2,6 +2,7 @@ import csv
 import io
 import itertools
 import unicodedata
+from dataclasses import fields
 
 import pytest
 import rich.console
@@ -12,7 +13,9 @@ from trainstep.report.formats import to_csv, to_latex, to_markdown, to_typst, wr
 from trainstep.report.subjects import TABLES, make_tables
 from trainstep.report.tables import make_table, text_table
 from trainstep.report.terminal import to_terminal
-from trainstep.rows import StepRow, row_of
+from trainstep.rows import StepRow, SweepRow, row_of
+from trainstep.rows.row import make_row
+from trainstep.rows.run import OfScript
 
 NASTY = r"""a|b *c* _d_ `e` [f](g) <h> {i} \j 50% $k$ l&m #n ~o ^p @q "r", 's' // t /* u */ - v + w = x"""
 TABLE = text_table(
@@ -98,6 +101,47 @@ def test_shared_settings_move_to_the_caption_and_failures_stay_rows():
     assert [row[0] for row in table.texts()] == ["fp32", "bf16", "tf32"]
     assert table.texts()[2][-1] == "unsupported: needs a GPU"
     assert "20.0 ± 0.50" in table.texts()[0]
+
+
+def fields_of(kind):
+    return {each.name: each for each in fields(kind)}
+
+
+def of_model(kind, workload):
+    """A row of this kind about a built-in model, whatever else it is of."""
+    examples = {"str": "x", "int": 1, "float": 1.0}
+    own = {name: examples[each.type] for name, each in fields_of(kind).items() if each.default is each.default_factory}
+    own |= {"mib": 1.0} if "mib" in fields_of(kind) else {}  # some tables of one step have columns of values alone
+    return kind(**own | {"workload": workload} | ({"context": 8, "batch": 1} if "context" in fields_of(kind) else {}))
+
+
+OF_MODELS = [kind for kind in TABLES if "workload" in fields_of(kind) and not issubclass(kind, OfScript)]
+
+
+@pytest.mark.parametrize("kind", OF_MODELS, ids=lambda kind: kind.kind)
+@pytest.mark.parametrize("place", ["files", "terminal", "page"])
+def test_a_table_that_names_a_size_has_its_shape(kind, place):
+    names = {"2026/xl": "2560×10240×32×32", "small num_layers=2": "768×3072×2×12", "my.project:workload": None}
+    for shown in (list(names), *([name] for name in names)):
+        table = make_table(TABLES[kind], [of_model(kind, name) for name in shown], place)
+        text = table.caption + "".join(map("".join, table.texts()))
+        for name in shown:
+            shape = names[name]
+            assert (f"{name} {shape}" in table.caption) is (name in text and shape is not None), table.caption
+        assert place != "files" or all(name in text for name in shown), "else nothing was tested"
+
+
+def test_a_users_model_that_is_called_like_one_of_ours_has_no_shape():
+    """`trainstep.analyze(small)`: a function's name."""
+    assert "×" not in make_table(TABLES[StepRow], [StepRow(workload="small", precision="fp32")]).caption
+
+
+def test_a_sweep_over_sizes_has_their_shapes():
+    rows = [
+        make_row(SweepRow, {"command": "plan", "size": size}, {"step_ms": 1.0}) for size in ("small,2025/xl", "m.toml")
+    ]
+    for table in make_tables(rows):
+        assert table.caption.endswith("small 768×3072×12×12, 2025/xl 1600×6400×48×25"), table.name
 
 
 def test_brief_tables_have_fewer_columns():

@@ -109,18 +109,42 @@ class ModelConfig:
         return self.num_layers * block + 2 * self.vocab_size * self.d_model + self.d_model
 
 
-SIZES: Mapping[str, ModelConfig] = {
+_OF_ANY_YEAR = {
     "tiny": ModelConfig(),
     "small": ModelConfig(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
     "medium": ModelConfig(d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
     "large": ModelConfig(d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
-    "xl": ModelConfig(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
     "2.7B": ModelConfig(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
     "8B": ModelConfig(vocab_size=151_936, d_model=4096, d_ff=11008, num_layers=34, num_heads=32),
     "10B": ModelConfig(d_model=4608, d_ff=12288, num_layers=50, num_heads=36),
 }
-"""The named sizes. small, medium and large have GPT-2's shapes; xl, 2.7B and 10B those of CS336's assignment 2, 8B
-that of its leaderboard of 2026."""
+_YEARS: Mapping[str, Mapping[str, ModelConfig]] = {
+    "2025": {name: _OF_ANY_YEAR[name] for name in ("small", "medium", "large", "2.7B")}
+    | {"xl": ModelConfig(d_model=1600, d_ff=6400, num_layers=48, num_heads=25)},
+    "2026": {name: _OF_ANY_YEAR[name] for name in ("small", "medium", "large", "10B", "8B")}
+    | {"xl": _OF_ANY_YEAR["2.7B"]},
+}
+SIZES: Mapping[str, ModelConfig] = _OF_ANY_YEAR | {
+    f"{year}/{name}": model for year, models in _YEARS.items() for name, model in models.items()
+}
+"""The named sizes. small, medium and large have GPT-2's shapes. A name with a year is the model that this year's
+handout of CS336's assignment 2 gives the name, 2026/8B that of its leaderboard. xl has no entry without a year, as the
+two handouts give that name to two models."""
+
+SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
+"""The fields of a model that tables show beside its name."""
+SHAPE_TITLE = "d_model × d_ff × layers × heads"
+
+
+def shape_of(name: str) -> str | None:
+    """`2560×10240×32×32`: the `SHAPE` of a built-in model by the name that rows have; None of any other name.
+
+    Such a name is a size, or a file's stem, and the fields that differ from it, as `small d_ff=2048`.
+    """
+    size, *words = name.split(" ")
+    known = dict(vars(SIZES[size])) if size in SIZES else {}
+    known |= dict(word.split("=", 1) for word in words if "=" in word)
+    return "×".join(str(known[field]) for field in SHAPE) if known.keys() >= set(SHAPE) else None
 
 
 CASE, FORM, FIXED, RESUMABLE = "case", "form", "fixed", "resumable"
@@ -202,12 +226,15 @@ def resolve_size(name: str) -> ModelConfig:
     """The `ModelConfig` of a named size, or of a TOML file's `[model]` table.
 
     Raises:
-        UsageError: no such size, no such file, or a file that does not describe a model.
+        UsageError: no such size, a name of two sizes, no such file, or a file that does not describe a model.
     """
     if name in SIZES:
         return SIZES[name]
     if name.endswith(".toml"):
         return load_toml(Path(name)).model
+    if ofs := [f"{year}/{name}" for year, models in _YEARS.items() if name in models]:
+        told = " or ".join(f"{each} ({shape_of(each)})" for each in ofs)
+        raise UsageError(f"size {name!r} is another model in each year: {told}, {SHAPE_TITLE}; give one with its year")
     raise UsageError(f"unknown size {name!r}; expected one of {', '.join(SIZES)} or a path ending in .toml")
 
 

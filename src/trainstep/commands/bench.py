@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, subcommand
 
-from trainstep.base.config import StepConfig, StepMode
+from trainstep.base.config import StepConfig, StepMode, resolve_size
 from trainstep.base.errors import UsageError
 from trainstep.bench.cases import (
     FUSED_AXES,
@@ -51,8 +51,8 @@ class _StepCases(Common):
     """Flags that say which steps."""
 
     size: commas(str) = ()  # type: ignore[valid-type]
-    """Named sizes (tiny, small, medium, large, xl, 2.7B, 8B, 10B) or .toml files with a [model] table; by default
-    tiny."""
+    """Named sizes (tiny, small, medium, large, 2.7B, 8B, 10B, and each model of CS336's handouts with its year, such as
+    2025/xl or 2026/xl) or .toml files with a [model] table; by default tiny."""
     workload: str | None = None
     """Your own model instead: package.module:factory, a function returning a trainstep.Workload."""
     data: Path | None = None
@@ -112,6 +112,8 @@ class BenchAb(_StepCases):
             raise UsageError(
                 f"max-runs is {self.max_runs}, width {self.width:g}; expected 2 runs or more, and a width above 0"
             )
+        for size in self.size:
+            resolve_size(size)  # a mistake is told before any run
         single = {"workload": self.workload, "data": self.data}
         axes: dict[str, Any] = {name: (str(value),) for name, value in single.items() if value is not None}
         axes |= {"size": self.size, **self.grid, "mode": self.mode, "warmup": self.warmup, "steps": (self.steps,)}

@@ -18,7 +18,7 @@ import tyro
 from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
-from trainstep.base.config import SIZES, ModelConfig, StepConfig, check_value, load_toml, resolve_size
+from trainstep.base.config import SHAPE, SIZES, ModelConfig, StepConfig, check_value, load_toml, resolve_size
 from trainstep.base.errors import UsageError
 
 if TYPE_CHECKING:
@@ -148,8 +148,9 @@ class BuiltinModel(Common):
     """Commands that take one of our models."""
 
     size: str | None = None
-    """Named size (tiny, small, medium, large, xl, 2.7B, 8B, 10B) or a .toml file with a [model] table; by default tiny,
-    or small where there is a GPU. The model's own flags change it further."""
+    """Named size (tiny, small, medium, large, 2.7B, 8B, 10B, and each model of CS336's handouts with its year, such as
+    2025/xl or 2026/xl) or a .toml file with a [model] table; by default tiny, or small where there is a GPU. The
+    model's own flags change it further."""
     config: Path | None = None
     """TOML file with [model] and [step] tables (train reads [train] too), as defaults for the flags."""
     data: Path | None = None
@@ -270,8 +271,11 @@ def default_size() -> str:
 
 
 def short_name(size: str | Path) -> str:
-    """What tables call a size or a file that describes one."""
-    return Path(size).stem if str(size).endswith(".toml") else str(size)
+    """What tables call a size or a file that describes one; the name of a file's model has its shape."""
+    if not str(size).endswith(".toml"):
+        return str(size)
+    model = vars(resolve_size(str(size)))
+    return " ".join([Path(size).stem, *(f"{name}={model[name]}" for name in SHAPE)])
 
 
 def words_of(command: Common, without: Sequence[str] = ()) -> list[str]:

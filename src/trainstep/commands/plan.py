@@ -31,8 +31,9 @@ class Plan(Common):
     """Predict memory, traffic, time and throughput of a step under each parallel strategy. Nothing is measured."""
 
     size: str | None = None
-    """Named size (tiny, small, medium, large, xl, 2.7B, 8B, 10B) or a .toml file with a [model] table; by default 2.7B.
-    The model's own flags change it further."""
+    """Named size (tiny, small, medium, large, 2.7B, 8B, 10B, and each model of CS336's handouts with its year, such as
+    2025/xl or 2026/xl) or a .toml file with a [model] table; by default 2.7B. The model's own flags change it further.
+    """
     workload: str | None = None
     """Your own model instead: package.module:factory, a function returning a trainstep.Workload. One step of it is
     traced, on tensors without data where that is possible. Precision is bf16 by default, all else as the workload has

@@ -129,8 +129,8 @@ class Dtypes(Common):
     accumulation: FlagCreatePairsOff[bool] = False
     """Instead, add 0.01 a thousand times in four mixtures of fp32 and fp16, and say why the sums differ."""
     size: str | None = None
-    """Named size (tiny, small, medium, large, xl, 2.7B, 8B, 10B) or a .toml file with a [model] table; by default
-    tiny."""
+    """Named size (tiny, small, medium, large, 2.7B, 8B, 10B, and each model of CS336's handouts with its year, such as
+    2025/xl or 2026/xl) or a .toml file with a [model] table; by default tiny."""
     workload: str | None = None
     """Your own model instead: package.module:factory, a function returning a trainstep.Workload."""
     data: Path | None = None

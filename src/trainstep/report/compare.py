@@ -15,7 +15,7 @@ from trainstep.base.stats import RUN_SPREAD, WITHIN_RUN, Interval, Ratio, ratio_
 from trainstep.report.losses import WRITTEN, Losses, hold, tokens_of
 from trainstep.report.matching import ACROSS, MATCHED_BY, CaseKey, is_measured, key_of, told, unmatched, without
 from trainstep.report.numbers import number
-from trainstep.report.tables import Table, text_table
+from trainstep.report.tables import Table, text_table, with_shapes
 from trainstep.rows.records import Row, Scalar
 
 LOSSES = ("losses differ by", "allowed")
@@ -228,4 +228,5 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
         *LOSSES,
         "verdict",
     )
-    return text_table("compare", caption, columns, rows)
+    sizes = (str(each.case.get(name)) for each in comparisons for name in shown if name in ("workload", "size"))
+    return text_table("compare", with_shapes(caption, sizes), columns, rows)

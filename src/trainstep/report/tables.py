@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from trainstep.base.config import SHAPE_TITLE, shape_of
 from trainstep.base.errors import printable
 from trainstep.report.columns import Cell, Column, outcome_cell
 from trainstep.rows.records import Row
@@ -118,12 +119,27 @@ def tabulate(name: str, caption: str, columns: Sequence[Column], rows: Sequence[
     kept = {column: cells for column, cells in shown.items() if column not in common}
     stated = ", ".join(f"{column.title} {text}" for column, text in common.items() if text != "ok")
     aligned = [_aligned(cells) for cells in kept.values()]
+    sizes = (cell for cells in shown.values() for cell, row in zip(cells, rows, strict=True) if _is_size(cell, row))
     return Table(
-        caption=f"{caption} ({stated})" if stated else caption,
+        caption=with_shapes(f"{caption} ({stated})" if stated else caption, (cell.plain for cell in sizes)),
         columns=[column.title for column in kept],
         rows=[TableRow(cells) for cells in zip(*aligned, strict=True)],
         name=name,
     )
+
+
+def _is_size(cell: Cell, row: Row) -> bool:
+    """Whether a cell names one of our models. Of a user's own a row has no context, and its function's name may be
+    like a size's."""
+    return cell.name in ("workload", "size") and getattr(row, "context", 0) is not None
+
+
+def with_shapes(caption: str, names: Iterable[str]) -> str:
+    """The caption with the shape of each built-in model among these names, of which commas may join several: the names
+    say little, and differ by year."""
+    shapes = {name: shape for joined in names for name in joined.split(",") if (shape := shape_of(name))}
+    told = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    return f"{caption}; {SHAPE_TITLE}: {told}" if told else caption
 
 
 def text_table(name: str, caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -310,6 +310,17 @@ def test_cases_keep_the_identity_that_folders_of_earlier_sweeps_bear(tmp_path):
     assert [case.identity for case in load_grid(file, parse).cases] == ["6e4dc4b47fd8", "ae92d52dbc18"]
 
 
+@pytest.mark.parametrize(
+    ("size", "folder"),
+    [("2025/xl", "size=xl-ca71934abfa4"), ("small,2025/xl", "size=small_xl-27c0647d2530"), ("2026/xl", None)],
+)
+def test_a_case_of_xl_without_a_year_is_found_as_that_of_2025(size, folder):
+    """Folders as commit 01a00b28 named them."""
+    case = Case("plan", {"size": size, "batch": 1}).below(Path(), ["size"])
+    assert case.folder.name == folder or (folder is None and case.folder.name.startswith("size=2026_xl-"))
+    assert case.words == ["plan", "--size", size, "--batch", "1"]
+
+
 def test_processes_are_started_by_torchrun(tmp_path):
     settings = {"collective": "all-reduce", "size_mb": 1, "device": "cpu", "steps": 7, "processes": 2}
     (case,) = run_here([Case("bench collectives", settings, tmp_path)])

@@ -21,7 +21,14 @@ TOY = ModelConfig(vocab_size=50, d_model=32, d_ff=48, num_layers=2, num_heads=4,
 
 @pytest.mark.parametrize(
     ("size", "parameters"),
-    [("tiny", 3_609_728), ("small", 128_625_408), ("2.7B", 3_406_809_600), ("10B", None), ("xl", None)],
+    [
+        ("tiny", 3_609_728),
+        ("small", 128_625_408),
+        ("2.7B", 3_406_809_600),
+        ("10B", None),
+        ("2025/xl", None),
+        ("2026/xl", 3_406_809_600),
+    ],
 )
 def test_parameter_counts_are_exact(size, parameters):
     config = SIZES[size]

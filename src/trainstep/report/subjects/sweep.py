@@ -15,7 +15,7 @@ from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves, dots, key_of, lines
 from trainstep.report.columns import Cell, Column, interval_cell
 from trainstep.report.numbers import NONE, as_float, count, number, numeric
-from trainstep.report.tables import Definition, Table, TableRow, make_table
+from trainstep.report.tables import Definition, Table, TableRow, make_table, with_shapes
 from trainstep.rows import SweepRow
 from trainstep.rows.records import Row, Scalar, of_kind
 
@@ -171,8 +171,10 @@ def axis_table(axis: Axis, measure: Measure) -> Table:
     else:
         heads, titles = lines, ["", *(f"{name} {value}" for value in values)]
     interval = " [95 %]" if measure.unit == "ms" else ""
+    caption = f"{measure.title[:1].upper()}{measure.title[1:]} by {name}, {measure.unit}{interval}"
+    sizes = [str(row.case.get("size")) for line in axis.lines for row in line.rows.values()]
     return Table(
-        f"{measure.title[:1].upper()}{measure.title[1:]} by {name}, {measure.unit}{interval}",
+        with_shapes(caption, sizes),
         titles,
         [TableRow([Cell(head, is_text=True), *row], head) for head, row in zip(heads, cells, strict=True)],
         f"sweep-by-{axis.name.replace('_', '-')}",
