@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UnsupportedError
 from trainstep.bench.step import case_columns
+from trainstep.bench.tracing import as_fake, make_fake
 from trainstep.measure.dtypes import DtypeWatch, ModuleDtypes, StepDtypes, accumulate
 from trainstep.measure.environment import describe
-from trainstep.measure.outcome import Failure, attempt, failed_row
+from trainstep.measure.outcome import Failure, attempt, failed_row, one_line
 from trainstep.rows import AccumulationRow, DtypeRow
+from trainstep.step.batches import map_tensors
 from trainstep.step.blocks import without_numbers
 from trainstep.step.training_step import TrainingStep, uncompiled
 from trainstep.step.workload import WorkloadSource, resolve_device
@@ -26,6 +32,8 @@ RESULT, LOSS = "(forward's result)", "(loss)"
 
 def observe_dtypes(source: WorkloadSource, config: StepConfig) -> StepDtypes:
     """Build the workload, run one forward and backward pass of it, and say which dtypes were seen.
+
+    On a CPU also which dtypes forward and loss would have on CUDA, where autocast has other rules.
 
     Raises:
         UnsupportedError: the precision is not this device's, or compilation is asked for: compiled code keeps the
@@ -39,9 +47,60 @@ def observe_dtypes(source: WorkloadSource, config: StepConfig) -> StepDtypes:
         workload, forward=watch.result_of(workload.forward), loss=watch.loss_of(workload.loss)
     )
     step = TrainingStep(watched, config)
+    batch = step.next_batch()
     with uncompiled(), watch:  # hooks in what the workload compiles would break its graphs
-        step.gradients(step.next_batch())
+        step.gradients(batch)
+    found = watch.found()
+    if step.device.type == "cuda":
+        return found
+    try:
+        return found.with_cuda(_computed_on_cuda(step, watch, batch))
+    except Exception as error:  # whatever the model's own code raises when its tensors have no data
+        return dataclasses.replace(found, not_computed=f"{type(error).__name__}: {one_line(error)}")
+
+
+def _computed_on_cuda(step: TrainingStep, watch: DtypeWatch, batch: Any) -> StepDtypes:
+    """The dtypes of the step's forward and loss by autocast's rules for CUDA, on a machine that may have no GPU.
+
+    The rules are kernels of torch's dispatcher, which a tensor's device selects. So the module and the batch become
+    tensors without data on a CUDA device, in place. Gradients have their parameters' dtypes on every device.
+    """
+    step.module.requires_grad_(False)  # what autograd records asks for the device, and would end the process
+    step.device, fakes = torch.device("cuda", 0), FakeTensorMode(allow_non_fake_inputs=True)
+    make_fake(step.module, fakes, step.device)
+    batch = map_tensors(batch, lambda tensor: as_fake(tensor, fakes, step.device))
+    with uncompiled(), fakes, torch.no_grad(), _WithoutCuda(), watch, warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*Disabling autocast")  # the model's own torch.autocast, without a GPU
+        step.differentiable_loss(batch)
     return watch.found()
+
+
+class _WithoutCuda(TorchFunctionMode):
+    """Runs as on the CPU whatever a build of torch without CUDA refuses, and gives it back as tensors on CUDA.
+
+    Such functions set the current device and cast nothing, as indexing and `torch.tensor` do. Raises UnsupportedError
+    where the model has gradients recorded.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch._C._set_grad_enabled and args[0]:
+            raise UnsupportedError("forward differentiates by itself, which needs the GPU")
+        try:
+            return function(*args, **kwargs or {})
+        except RuntimeError as error:
+            if "not linked with support for cuda" not in str(error):
+                raise
+        args, kwargs = tree_map(partial(_moved, "cuda", "cpu"), (args, kwargs or {}))
+        return tree_map(partial(_moved, "cpu", "cuda:0"), function(*args, **kwargs))
+
+
+def _moved(there: str, here: str, value: Any) -> Any:
+    """A tensor without data, or what names a device, on another kind of device."""
+    if isinstance(value, torch.Tensor):
+        is_there = value.device.type == there
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=here) if is_there else value
+    is_device = isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == there
+    return torch.device(here) if is_device else value
 
 
 def dtype_records(source: WorkloadSource, configs: Iterable[StepConfig]) -> Iterator[DtypeRow]:
@@ -52,9 +111,11 @@ def dtype_records(source: WorkloadSource, configs: Iterable[StepConfig]) -> Iter
         if isinstance(found, Failure):
             yield failed_row(DtypeRow, case | {"module": "all"}, found, environment)
             continue
-        yield from module_rows(found.modules, {**case, "environment": environment})
-        for name, dtypes in ((RESULT, found.result), (LOSS, found.loss)):
-            yield DtypeRow(**case, module=name, outputs=dtypes or None, environment=environment)
+        own = {**case, "environment": environment}
+        yield from module_rows(found.modules, own)
+        result, loss = (found.result, found.cuda_result), (found.loss, found.cuda_loss)
+        for name, (here, on_cuda), why in ((RESULT, result, found.not_computed), (LOSS, loss, None)):
+            yield DtypeRow(**own, module=name, outputs=here or None, cuda_outputs=on_cuda or None, not_computed=why)
 
 
 def module_rows(modules: Sequence[ModuleDtypes], own: Mapping[str, Any]) -> Iterator[DtypeRow]:
@@ -69,6 +130,7 @@ def module_rows(modules: Sequence[ModuleDtypes], own: Mapping[str, Any]) -> Iter
             inputs=module.inputs or None,
             outputs=module.outputs or None,
             gradients=module.gradients or None,
+            cuda_outputs=module.cuda_outputs or None,
         )
 
 

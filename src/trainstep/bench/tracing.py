@@ -113,13 +113,13 @@ def _traced_eagerly(
 ) -> tuple[TracedStep, list[OperatorCall]]:
     device = resolve_device(config.device)
     if fakes is not None:
-        _make_fake(workload.module, fakes, device)
+        make_fake(workload.module, fakes, device)
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext if fakes is None else lambda: fakes
     with inside():
         step = TrainingStep(workload, config)
     step.scaler = None if fakes is not None else step.scaler  # it looks at values: whether a gradient is infinite
     warmup = WARMUP if fakes is None else 1  # with random depths, the step that `memory --peaks` would measure
-    batches = [map_tensors(step.next_batch(), lambda each: _as_fake(each, fakes, device)) for _ in range(warmup + 1)]
+    batches = [map_tensors(step.next_batch(), lambda each: as_fake(each, fakes, device)) for _ in range(warmup + 1)]
     module, batch = step.module, batches.pop()
     with inside():
         for each in batches:
@@ -181,7 +181,7 @@ def _groups(module: nn.Module) -> list[int]:
     return [size for size in sizes if size]
 
 
-def _as_fake(tensor: Tensor, fakes: FakeTensorMode | None, device: torch.device) -> Tensor:
+def as_fake(tensor: Tensor, fakes: FakeTensorMode | None, device: torch.device) -> Tensor:
     """The tensor without its data, on the device."""
     if fakes is None or (isinstance(tensor, FakeTensor) and tensor.device.type == device.type):
         return tensor
@@ -191,7 +191,7 @@ def _as_fake(tensor: Tensor, fakes: FakeTensorMode | None, device: torch.device)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def _make_fake(module: nn.Module, fakes: FakeTensorMode, device: torch.device) -> None:
+def make_fake(module: nn.Module, fakes: FakeTensorMode, device: torch.device) -> None:
     """Put fake tensors in the place of a module's parameters and buffers; those that are shared stay shared."""
     made: dict[int, Any] = {}
     for each in module.modules():
@@ -200,7 +200,7 @@ def _make_fake(module: nn.Module, fakes: FakeTensorMode, device: torch.device) -
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    fake: Tensor = _as_fake(
+                    fake: Tensor = as_fake(
                         tensor.detach() if isinstance(tensor, nn.Parameter) else tensor, fakes, device
                     )
                     if isinstance(tensor, nn.Parameter):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ class ModuleDtypes:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     gradients: tuple[str, ...]  # of the same parameters, after backward
+    cuda_outputs: tuple[str, ...] = ()  # by autocast's rules for CUDA, of a step that ran elsewhere
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,22 @@ class StepDtypes:
     modules: tuple[ModuleDtypes, ...]  # every module that was called or holds parameters, in order of definition
     result: tuple[str, ...]  # what forward returned: the logits, usually
     loss: tuple[str, ...]
+    cuda_result: tuple[str, ...] = ()
+    cuda_loss: tuple[str, ...] = ()
+    not_computed: str | None = None  # why what CUDA would return is not known
+
+    def with_cuda(self, other: StepDtypes) -> StepDtypes:
+        """These, with what the other has as outputs for those on CUDA."""
+        outputs = {each.name: each.outputs for each in other.modules}
+        modules = tuple(replace(each, cuda_outputs=outputs.get(each.name, ())) for each in self.modules)
+        return replace(self, modules=modules, cuda_result=other.result, cuda_loss=other.loss)
 
 
 class DtypeWatch:
     """Watches a module's calls, and the functions around it that make the result and the loss.
 
     Wrap the functions with `result_of` and `loss_of`, run forward and backward of eager code inside `with watch:`
-    leaving the gradients in place, then read `watch.found()`.
+    leaving the gradients in place, then read `watch.found()`. Entered again it begins anew.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -73,6 +83,7 @@ class DtypeWatch:
         return noted
 
     def __enter__(self) -> DtypeWatch:
+        self._seen.clear()
         for name, module in self._module.named_modules():
             handle = module.register_forward_hook(partial(self._note, name), with_kwargs=True)
             self._hooks.callback(handle.remove)

@@ -146,6 +146,8 @@ class DtypeRow(StepSettings, kind="dtype"):
     inputs: tuple[str, ...] | None = None
     outputs: tuple[str, ...] | None = None
     gradients: tuple[str, ...] | None = None
+    cuda_outputs: tuple[str, ...] | None = None  # by autocast's rules for CUDA, where the step ran on a CPU
+    not_computed: str | None = None  # in the row of forward's result: why no row of the step has these
 
 
 class AccumulationRow(Row, kind="accumulation"):

@@ -45,9 +45,30 @@ def autocast_dtype(precision: PrecisionName) -> torch.dtype | None:
 
 
 def autocast(precision: PrecisionName, device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast to the precision's 16-bit type, or nothing where the precision has none."""
+    """Autocast to the precision's 16-bit type, or nothing where the precision has none.
+
+    Tensors without data may be on a CUDA device without a GPU, where `torch.autocast` turns itself off.
+    """
     dtype = autocast_dtype(precision)
+    if dtype is not None and device.type == "cuda" and not torch.cuda.is_available():
+        return _autocast_without_a_gpu(dtype)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+@contextmanager
+def _autocast_without_a_gpu(dtype: torch.dtype) -> Iterator[None]:
+    """CUDA's autocast as `torch.autocast` enters and leaves it. The dispatcher has its kernels in every build."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
 
 
 def stored_dtype(precision: PrecisionName) -> torch.dtype | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from trainstep.report import columns
 from trainstep.report.blocks import Finding, Section, found
@@ -12,13 +12,23 @@ from trainstep.report.tables import define, make_table
 from trainstep.rows import AccumulationRow, DtypeRow
 from trainstep.rows.records import Row, by_case, of_kind
 
+COMPUTED = "computed by torch's autocast rules for CUDA, not measured"
+
+
+def _caption(rows: Sequence[Row]) -> str:
+    caption = "The dtype of everything in a training step; alike modules as one row"
+    has_cuda = any(row.values.get("cuda_outputs") for row in rows)
+    return f"{caption}; measured on a CPU, and outputs on CUDA are {COMPUTED}" if has_cuda else caption
+
+
 DTYPES = define(
     DtypeRow,
-    "The dtype of everything in a training step; alike modules as one row",
+    _caption,
     *columns.SETTINGS,
     columns.case("module", "module"),
     *columns.values({"class": "class_name", "modules": "modules"}),
     *(columns.value(name, name) for name in ("parameters", "inputs", "outputs", "gradients")),
+    columns.value("outputs on CUDA", "cuda_outputs"),
     columns.OUTCOME,
 )
 ACCUMULATION = define(
@@ -48,6 +58,22 @@ def dtype_findings(rows: Sequence[Row]) -> Iterator[Finding]:
         )
         figures = {"precision": precision, "result": result, "loss": loss}
         yield found("precision.dtypes", said, **figures, parameters=weights, gradients=gradients)
+        if any(row.cuda_outputs or row.not_computed for row in own.values()):
+            yield _on_cuda(precision, own)
+
+
+def _on_cuda(precision: str, own: Mapping[str, DtypeRow]) -> Finding:
+    """The outputs that would have another dtype on CUDA than they had on the CPU."""
+    if why := next((row.not_computed for row in own.values() if row.not_computed), None):
+        said = "This was measured on a CPU. The dtypes on CUDA under {precision} are not known: {why}."
+        return found("precision.cuda", said, precision=precision, why=why)
+    both = {name: (", ".join(row.outputs or ()), ", ".join(row.cuda_outputs or ())) for name, row in own.items()}
+    others = tuple(f"{name} {here} → {there}" for name, (here, there) in both.items() if here != there) or ("none",)
+    said = (
+        f"This was measured on a CPU. On CUDA under {{precision}}, {COMPUTED}, these outputs have another dtype: "
+        "{others:list}."
+    )
+    return found("precision.cuda", said, precision=precision, others=others)
 
 
 def script_dtypes(rows: Sequence[Row]) -> list[Finding]:
