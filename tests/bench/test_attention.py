@@ -115,6 +115,18 @@ def test_a_window_is_a_case_of_its_own():
     assert refused.status == "unsupported"
 
 
+@pytest.mark.parametrize("changes", [{}, {"batch": 16, "heads": 32, "seq": 131_072, "head_dim": 128}, {"heads": 0}])
+def test_without_a_gpu_our_kernels_name_the_interpreter(monkeypatch, changes):
+    small = dataclasses.replace(SMALL, impl="flash-triton")
+    case = dataclasses.replace(small, **changes)
+    monkeypatch.setattr(
+        bench, "check", lambda implementation, shape, *_, **__: implementation(*[torch.empty(shape, device="meta")] * 3)
+    )
+    (row,) = run_cases([case], device="cpu", warmup=1, passes=1)
+    assert row.status == "unsupported"
+    assert "TRITON_INTERPRET=1" in row.reason, "within what a row keeps of an error"
+
+
 @pytest.mark.thorough
 def test_implementations_of_a_shape_are_timed_in_turns(monkeypatch):
     order, timed = [], bench._time

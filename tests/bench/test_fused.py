@@ -63,12 +63,15 @@ def test_what_cannot_run_here_is_a_row() -> None:
 
 
 def test_the_interpreter_is_for_tiny_shapes(monkeypatch) -> None:
-    from trainstep.fused import operators
-
-    monkeypatch.setattr(operators, "INTERPRETED", True)
+    for module in ("attention.flash", "fused.operators"):
+        monkeypatch.setattr(f"trainstep.{module}.INTERPRETED", True)
     problems.require_small(ROPE, CPU)
-    with pytest.raises(UnsupportedError, match="choose --shape tiny"):
-        problems.require_small(dataclasses.replace(ROPE, shape="small"), CPU)
+    for changes, reason in (
+        ({"shape": "small"}, "choose --shape tiny"),
+        ({"dtype": "bf16"}, "choose --dtype fp32,fp16"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            problems.require_small(dataclasses.replace(ROPE, **changes), CPU)
 
 
 @pytest.mark.parametrize("operator", FUSED_IMPLS)

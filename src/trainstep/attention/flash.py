@@ -14,6 +14,7 @@ from torch import Tensor
 from trainstep.attention import documents
 from trainstep.attention.inputs import describe
 from trainstep.attention.scoring import Scoring, checked, with_positive_scale
+from trainstep.attention.triton import INTERPRETED as INTERPRETED
 from trainstep.attention.triton import Launcher, Launching, backward, forward
 from trainstep.attention.tuned import hopper_tile_for, tile_for
 from trainstep.base.errors import UnsupportedError, refuse_create_graph
@@ -128,10 +129,13 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor) -> Exception | None:
         return TypeError(f"the Triton kernels take float32, float16 or bfloat16: got {describe(q, k, v)}")
     if not 8 <= q.shape[-1] <= 256:
         return UnsupportedError(f"the Triton kernels take a head_dim from 8 to 256: got {describe(q, k, v)}")
+    if q.device.type == "cpu" and INTERPRETED:
+        return None
     if q.device.type != "cuda" or torch.version.hip is not None:
         return UnsupportedError(
             f"the Triton kernels run on NVIDIA GPUs: got {describe(q, k, v)}. "
-            "Move the tensors to one, or use impl='sdpa' or impl='flash-reference'"
+            "Set TRITON_INTERPRET=1 to check tiny sizes on a CPU, move the tensors to a GPU, or use impl='sdpa' or "
+            "impl='flash-reference'"
         )
     if (capability := torch.cuda.get_device_capability(q.device)) < (8, 0):
         return UnsupportedError(
@@ -165,7 +169,7 @@ def _forward(
     """
     band, hopper_knows = () if bounds is None else (bounds,), _hopper_knows(q, k, window, bounds, softcap)
     shape, (q, scale) = q.shape, with_positive_scale(q, scale)
-    with torch.cuda.device(q.device):  # Triton launches on the current device
+    with torch.cuda.device_of(q):  # Triton launches on the current device
         q, k, v = four_dims(q), four_dims(k), four_dims(v)
         o = torch.empty_like(q)
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -190,7 +194,7 @@ def _gradients(
     """What `_forward` took and returned, and do (q's shape) → dq, dk, dv in the inputs' shapes and dtype."""
     q_shape, k_shape, given = q.shape, k.shape, scale
     q, scale = with_positive_scale(q, given)
-    with torch.cuda.device(q.device):
+    with torch.cuda.device_of(q):
         q, k, v, o, do = (four_dims(t) for t in (q, k, v, o, do))
         lse = lse.reshape(q.shape[:-1]).contiguous()
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -251,7 +255,8 @@ def _hopper_knows(q: Tensor, k: Tensor, window: int | None, bounds: Tensor | Non
 def runs_hopper_kernels(q: Tensor) -> bool:
     """Whether the Hopper kernels take these inputs, where they know the scores. Up to head_dim 32 their tiles would be
     mostly padding."""
-    return q.dtype != torch.float32 and q.shape[-1] > 32 and torch.cuda.get_device_capability(q.device) == (9, 0)
+    is_fit = not INTERPRETED and q.dtype != torch.float32 and q.shape[-1] > 32
+    return is_fit and torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
 def sums_dq_in_any_order(q: Tensor) -> bool:
@@ -314,7 +319,7 @@ _FORWARD, _BACKWARD = "trainstep::flash_attention_forward", "trainstep::flash_at
 for _name, _computed, _traced in (_FORWARD, _forward, _forward_fake), (_BACKWARD, _gradients, _gradients_fake):
     _schema = torch.library.infer_schema(_computed, mutates_args=())
     torch.library.define(_name, _schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(_name, "cuda", _computed)
+    torch.library.impl(_name, "cpu" if INTERPRETED else "cuda", _computed)
     torch.library.register_fake(_name, _traced)
 torch.library.impl(_FORWARD, "Autograd", _autograd)
 forward_op = torch.ops.trainstep.flash_attention_forward.default

@@ -196,7 +196,7 @@ def gpu_name(capability: tuple[int, int]) -> str:
 
 def tile_for(kernel: Kernel, q: Tensor, is_causal: bool) -> Tile:
     """The portable configuration of `kernel` ("forward", "dq" or "dkdv") for q's device, dtype and head_dim."""
-    capability = torch.cuda.get_device_capability(q.device)
+    capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0)  # interpreted
     precision = multiply_precision(q.dtype) if q.dtype == torch.float32 else "16-bit"
     return _tile(capability, kernel, precision, block_of(q.shape[-1]), is_causal)
 

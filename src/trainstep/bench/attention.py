@@ -18,15 +18,19 @@ from torch import Tensor
 
 from trainstep.attention import attention, flash_attn
 from trainstep.base.config import PhaseContext
+from trainstep.base.errors import UnsupportedError
 from trainstep.base.stats import summarize
 from trainstep.bench.cases import AttentionCase
 from trainstep.bench.turns import (
+    IN_INTERPRETER,
     Checked,
     by_problem,
     compilations,
     flush_for,
+    is_interpreted,
     pass_columns,
     ratio_columns,
+    require_interpretable,
     take_turns,
     time_passes,
 )
@@ -54,6 +58,11 @@ BACKWARD_FLOPS = 2.5
 """Backward over forward: five matrix products for two, the scores recomputed."""
 
 OURS = "flash-triton"
+
+INTERPRETED_SCORE_S = 1e-5
+"""Seconds that a score takes forward and backward in Triton's interpreter on one core, by 512 tokens in float32."""
+LONGEST_S = 60.0
+"""Of one pass there."""
 
 COMPILED_IMPLS = ("eager-compiled", "flex", "flex-max-autotune")
 """Made by torch.compile, so that on a CPU their allocations cannot be followed."""
@@ -106,6 +115,8 @@ def _row(case: AttentionCase, result: Checked | Errors | Failure, device: torch.
     if isinstance(result, Errors):
         allowed = {f"{name}_allowed": result.allowed[name, "all"] for name in NAMES}
         return row(_error_values(result) | allowed, status="wrong", reason=_what_is_wrong(result))
+    if not result.is_timed:
+        return row(result.values | _predicted(case, device))
     samples, values = pass_columns(result.passes)
     values |= {"rounds": rounds, "recompilations_timed": result.recompilations}
     return row(_time_values(case, samples) | values | result.values | _predicted(case, device), samples=samples)
@@ -113,7 +124,7 @@ def _row(case: AttentionCase, result: Checked | Errors | Failure, device: torch.
 
 def ratio_rows(rows: Sequence[AttentionRow]) -> Iterator[AttentionRatioRow]:
     """Our kernels over each other implementation, for rows of one shape and run."""
-    timed = [row for row in rows if row.status == "ok"]
+    timed = [row for row in rows if row.status == "ok" and row.not_timed is None]
     for ours, theirs in ((a, b) for a in timed for b in timed if a.impl == OURS != b.impl):
         values: dict[str, Scalar] = {"rounds": ours.rounds}
         for name in ours.samples:
@@ -144,6 +155,9 @@ def _check(case: AttentionCase, device: torch.device) -> Checked | Errors:
     def implementation(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, is_causal=case.is_causal, window=case.reach, impl=case.impl)
 
+    if interpreted := case.impl == OURS and is_interpreted(device):
+        require_interpretable(case.dtype)
+        _require_small(case)
     compiled_before = compilations()
     start = time.perf_counter()
     errors = check(
@@ -155,13 +169,22 @@ def _check(case: AttentionCase, device: torch.device) -> Checked | Errors:
     if not errors.within_budget:
         return errors
     values: dict[str, Scalar] = {
-        **_memory_values(implementation, case, device),
+        **({} if interpreted else _memory_values(implementation, case, device)),
+        "not_timed": IN_INTERPRETER if interpreted else None,
         "check_s": check_s,
         "compilations": compiled,
         "package": flash_attn.installed()[0] if case.impl == "flash-attn" else None,
         **_error_values(errors),
     }
     return Checked(implementation, values)
+
+
+def _require_small(case: AttentionCase) -> None:
+    """Raise UnsupportedError where a pass in Triton's interpreter takes more than `LONGEST_S`."""
+    scores = case.batch * max(case.heads, 1) * max(case.seq, 64) ** 2  # a tile has at least 64 × 64 of them
+    if (seconds := scores * INTERPRETED_SCORE_S) > LONGEST_S:
+        told = f"{seconds / 60:,.0f} minutes" if seconds < 7200 else f"{seconds / 3600:,.0f} hours"
+        raise UnsupportedError(f"in Triton's interpreter a pass takes about {told}; choose --seq 128 --heads 2 there")
 
 
 def _time_round(checked: Checked, case: AttentionCase, flush: Tensor, warmup: int, passes: int) -> None:

@@ -101,6 +101,14 @@ LONGEST: Mapping[AttentionImpl, int] = {"flash-reference": 2048}
 """Tokens up to which a named grid has what is there to be read: there a pass takes a third of a second on an H200, and
 at each doubling four times as long."""
 
+INTERPRETED: Mapping[str, Sequence[Any]] = {
+    "heads": (2,),
+    "seq": (100, 128),
+    "head_dim": (64,),
+    "dtype": ("fp32", "fp16"),
+}
+"""What is checked in Triton's interpreter where nothing is said: a second or two each on two cores."""
+
 LISTED = ("batch", "heads", "seq", "head_dim", "causal")
 """What a list says of a case."""
 
@@ -226,6 +234,8 @@ FUSED_AXES: Mapping[str, Sequence[Any]] = {
     "impl": tuple(dict.fromkeys(impl for impls in FUSED_IMPLS.values() for impl in impls)),
 }
 """What is measured where nothing is said: everything."""
+FUSED_INTERPRETED: Mapping[str, Sequence[Any]] = {**FUSED_AXES, "shape": ("tiny",), "dtype": ("fp32", "fp16")}
+"""The same where ours runs in Triton's interpreter."""
 
 
 def fused_cases(axes: Mapping[str, Sequence[Any]]) -> list[FusedCase]:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from trainstep.base.config import CASE, PHASES_OF_MODE, PhaseContext, StepConfig, StepMode, settings_with
-from trainstep.base.errors import UsageError
+from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.hardware import find_device
 from trainstep.base.precision import PrecisionName
 from trainstep.base.stats import summarize
 from trainstep.bench.cases import expand
 from trainstep.bench.preparing import Preparing, check_batches_leave_weights
+from trainstep.bench.turns import is_interpreted
 from trainstep.check.step import StepCheck, Verdict, plain_form
 from trainstep.measure.environment import describe, device_name, gpu_state
 from trainstep.measure.flops import counted_flops
@@ -182,9 +183,17 @@ def measure_step(
 
 
 class StepRunner:
-    """Takes a step on a batch that is ready, then makes the next one ready: every step trains on another batch."""
+    """Takes a step on a batch that is ready, then makes the next one ready: every step trains on another batch.
+
+    Raises:
+        UnsupportedError: our kernels would run in Triton's interpreter, whose times say nothing.
+    """
 
     def __init__(self, step: TrainingStep, mode: StepMode = "step") -> None:
+        config = step.config
+        is_ours = config.attention == "flash-triton" or config.loss == "fused" or config.fused != "none"
+        if is_ours and is_interpreted(step.device):
+            raise UnsupportedError("Triton's interpreter runs our kernels here, and its times say nothing of a step's")
         self.step, self.mode, self.batch = step, mode, step.next_batch()
         self.losses: list[Tensor] = []
         """One per step; none in mode "forward"."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from trainstep.base.config import PhaseContext
-from trainstep.base.errors import UsageError
+from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.stats import in_rounds, ratio_of_rounds
 from trainstep.measure.outcome import Failure, attempt, caught, release_memory
 from trainstep.measure.timing import Sample, Timing, device_clock, time_steps
@@ -46,6 +46,27 @@ class Checked:
     values: dict[str, Scalar]
     passes: list[Sample] = field(default_factory=list)
     recompilations: int = 0
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it is timed once it is checked."""
+        return self.values.get("not_timed") is None
+
+
+IN_INTERPRETER = "checked in Triton's interpreter, no time"
+
+
+def is_interpreted(device: torch.device) -> bool:
+    """Whether our Triton kernels run on this device in Triton's interpreter, which says nothing of their speed."""
+    from trainstep.attention.flash import INTERPRETED  # here: it loads Triton
+
+    return device.type == "cpu" and INTERPRETED
+
+
+def require_interpretable(dtype: str) -> None:
+    """Raise UnsupportedError for what Triton's interpreter gets wrong."""
+    if dtype == "bf16":
+        raise UnsupportedError("Triton's interpreter rounds to bfloat16 as no GPU does; choose --dtype fp32,fp16 there")
 
 
 def flush_for(device: torch.device) -> Tensor:
@@ -127,7 +148,7 @@ def take_turns(
     }
     draw = random.Random(0)
     for part in in_rounds(range(passes), rounds):
-        ready = [(case, each) for case, each in found.items() if isinstance(each, Checked)]
+        ready = [(case, each) for case, each in found.items() if isinstance(each, Checked) and each.is_timed]
         for case, checked in draw.sample(ready, len(ready)):
             failed = caught(partial(time_round, checked, case, len(part)))
             if isinstance(failed, Failure):

@@ -12,7 +12,9 @@ from trainstep.base.config import StepConfig, StepMode, resolve_size
 from trainstep.base.errors import UsageError
 from trainstep.bench.cases import (
     FUSED_AXES,
+    FUSED_INTERPRETED,
     GRIDS,
+    INTERPRETED,
     AttentionCase,
     FusedCase,
     GridName,
@@ -148,7 +150,10 @@ class BenchLadder(Climbed):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchAttention(Common):
-    """Time attention, forward and backward, over a grid: every flag with commas is an axis. Checked before timed."""
+    """Time attention, forward and backward, over a grid: every flag with commas is an axis. Checked before timed.
+
+    Without a GPU, TRITON_INTERPRET=1 checks our kernels on tiny shapes in Triton's interpreter and times nothing.
+    """
 
     grid: GridName | None = None
     """A named grid, as defaults for the axes: naive (eager against compiled) or flash (what runs everywhere)."""
@@ -170,14 +175,18 @@ class BenchAttention(Common):
     """Folder for results.jsonl, tables/ and report.html."""
 
     def run(self) -> int:
-        from trainstep.bench.attention import run_cases
+        from trainstep.bench.attention import OURS, run_cases
+        from trainstep.bench.turns import is_interpreted
+        from trainstep.step.workload import resolve_device
 
         if self.case:
             cases = listed_cases(self.case, self.axes)
         elif self.grid:
             cases = named_grid(self.grid, self.axes)
         else:
-            cases = grid_cases(axes_of(self.axes, AttentionCase()))
+            is_ours = OURS in self.axes.get("impl", (AttentionCase().impl,))
+            usual = INTERPRETED if is_ours and is_interpreted(resolve_device(self.device)) else {}
+            cases = grid_cases(axes_of({**usual, **self.axes}, AttentionCase()))
         times = {"warmup": self.warmup, "passes": self.passes, "rounds": self.rounds}
         records = run_cases(cases, device=self.device, **times)
         return run_and_report(records, self.out, "bench attention", total=len(cases))
@@ -200,14 +209,18 @@ class BenchFused(Common):
     """Turns that the implementations of a problem take, in an order drawn anew each time; ratios to ours count a round
     as one sample from 3 up."""
     device: str = "auto"
-    """auto (a GPU when there is one), cpu (ours in Triton's interpreter alone, of the shape tiny), cuda or cuda:N."""
+    """auto (a GPU when there is one), cpu (ours in Triton's interpreter alone, of the shape tiny, not timed), cuda or
+    cuda:N."""
     out: Path = Path("results/bench-fused")
     """Folder for results.jsonl, tables/ and report.html."""
 
     def run(self) -> int:
         from trainstep.bench.fused.run import run_cases
+        from trainstep.bench.turns import is_interpreted
+        from trainstep.step.workload import resolve_device
 
-        cases = fused_cases(axes_of({**FUSED_AXES, **self.axes}, FusedCase()))
+        usual = FUSED_INTERPRETED if is_interpreted(resolve_device(self.device)) else FUSED_AXES
+        cases = fused_cases(axes_of({**usual, **self.axes}, FusedCase()))
         times = {"warmup": self.warmup, "passes": self.passes, "rounds": self.rounds}
         return run_and_report(run_cases(cases, device=self.device, **times), self.out, "bench fused", total=len(cases))
 

@@ -136,6 +136,7 @@ class AttentionRow(GpuState, Timed, kind="attention"):
     deterministic: str | None = setting(None)  # yes where the same bits were asked for every time
     rounds: int | None = None  # in turns with the other implementations of the shape; samples come round after round
     package: str | None = None  # whose kernels ran and which version, where they are neither torch's nor ours
+    not_timed: str | None = None  # why it was checked alone
     issue_ms: float | None = None  # host's time to launch forward and backward, waits within included; the median
     forward_tflops: float | None = None
     backward_tflops: float | None = None  # backward counts as 2.5 forwards, causal attention as half
@@ -193,6 +194,7 @@ class FusedRow(FusedSettings, GpuState, Timed, kind="fused operator"):
 
     rounds: int | None = None  # in turns with the other implementations; samples come round after round
     package: str | None = None  # whose kernels ran and which version, where they are neither torch's nor ours
+    not_timed: str | None = None  # why it was checked alone
     issue_ms: float | None = None  # host's time to launch forward and backward, waits within included; the median
     before_backward_gib: float | None = None  # what forward left, its inputs apart
     peak_gib: float | None = None  # above the inputs

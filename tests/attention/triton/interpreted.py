@@ -1,8 +1,9 @@
 """The portable kernels, and those around Hopper's single backward kernel, in Triton's interpreter, which must be chosen
 before they are imported: `test_interpreter` runs this file in a process of its own."""
 
-import contextlib
-from collections.abc import Iterator
+import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,18 @@ from trainstep.attention.hopper.dq_sum import empty_statistic, launch_finish, la
 from trainstep.attention.triton.backward import launch_dkdv, launch_dq
 from trainstep.attention.triton.forward import launch_forward
 from trainstep.attention.tuned import Tile
+from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UnsupportedError
 from trainstep.base.precision import PrecisionName
+from trainstep.bench.attention import run_cases
+from trainstep.bench.cases import AttentionCase
+from trainstep.bench.step import StepRunner
+from trainstep.commands.cli import parse
+from trainstep.report.page import render
+from trainstep.rows.records import Row
 from trainstep.step.casting import matmul_precision
+from trainstep.step.training_step import build_step
+from trainstep.step.workload import builtin_source
 
 SQUARE, WIDE, TALL = Tile(32, 32, 4, 2), Tile(16, 64, 4, 2), Tile(64, 16, 4, 2)
 CASES = [
@@ -199,20 +209,6 @@ def test_softcap_without_a_mask() -> None:
     assert_within_budget(run(q, k, v, do, False, 0.25, TALL, *band), q, k, v, do, False, 0.25, *band)
 
 
-@pytest.fixture
-def operators_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Our operators and their gradients as on a GPU, the kernels interpreted."""
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(flash, "tile_for", lambda kernel, q, is_causal: SQUARE)
-    monkeypatch.setattr(flash, "unsupported", lambda q, k, v: None)
-    with torch.library._scoped_library("trainstep", "IMPL") as library:
-        library.impl("flash_attention_forward", flash._forward, "CPU")
-        library.impl("flash_attention_backward", flash._gradients, "CPU")
-        yield
-
-
-@pytest.mark.usefixtures("operators_on_cpu")
 @pytest.mark.parametrize(
     ("is_causal", "scale", "window", "offsets", "softcap"),
     [
@@ -243,7 +239,6 @@ def test_operators_with_gradients(
     torch.library.opcheck(flash.forward_op, (*leaves, is_causal, scale, window, limits, softcap), test_utils=tests)
 
 
-@pytest.mark.usefixtures("operators_on_cpu")
 def test_gradients_of_gradients_are_an_error() -> None:
     q = torch.randn(1, 1, 16, 16, requires_grad=True)
     for call in (lambda: attention(q, q, q, impl="flash-triton"), lambda: FlashAttentionTriton.apply(q, q, q)):
@@ -323,3 +318,56 @@ def test_any_shape(n_queries: int, n_keys: int, head_dim: int, group: int, is_ca
     actual = run(q, k, v, do, is_causal, 0.3, SQUARE)
     assert_within_budget({"o": actual["o"]}, q, k, v, do, is_causal, 0.3)
     assert all(x.isfinite().all() for x in actual.values())
+
+
+OURS = AttentionCase("flash-triton", heads=2, seq=40, head_dim=16, dtype="fp32")
+
+
+def measured(*cases: AttentionCase) -> list[Row]:
+    return list(run_cases(cases, device="cpu", warmup=1, passes=2))
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "fp16"}, {"causal": "no", "heads": 0}, {"window": 9, "batch": 2}])
+def test_the_command_checks_our_kernels_and_gives_no_time(changes: dict[str, Any]) -> None:
+    case = dataclasses.replace(OURS, **changes)
+    ours, eager = measured(case, dataclasses.replace(case, impl="eager"))
+    assert (ours.status, ours.not_timed) == ("ok", "checked in Triton's interpreter, no time"), ours.reason
+    assert 0 < ours.error_share <= 1
+    assert not ours.samples
+    assert not ours.times
+    assert eager.not_timed is None
+    assert set(eager.samples) == {"forward", "backward", "both"}
+    assert "interpreter, no time" in render([ours])
+
+
+def test_no_pass_is_begun_that_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainstep.bench.attention.check", None)
+    large = ({"seq": 4096}, {"seq": 65536, "heads": 16}, {"batch": 64, "heads": 64})
+    rows = measured(*(dataclasses.replace(OURS, **changes) for changes in (*large, {"dtype": "bf16"})))
+    told = ["6 minutes", "191 hours", "3 minutes", "rounds to bfloat16 as no GPU does; choose --dtype fp32,fp16"]
+    for row, reason in zip(rows, told, strict=True):
+        assert row.status == "unsupported"
+        assert reason in row.reason
+
+
+def test_without_sizes_the_command_takes_tiny_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[list[AttentionCase]] = []
+    monkeypatch.setattr("trainstep.bench.attention.run_cases", lambda cases, **_: seen.append(cases) or [])
+    for words in ([], ["--seq", "4096"], ["--impl", "sdpa"], ["--grid", "flash"]):
+        parse(["bench", "attention", *words, "--device", "cpu", "--out", str(tmp_path)]).run()
+    usual, given, other, named = seen
+    assert {(case.heads, case.seq, case.dtype) for case in usual} == {
+        (2, n, d) for n in (100, 128) for d in ("fp32", "fp16")
+    }
+    assert {(case.heads, case.seq) for case in given} == {(2, 4096)}, "what is given stays"
+    assert [(case.heads, case.seq, case.dtype) for case in other] == [(16, 4096, "bf16")], "ours is not among them"
+    assert max(case.seq for case in named) == 65536
+
+
+@pytest.mark.parametrize("changes", [{"attention": "flash-triton"}, {"loss": "fused"}, {"fused": "rope"}])
+def test_no_step_of_our_kernels_is_timed(changes: dict[str, Any]) -> None:
+    source = builtin_source("toy", ModelConfig(vocab_size=256, d_model=32, d_ff=32, num_layers=1, num_heads=1))
+    step = build_step(source, StepConfig(batch=1, context=8, device="cpu", **changes))
+    assert step.gradients(step.next_batch()).isfinite(), "it runs"
+    with pytest.raises(UnsupportedError, match="its times say nothing of a step's"):
+        StepRunner(step)

@@ -45,6 +45,19 @@ def test_failed_cases_alone_are_a_table():
     assert "Peak memory" not in page
 
 
+def test_what_no_row_has_is_no_chart():
+    """Peaks of compiled code on a CPU are not followed, and Triton's interpreter gives no times."""
+    page = render([dataclasses.replace(row("eager-compiled", seq), peak_gib=None) for seq in (512, 1024)])
+    assert "Time of forward and backward" in page
+    assert "Peak memory" not in page
+    note = "checked in Triton\N{RIGHT SINGLE QUOTATION MARK}s interpreter, no time"
+    page = render(
+        [dataclasses.replace(row("flash-triton", seq), times={}, peak_gib=None, not_timed=note) for seq in (64, 128)]
+    )
+    assert note in page
+    assert "Time of forward and backward" not in page
+
+
 def test_one_length_needs_no_chart():
     page = render([row("flash-triton", 1024), row("sdpa", 1024)])
     assert "Attention by implementation" in page

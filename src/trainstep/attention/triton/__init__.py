@@ -34,6 +34,10 @@ attention's errors reach 0.9 of float32's budget with sums of 64, 1.2 with 128 a
 with sums of 64, the worst are 0.99 (dQ at head_dim 64), 0.74 (128) and 0.56 (256)."""
 
 
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether Triton's interpreter was chosen (TRITON_INTERPRET=1 before its import): then kernels run on a CPU."""
+
+
 @triton.jit
 def tile_and_head(program, tiles_per_head, n_heads, heads_per_section, LONGEST_LAST: tl.constexpr):
     """Map a program's id to (tile, head): sections of heads in turn; within one, tile by tile over all its heads."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainstep.base.errors import UnsupportedError
 from trainstep.bench.cases import FusedCase, FusedOperator, FusedSizes
+from trainstep.bench.turns import is_interpreted, require_interpretable
 from trainstep.check.fused import Operator
 from trainstep.fused import eager, liger
 from trainstep.step.model.transformer import RotaryEmbedding, chunked_cross_entropy
@@ -92,10 +93,12 @@ def require_small(case: FusedCase, device: torch.device) -> None:
     from trainstep.fused.operators import require_device  # here: it loads Triton
 
     require_device("bench fused's own implementation", device)
-    if device.type == "cpu" and case.shape != "tiny":
-        raise UnsupportedError(
-            f"in Triton's interpreter a pass over the shape {case.shape} takes hours; there, choose --shape tiny"
-        )
+    if is_interpreted(device):
+        require_interpretable(case.dtype)
+        if case.shape != "tiny":
+            raise UnsupportedError(
+                f"in Triton's interpreter a pass over the shape {case.shape} takes hours; there, choose --shape tiny"
+            )
 
 
 def _ours(operator: FusedOperator) -> Operator:

@@ -15,10 +15,12 @@ from trainstep.bench.cases import FusedCase
 from trainstep.bench.fused import problems
 from trainstep.bench.fused.passes import judge, step_of
 from trainstep.bench.turns import (
+    IN_INTERPRETER,
     Checked,
     by_problem,
     compilations,
     flush_for,
+    is_interpreted,
     pass_columns,
     ratio_columns,
     take_turns,
@@ -54,8 +56,7 @@ def run_cases(
         rounds=rounds,
     ):
         yield from rows
-        if target.type == "cuda":  # Triton's interpreter says nothing of speed
-            yield from ratio_rows(rows)
+        yield from ratio_rows(rows)
 
 
 def _measure(cases: Sequence[FusedCase], device: torch.device, warmup: int, passes: int, rounds: int) -> list[FusedRow]:
@@ -85,14 +86,13 @@ def _check(case: FusedCase, device: torch.device) -> Checked | Budget:
         **_error_values(budget),
         "check_s": check_s,
         "compilations": compilations() - before,
-        "package": _package(case, device),
+        "package": _package(case),
+        "not_timed": IN_INTERPRETER if case.impl == "ours" and is_interpreted(device) else None,
     }
     return Checked(implementation, values)
 
 
-def _package(case: FusedCase, device: torch.device) -> str | None:
-    if case.impl == "ours" and device.type == "cpu":
-        return "Triton's interpreter, whose times mean nothing"
+def _package(case: FusedCase) -> str | None:
     return liger.installed()[0] if case.impl.startswith("liger") else None
 
 
@@ -121,6 +121,8 @@ def _row(case: FusedCase, result: Checked | Budget | Failure, device: torch.devi
         errors = _error_values(result)
         finite = {name: value for name, value in errors.items() if value != float("inf")}
         return row(finite, status="wrong", reason=str(result))
+    if not result.is_timed:
+        return row(result.values)
     samples, values = pass_columns(result.passes)
     values |= {"rounds": rounds, "recompilations_timed": result.recompilations}
     for name, milliseconds in samples.items():
@@ -130,7 +132,7 @@ def _row(case: FusedCase, result: Checked | Budget | Failure, device: torch.devi
 
 def ratio_rows(rows: Sequence[FusedRow]) -> Iterator[FusedRatioRow]:
     """Our operator over each other implementation, for rows of one problem and run."""
-    timed = [row for row in rows if row.status == "ok"]
+    timed = [row for row in rows if row.status == "ok" and row.not_timed is None]
     for ours, theirs in ((a, b) for a in timed for b in timed if a.impl == "ours" != b.impl):
         values: dict[str, Scalar] = {"rounds": ours.rounds}
         for name in ours.samples:

@@ -5,19 +5,10 @@ Each is launched through `attention.triton.Launcher`, which spares the host's wo
 
 from typing import Any
 
-import triton
 from torch import Tensor
 
+from trainstep.attention.triton import INTERPRETED as INTERPRETED
 from trainstep.attention.triton import Launch
-
-
-@triton.jit
-def _nothing():
-    pass
-
-
-INTERPRETED = not isinstance(_nothing, triton.runtime.JITFunction)
-"""Whether Triton's interpreter was chosen (TRITON_INTERPRET=1 before its import): then kernels run on a CPU."""
 
 
 def named_arguments(kernel: Any, tensors: dict[str, Tensor], *programs: int, **named: Any) -> Launch:

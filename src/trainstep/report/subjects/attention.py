@@ -35,12 +35,13 @@ ATTENTION = define(
     *columns.values({"peak (GiB)": "peak_gib", "peak by formula (GiB)": "predicted_peak_gib"}),
     columns.value("score matrices at the peak", "score_matrices_at_peak", brief=False, page=False),
     columns.value("error of o", "o_error", digits=2, brief=False, page=False),
-    columns.value("largest share of an allowed error", "error_share", digits=2, brief=False, page=False),
+    columns.value("largest share of an allowed error", "error_share", digits=2, page=False),
     columns.value("check and compilation (s)", "check_s", digits=2, brief=False, page=False),
     columns.value("graphs compiled", "compilations", brief=False, page=False),
     columns.value("recompiled while timed", "recompilations_timed", brief=False, page=False),
     columns.value("rounds", "rounds", brief=False, page=False),
     columns.value("package", "package", brief=False, page=False),
+    columns.value("timing", "not_timed"),
     columns.OUTCOME,
 )
 
@@ -66,9 +67,9 @@ def attention(records: Sequence[Row]) -> Section | None:
         groups.setdefault(", ".join(f"{name} {row.case[name]}" for name in SHAPE if name in row.case), []).append(row)
     impls = list(dict.fromkeys(row.impl for row in rows))
     blocks: list[Block] = [
-        Charts([_chart(group, impls, shape, *what) for what in _CHARTS])
+        Charts([_chart(group, impls, shape, *what) for what in _CHARTS if any(map(what[-1], group))])
         for shape, group in groups.items()
-        if len({row.seq for row in group if row.status == "ok"}) > 1
+        if len({row.seq for row in group if row.times}) > 1
     ]
     checked = ", in all heads and rows," if any(row.error_share is not None for row in rows) else ""
     lead = (

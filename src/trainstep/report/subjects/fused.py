@@ -33,6 +33,7 @@ FUSED = define(
     columns.value("recompiled while timed", "recompilations_timed", brief=False, page=False),
     columns.value("rounds", "rounds", brief=False, page=False),
     columns.value("package", "package", brief=False, page=False),
+    columns.value("timing", "not_timed"),
     columns.OUTCOME,
 )
 
