@@ -16,9 +16,9 @@ from trainstep.base.config import (
     shape_of,
 )
 from trainstep.base.errors import UsageError
-from trainstep.rows.row import Row, StepSettings
 from trainstep.bench.sweep.cases import load_grid
 from trainstep.commands.cli import parse
+from trainstep.rows.row import Row, StepSettings
 
 COMMON = {"small": (768, 3072, 12, 12), "medium": (1024, 4096, 24, 16), "large": (1280, 5120, 36, 20)}
 HANDOUTS = {

@@ -56,12 +56,6 @@ def test_a_killed_run_is_told_from_its_metrics_alone(killed):
     assert row.n == 11 - starts[1] + 1, "speed is the last start's"
 
 
-def test_a_run_of_xl_without_a_year_was_of_2025(tmp_path):
-    start = {"case": {"workload": "xl", "context": 8, "batch": 1}, "environment": {}}
-    row = history(write(tmp_path / "run", [OLD | {"step": 1, "since_start": 1, "start": start}]))
-    assert row.workload == "2025/xl"
-
-
 def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:11]]
 

@@ -13,7 +13,7 @@ import numpy as np
 from trainstep.base.errors import UsageError
 from trainstep.base.schemes import SCHEMES
 from trainstep.base.stats import summarize
-from trainstep.rows import TrainRow, migrated
+from trainstep.rows import TrainRow
 from trainstep.rows.records import Scalar, Times
 from trainstep.rows.row import check_columns, check_types
 
@@ -70,8 +70,7 @@ def history(folder: Path) -> TrainRow:
         starts = [row["start"] for row in rows if row.get("start") is not None]
         told = starts[-1] if starts else {"case": {"workload": folder.resolve().name}, "environment": {}}
         first = max(row["step"] - row["since_start"] for row in rows)
-        ((case, _),) = migrated(TrainRow.kind, told["case"], {})
-        made = record_of(case, rows, first, environment=told["environment"])
+        made = record_of(told["case"], rows, first, environment=told["environment"])
         row = dataclasses.replace(made, series=dict(made.series) | _curves(rows))
         check_columns({**row.case, **row.values}, {}, row.series, row.environment)
         check_types(TrainRow, row.case, row.values)
