@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 from tests.ladder.changes.test_reasons import SETTINGS
 from tests.ladder.test_judge import PLAIN
-from trainstep.ladder.changes.rungs import RUNGS
+from trainstep.ladder.change import all_changes
 from trainstep.ladder.climb import Ladder
 from trainstep.ladder.single import Taken
 from trainstep.observe.log import RankLog
 
-BY_NAME = {rung.name: rung for rung in RUNGS}
+BY_NAME = {rung.name: rung for rung in all_changes("script")}
 MODEL = {**SETTINGS["models"][0], "drops": False}
 LOADER = {**SETTINGS["loaders"][0], "file": "train.py", "line": 7, "batch_size": 8}
 FOUND = {**SETTINGS, "models": [MODEL], "loaders": [LOADER]}

@@ -27,7 +27,7 @@ def test_how_many_runs_are_left_is_counted_from_what_may_be_something():
     assert climbed(Given(), bf16)[0].runs_left == (4 + 4, 12 + 4), (
         "judged by it in bf16, and by three roundings of that"
     )
-    assert tf32.why_not(FOUND | {"on_gpu": False})
+    assert tf32.skipped(FOUND | {"on_gpu": False})
     ladder, _ = climbed(Given(), tf32, OPTIMIZER)
     ladder.settings = FOUND | {"on_gpu": False}
     assert ladder.runs_left == (4, 12)
@@ -93,7 +93,7 @@ def test_what_brought_nothing_sure_alone_is_tried_at_once(share, alone, both, is
         row = rows[name]
         assert row.kept is (both < 9.0), row.verdict
         assert row.gain == pytest.approx(10 / both, rel=2 * share)
-        assert row.lines == f"{BLOCKS.lines}; {OPTIMIZER.lines}"
+        assert row.lines == f"{BLOCKS.line.text}; {OPTIMIZER.line.text}"
         assert [rung.name for rung in ladder.kept] == ["compiled blocks", "fused optimizer"] * row.kept
         assert "all that was kept" not in rows, "its gain is against the script as it is already"
     assert not any(each.endswith("on the top") for each in rows), "nothing else was kept since"

@@ -10,7 +10,7 @@ import torch
 
 from tests.ladder.forked import forked_runs  # noqa: F401
 from tests.observe.measuring import SCRIPTS, alone, line_of
-from trainstep.ladder.changes.rungs import RUNGS
+from trainstep.ladder.change import all_changes
 from trainstep.ladder.climb import Ladder
 from trainstep.ladder.single import Script
 from trainstep.observe.log import log_path, read_log
@@ -59,7 +59,7 @@ def test_those_that_a_cpu_has_too(fault, tmp_path, forked_runs):  # noqa: F811
 
 def check(fault, folder):
     rung, (finding, marker), changes = FAULTS[fault]
-    rungs = [each for each in RUNGS if each.name == rung]
+    rungs = [each for each in all_changes("script") if each.name == rung]
     ladder = Ladder(Script(alone([str(FILE), fault, str(STEPS + 1)]), folder, STEPS), rungs)
     baseline, *further = ladder.climb()
     assert baseline.verdict == "baseline", baseline.reason

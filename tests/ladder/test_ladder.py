@@ -10,8 +10,9 @@ import torch
 from tests.ladder import planted
 from tests.ladder.forked import forked_runs  # noqa: F401
 from tests.observe.measuring import SCRIPTS, alone, line_of
+from trainstep.base.advice import Line
 from trainstep.ladder import single
-from trainstep.ladder.changes.rungs import RUNGS, Rung
+from trainstep.ladder.change import Change, all_changes
 from trainstep.ladder.climb import Ladder
 from trainstep.ladder.patch import patch_of
 from trainstep.ladder.single import Script
@@ -19,11 +20,12 @@ from trainstep.ladder.trial.trial import WATCHING
 from trainstep.observe.log import log_path, read_log
 
 STEPS = 8
-FUSED = next(rung for rung in RUNGS if rung.name == "fused optimizer")
-ATTENTION = next(rung for rung in RUNGS if rung.name == "fused attention")
-LOSS = next(rung for rung in RUNGS if rung.name == "fused loss")
+CHANGES = all_changes("script")
+FUSED = next(rung for rung in CHANGES if rung.name == "fused optimizer")
+ATTENTION = next(rung for rung in CHANGES if rung.name == "fused attention")
+LOSS = next(rung for rung in CHANGES if rung.name == "fused loss")
 WRONG = ("scaled_gradient", "dropped_mask", "lost_token", "faster_updates")
-TRADES = [rung for rung in RUNGS if rung.trades]
+TRADES = [rung for rung in CHANGES if rung.trades]
 
 
 @dataclasses.dataclass
@@ -35,8 +37,8 @@ class Climbed:
 @pytest.fixture(scope="module")
 def climbed(tmp_path_factory, forked_runs):  # noqa: F811
     script = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path_factory.mktemp("runs"), STEPS)
-    wrong = [Rung(name, getattr(planted, name), "") for name in WRONG]
-    tf32 = next(rung for rung in RUNGS if rung.name == "TF32 matmuls")
+    wrong = [Change(name, Line(""), script=getattr(planted, name)) for name in WRONG]
+    tf32 = next(rung for rung in CHANGES if rung.name == "TF32 matmuls")
     ladder = Ladder(script, [*wrong, tf32, ATTENTION, FUSED, *TRADES], rounds=1, are_named=True)
     return Climbed(ladder, {row.rung: row for row in ladder.climb()})
 
@@ -133,7 +135,7 @@ def test_the_script_tells_where_it_makes_what(climbed):
 def test_a_patch_is_run_in_the_place_of_the_script(climbed):
     file = SCRIPTS / "climbing.py"
     before = file.read_text()
-    patch = patch_of(file, [FUSED.name], climbed.ladder.settings)
+    patch = patch_of(file, [FUSED], climbed.ladder.settings)
     diff = patch.diff(Path.cwd())
     assert "+    lr=1e-3, fused=True,\n" in diff
     assert [line for line in diff.splitlines() if line.startswith("-")][1:] == ["-    lr=1e-3,"]
@@ -186,7 +188,7 @@ def test_running_statistics_that_move_twice_are_wrong(tmp_path, forked_runs):  #
     """No loss, gradient or weight of the training shows them."""
     file = tmp_path / "train.py"
     file.write_text(NORMS)
-    twice = Rung("batches twice", planted.batches_twice, "")
+    twice = Change("batches twice", Line(""), script=planted.batches_twice)
     baseline, row = Ladder(Script(alone([str(file)]), tmp_path / "runs", 4), [twice], rounds=1).climb()
     assert baseline.verdict == "baseline", baseline.reason
     assert (row.verdict, row.kept, row.gradient_error) == ("wrong", False, 0.0)
@@ -273,7 +275,7 @@ def test_a_script_that_fails_is_said_with_its_last_words(tmp_path, forked_runs):
 @pytest.mark.thorough
 def test_a_precision_is_judged_without_dropout(tmp_path, forked_runs):  # noqa: F811
     script = Script(alone([str(SCRIPTS / "dropping.py")]), tmp_path, 6)
-    autocast = next(rung for rung in RUNGS if rung.name == "bf16 autocast")
+    autocast = next(rung for rung in CHANGES if rung.name == "bf16 autocast")
     baseline, row = Ladder(script, [autocast], rounds=1).climb()
     assert (baseline.compared, row.compared) == ("without dropout", "without dropout")
     assert row.status == "ok", row.reason

@@ -64,7 +64,7 @@ def test_blocks_are_computed_again_where_memory_limits_and_for_a_larger_batch_al
     assert (row.verdict, row.status, row.kept, ladder.kept) == ("slower", "ok", False, [])
     row = rows["larger batch"]
     assert (row.verdict, row.throughput, row.samples_per_s_before) == ("another step", pytest.approx(20 / 16), 800)
-    assert row.lines.startswith(f"{CHECKPOINTED.lines}; DataLoader(")
+    assert row.lines.startswith(f"{CHECKPOINTED.line.text}; DataLoader(")
     both = "checkpointed blocks,larger batch"
     assert script.asked[-4:] == [both, "", "", both], "in turns with what was kept, which has no checkpoints"
     assert "larger batch" not in script.asked
@@ -108,7 +108,7 @@ def test_a_lack_of_memory_is_a_row_and_what_needs_less_is_tried_then():
     script.plain["captured"] = captured(5.5)
     _, rows = climbed(script, CHECKPOINTED, LARGER, are_named=True)
     assert rows["larger batch"].verdict == "another step"
-    assert rows["larger batch"].lines.startswith(CHECKPOINTED.lines)
+    assert rows["larger batch"].lines.startswith(CHECKPOINTED.line.text)
     script = given(7.0, checkpointed={"captured": None, "failure": words})
     assert climbed(script, CHECKPOINTED)[1]["checkpointed blocks"].status == "out of memory"
 

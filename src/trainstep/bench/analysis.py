@@ -13,7 +13,8 @@ from trainstep.bench.allocations import allocation_records
 from trainstep.bench.profile import ceiling_records, profile_records
 from trainstep.bench.step import StepCase, case_columns, plainest, run_cases
 from trainstep.check.step import StepCheck, first_form, plain_form
-from trainstep.ladder.workloads import chosen, climb, rungs_for
+from trainstep.ladder.change import changes_of_step, chosen
+from trainstep.ladder.workloads import climb
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, parameter_bytes
 from trainstep.plan.flops import OMISSIONS, forward_flops
@@ -96,7 +97,7 @@ def analysis_records(
     if steps < 1:
         raise UsageError(f"steps is {steps}; expected at least 1")
     device, base = resolve_device(config.device), first_form(source, config)
-    climbed = chosen(rungs_for(source, device, base), rungs)  # before minutes go by
+    climbed = chosen(changes_of_step(source, device.type, base), rungs)  # before minutes go by
     on_part("facts")
     yield _facts(source, config)
     is_checked = not quick and config != plain_form(config)  # what is plain has nothing plainer beside it
@@ -110,7 +111,7 @@ def analysis_records(
     on_part("what the device reaches")
     yield from ceiling_records(device)
     if not quick:
-        yield from climb(source, base, steps=steps, rungs=climbed, judge=judge, on_part=on_part)
+        yield from climb(source, base, steps=steps, changes=climbed, judge=judge, on_part=on_part)
     # Last: on a GPU the profiler's library stays in the process, and every launch after it takes 1.4 times as long.
     on_part("kernels: a step under the profiler")
     against, profiled = (2, 1) if quick else (PROFILED_AGAINST, 2)

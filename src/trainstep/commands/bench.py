@@ -131,14 +131,15 @@ class BenchLadder(Climbed):
     """Folder for results.jsonl, tables/ and report.html."""
 
     def run(self) -> int:
-        from trainstep.ladder.workloads import chosen, climb, rungs_for
+        from trainstep.ladder.change import changes_of_step, chosen
+        from trainstep.ladder.workloads import climb
         from trainstep.step.workload import resolve_device
 
         source = self.source()
         config = self.own_step(source)
-        rungs = chosen(rungs_for(source, resolve_device(config.device), config), self.rungs)
+        rungs = chosen(changes_of_step(source, resolve_device(config.device).type, config), self.rungs)
         return run_and_report(
-            lambda on_part: climb(source, config, warmup=self.warmup, steps=self.steps, rungs=rungs, on_part=on_part),
+            lambda on_part: climb(source, config, warmup=self.warmup, steps=self.steps, changes=rungs, on_part=on_part),
             self.out,
             f"ladder of {source.name}",
         )

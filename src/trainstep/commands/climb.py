@@ -45,15 +45,14 @@ def climb_script(
     Raises:
         UsageError: no such rung, a folder that cannot be written, or a file that is no diff in the patch's place.
     """
-    from trainstep.ladder.changes.rungs import RUNGS
+    from trainstep.ladder.change import all_changes, chosen
     from trainstep.ladder.climb import Ladder
     from trainstep.ladder.single import Interrupted, Script
-    from trainstep.ladder.workloads import chosen
     from trainstep.observe.rows import script_records
     from trainstep.rows import ScriptRungRow
     from trainstep.rows.records import RecordWriter
 
-    rungs, command = chosen(RUNGS, names), leader.command
+    rungs, command = chosen(all_changes("script"), names), leader.command
     if patch is not None:
         _check_place(patch)
     console = console_for_output(to_stderr=True)
@@ -116,26 +115,33 @@ def _patched(ladder: Ladder, command: Command, path: Path) -> tuple[Row | None, 
     """Write what was kept into the script's text, run that, and offer it if it holds: a row, and what to say."""
     from trainstep.ladder.patch import patch_of
 
-    kept = [rung.name for rung in ladder.kept]
-    if not kept:
+    if not ladder.kept:
         return None, ["No patch: nothing was kept."]
     file = Path(command.target)
     if command.is_module:
         file = Path.cwd().joinpath(*command.target.split(".")).with_suffix(".py")
-    found = patch_of(file, kept, ladder.settings)
+    found = patch_of(file, ladder.kept, ladder.settings)
     if not found.written:
         return None, ["No patch: none of what was kept is a line that is certain to be the right one in your files."]
     row = ladder.judge_sources(found.texts, found.written)
     if not row.kept:
         return row, [f"No patch: with it, the script is {row.verdict}{f' ({row.reason})' if row.reason else ''}."]
-    diff = found.diff(Path.cwd())
+    diff, names = found.diff(Path.cwd()), ", ".join(each.name for each in found.written)
     try:
         path.write_text(diff, encoding="utf-8")
     except OSError as error:
-        return row, [f"Cannot write {path}: {error.strerror}. The diff of {', '.join(found.written)}:", diff]
-    left = [f"Not in it: {rung.name} ({rung.lines})." for rung in ladder.kept if rung.name in found.left]
-    if "bf16 autocast" in found.written and any(model["floats"] is None for model in ladder.settings["models"]):
+        return row, [
+            f"Cannot write {path}: {error.strerror}. The diff of {names}:",
+            diff,
+        ]
+    left = [f"Not in it: {each.name} ({each.line.text})." for each in found.left]
+    if any(each.precision == "bf16" for each in found.written) and any(
+        model["floats"] is None for model in ladder.settings["models"]
+    ):
         left.append(
             "Tensors inside of what the model returns stay bf16: .float() where NumPy or a loss of yours takes one."
         )
-    return replace(row, lines=str(path)), [f"Written to {path}: {', '.join(found.written)}.", *left]
+    return replace(row, lines=str(path)), [
+        f"Written to {path}: {names}.",
+        *left,
+    ]

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainstep.base.advice import Line
 from trainstep.base.errors import OUT_OF_MEMORY
 from trainstep.base.stats import RUN_SPREAD, Ratio, product, ratio_of_runs, verdict
 from trainstep.check.reference import DRAWS
-from trainstep.ladder.changes.reasons import seen_of
-from trainstep.ladder.changes.rungs import RUNGS, Rung
+from trainstep.ladder.change import Change
 from trainstep.ladder.judge import ScriptVerdict
 from trainstep.ladder.judging import CannotJudge, Judging
 from trainstep.ladder.larger import (
@@ -40,6 +40,8 @@ from trainstep.ladder.rung_rows import ratio_fields, rung_row
 from trainstep.ladder.single import Script, Taken
 from trainstep.ladder.turns import MOST_ROUNDS, AsShown, in_turns, times
 from trainstep.ladder.workloads import NO_SLOWER
+from trainstep.observe.loaders import share_of_waiting
+from trainstep.observe.log import RankLog
 from trainstep.rows import ANOTHER_STEP, AT_ONCE, ON_TOP, ScriptRungRow
 from trainstep.rows.records import Status
 
@@ -50,6 +52,16 @@ class Left:
 
     kept: frozenset[str]  # the rungs that it was tried on
     saved_ms: float  # of a step, at most
+
+
+def seen_of(log: RankLog) -> dict[str, Any]:
+    """What a whole run shows beside its settings: whether numbers are read, why code is compiled again, and how much
+    of its steps waits for data."""
+    return {
+        "reads": any(place["call"] == "item" for place in log.lines.values()),
+        "recompiles": any(each["reason"] and each["step"] > 1 for each in log.recompilations),
+        "waiting": share_of_waiting(log.steps),
+    }
 
 
 class Ladder:
@@ -66,7 +78,7 @@ class Ladder:
     def __init__(
         self,
         script: Script,
-        rungs: Sequence[Rung] = RUNGS,
+        rungs: Sequence[Change],
         rounds: int = MOST_ROUNDS,
         *,
         are_named: bool = False,
@@ -76,14 +88,14 @@ class Ladder:
         self.are_named, self.at_once = are_named, at_once
         self.first: Taken | None = None
         self.code = 0  # the first run's exit code
-        self.kept: list[Rung] = []
+        self.kept: list[Change] = []
         self.judge: Judging | None = None
         self.settings: Mapping[str, Any] = {}
         self._top: Taken | None = None
         self._left: dict[str, Left] = {}  # rungs that were right and not kept
         self._times_kept = 0
         self._tried_together: set[tuple[frozenset[str], frozenset[str]]] = set()  # on what was kept, by their names
-        self._smaller: tuple[list[Rung], Taken] | None = None  # what is right, needs less memory, and was not kept
+        self._smaller: tuple[list[Change], Taken] | None = None  # what is right, needs less memory, and was not kept
         self._speedup = Ratio(1.0, None, between_runs=True)
 
     def climb(self) -> Iterator[ScriptRungRow]:
@@ -109,7 +121,7 @@ class Ladder:
         yield self._row("baseline", baseline, repeat, verdict="baseline", kept=True, runs=1)
         place = next((place for place, rung in enumerate(self.rungs) if rung.trades), len(self.rungs))
         singly = self.rungs[:place]
-        if self.at_once and len(every := _compatible(rung for rung in singly if not rung.why_not(self.settings))) > 1:
+        if self.at_once and len(every := _compatible(rung for rung in singly if not rung.skipped(self.settings))) > 1:
             yield (row := self._try_together(every))
             if row.kept:
                 yield from map(self._left_out, (rung for rung in singly if rung.name not in self._names_kept))
@@ -130,7 +142,7 @@ class Ladder:
     @property
     def runs_left(self) -> tuple[int, int]:
         """About how many runs, at least and at most, the rungs take that may be something for the script."""
-        tried = [rung for rung in self.rungs if not rung.why_not(self.settings)]
+        tried = [rung for rung in self.rungs if not rung.skipped(self.settings)]
         several, narrow = len(tried) > 1, sum(rung.precision is not None for rung in tried)
         in_turns = 4 * (len(tried) + several)  # B A A B, and the top at the end
         most = self.rounds * (in_turns + 4 * several) + (DRAWS + 1) * narrow
@@ -138,7 +150,7 @@ class Ladder:
             return 4 + (DRAWS + 1) * narrow, most + 4 * self.rounds
         return in_turns + (DRAWS + 1) * narrow, most
 
-    def _may_gain_on_top(self, rung: Rung) -> bool:
+    def _may_gain_on_top(self, rung: Change) -> bool:
         """Whether something that is not of its kind was kept since it was tried, and the most that it may have saved is
         more than runs of the top differ by."""
         left, now = self._left.get(rung.name), {each.name for each in self.kept}
@@ -148,7 +160,7 @@ class Ladder:
         takes_a_place = not left.kept.issuperset(now.intersection(rung.instead_of))
         return not (its_place_is_taken or takes_a_place) and left.saved_ms > RUN_SPREAD * self._top.ms_per_step
 
-    def _left_together(self) -> list[Rung]:
+    def _left_together(self) -> list[Change]:
         """Several rungs that go with what was kept and may save something together, by as much as each may have; none
         where that is nothing."""
         assert self._top is not None, "the baseline was judged"
@@ -167,20 +179,20 @@ class Ladder:
     def _names_kept(self) -> frozenset[str]:
         return frozenset(rung.name for rung in self.kept)
 
-    def _try_together(self, rungs: Sequence[Rung]) -> ScriptRungRow:
+    def _try_together(self, rungs: Sequence[Change]) -> ScriptRungRow:
         self._tried_together.add((self._names_kept, frozenset(rung.name for rung in rungs)))
         return self._guarded(self._try_on_top, rungs)
 
-    def _left_out(self, rung: Rung) -> ScriptRungRow:
+    def _left_out(self, rung: Change) -> ScriptRungRow:
         """The row of a rung that is not among those that were kept at once."""
-        why = rung.why_not(self.settings)
+        why = rung.skipped(self.settings)
         if instead := [each.name for each in self.kept if rung.name in each.instead_of]:
             why = why or f"{instead[0]} takes its place"
         return self._not_tried(rung, why or rung.nothing)
 
-    def try_rung(self, rung: Rung, suffix: str = "") -> ScriptRungRow:
+    def try_rung(self, rung: Change, suffix: str = "") -> ScriptRungRow:
         """Run it on what was kept, judge it, and time it if it is right; `suffix` ends its name in the row."""
-        if why := rung.why_not(self.settings):
+        if why := rung.skipped(self.settings):
             row = self._not_tried(rung, why)
         elif rung.trades == "the step":
             row = self._guarded(self._try_another_step, [rung])
@@ -188,14 +200,14 @@ class Ladder:
             row = self._guarded(self._try_on_top, [rung])
         return replace(row, rung=rung.name + suffix)
 
-    def _guarded(self, attempt: Callable[[Sequence[Rung]], ScriptRungRow], rungs: Sequence[Rung]) -> ScriptRungRow:
+    def _guarded(self, attempt: Callable[[Sequence[Change]], ScriptRungRow], rungs: Sequence[Change]) -> ScriptRungRow:
         """The row of an attempt, also where nothing could be judged."""
         try:
             return attempt(rungs)
         except CannotJudge as error:
             return self._row(_named(rungs), None, status="failed", reason=str(error), verdict=error.verdict)
 
-    def _try_on_top(self, rungs: Sequence[Rung]) -> ScriptRungRow:
+    def _try_on_top(self, rungs: Sequence[Change]) -> ScriptRungRow:
         assert self._top is not None, "the baseline was judged"
         assert self.judge is not None
         name, first = _named(rungs), rungs[0]
@@ -216,7 +228,7 @@ class Ladder:
             return self._row(name, None, found, status="wrong", reason=str(found), verdict="wrong")
         return self._timed(made, together, taken, found)
 
-    def _try_another_step(self, rungs: Sequence[Rung]) -> ScriptRungRow:
+    def _try_another_step(self, rungs: Sequence[Change]) -> ScriptRungRow:
         """Run it where memory has room, and tell its samples per second, if its losses are finite."""
         (rung,) = rungs
         assert self._top is not None, "the baseline was judged"
@@ -236,26 +248,28 @@ class Ladder:
             return self._not_tried(rung, why)
         before, own = self._in_turns(rung.name, self.kept, together, begun=taken, as_shown=ms_per_sample)
         ratio = ratio_of_runs(ms_per_sample(before), ms_per_sample(own))
-        further = [each.lines for each in together if each not in self.kept and each is not rung]
+        further = [each.line.text for each in together if each not in self.kept and each is not rung]
         return self._row(
             rung.name,
             None,
             verdict=ANOTHER_STEP,
             runs=len(own),
-            lines="; ".join([*further, lines_of(rung.lines, self.settings)]),
+            lines="; ".join([*further, lines_of(rung.line.text, self.settings)]),
             peak_gib=taken.captured.peak_gib,
             samples={"training_loss": list(taken.captured.losses)},
             **throughput_fields(before, own, ratio),
         )
 
-    def _not_tried(self, rung: Rung, why: str) -> ScriptRungRow:
+    def _not_tried(self, rung: Change, why: str) -> ScriptRungRow:
         return self._row(rung.name, None, status="unsupported", reason=why, verdict="not tried")
 
     def _failed(self, name: str, taken: Taken) -> ScriptRungRow:
         status: Status = "out of memory" if OUT_OF_MEMORY.search(taken.failure) else "failed"
         return self._row(name, None, status=status, reason=taken.failure, verdict=status)
 
-    def _timed(self, rungs: Sequence[Rung], together: list[Rung], taken: Taken, found: ScriptVerdict) -> ScriptRungRow:
+    def _timed(
+        self, rungs: Sequence[Change], together: list[Change], taken: Taken, found: ScriptVerdict
+    ) -> ScriptRungRow:
         name = _named(rungs)
         before, own = self._in_turns(name, self.kept, together, begun=taken)
         gain = ratio_of_runs(times(before), times(own))
@@ -282,7 +296,7 @@ class Ladder:
             verdict=called,
             kept=keep,
             runs=len(own),
-            lines="; ".join(rung.lines for rung in rungs),
+            lines="; ".join(rung.line.text for rung in rungs),
             **ratio_fields("gain", gain),
             **ratio_fields("speedup", speedup),
         )
@@ -290,8 +304,8 @@ class Ladder:
     def _in_turns(
         self,
         what: str,
-        before: Sequence[Rung],
-        own: Sequence[Rung],
+        before: Sequence[Change],
+        own: Sequence[Change],
         sources: Mapping[str, str] = {},
         *,
         begun: Taken | None = None,
@@ -326,24 +340,24 @@ class Ladder:
             verdict=verdict(ratio),
             kept=True,
             runs=len(own),
-            lines="; ".join(rung.lines for rung in self.kept),
+            lines="; ".join(rung.line.text for rung in self.kept),
             **ratio_fields("speedup", ratio),
         )
 
-    def judge_sources(self, sources: Mapping[str, str], written: Sequence[str]) -> ScriptRungRow:
+    def judge_sources(self, sources: Mapping[str, str], written: Sequence[Change]) -> ScriptRungRow:
         """A row for the script with other sources and nothing changed from outside: judged, then timed against it.
 
         Args:
             sources: path → text.
-            written: the names of the rungs that the sources have.
+            written: the changes that the sources have.
         """
-        name, rungs = "the patched script", [rung for rung in self.kept if rung.name in written]
+        name = "the patched script"
         assert self.judge is not None, "the ladder was climbed"
         taken = self.script.run(name, sources=sources, without_dropout=self.judge.drops)
         if taken.failure or taken.captured is None:
             return self._row(name, None, status="failed", reason=taken.failure, verdict="failed")
         try:
-            found = self.judge.of_sources(rungs, taken.captured)
+            found = self.judge.of_sources(written, taken.captured)
             if not found.is_right:
                 return self._row(name, None, found, status="wrong", reason=str(found), verdict="wrong")
             before, own = self._in_turns(name, (), (), sources, begun=None if self.judge.drops else taken)
@@ -361,26 +375,26 @@ class Ladder:
         return rung_row(own, taken, found, **more)
 
 
-def _compatible(rungs: Iterable[Rung]) -> list[Rung]:
+def _compatible(rungs: Iterable[Change]) -> list[Change]:
     """Those that go together: of two of which one takes the other's place, that one."""
-    found: list[Rung] = []
+    found: list[Change] = []
     for rung in rungs:
         found = [*(each for each in found if each.name not in rung.instead_of), rung]
     return found
 
 
-def _made(rungs: Sequence[Rung], taken: Taken) -> list[Rung]:
+def _made(rungs: Sequence[Change], taken: Taken) -> list[Change]:
     """The changes that found something to change; those that look for it with the lines where it is."""
     found = []
     for rung in rungs:
         places = taken.log.facts.get("places", {}).get(rung.name, {})
         where = ", ".join(f"{line}: {how}" for line, how in sorted(places.items()))
         if places or not rung.nothing:
-            found.append(replace(rung, lines=f"{rung.lines} ({where})") if rung.nothing else rung)
+            found.append(replace(rung, line=Line(f"{rung.line.text} ({where})")) if rung.nothing else rung)
     return found
 
 
-def _named(rungs: Sequence[Rung]) -> str:
+def _named(rungs: Sequence[Change]) -> str:
     return AT_ONCE.join(rung.name for rung in rungs)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainstep.base.precision import PrecisionName
-from trainstep.ladder.changes.rungs import Rung
+from trainstep.ladder.change import Change
 from trainstep.ladder.judge import ScriptJudge, ScriptVerdict
 from trainstep.ladder.single import Script
 from trainstep.ladder.trial.capture import Captured
@@ -33,7 +33,7 @@ class Judging:
         settings: what its first run said of itself.
     """
 
-    def __init__(self, script: Script, rungs: Sequence[Rung], settings: Mapping[str, Any]) -> None:
+    def __init__(self, script: Script, rungs: Sequence[Change], settings: Mapping[str, Any]) -> None:
         self._script, self._rungs = script, rungs
         self._own = _precision_of(settings)
         self.drops = any(model["drops"] for model in settings["models"])
@@ -71,7 +71,7 @@ class Judging:
             )
         return repeat
 
-    def of(self, rungs: Sequence[Rung], captured: Captured, kept: Captured | None) -> ScriptVerdict:
+    def of(self, rungs: Sequence[Change], captured: Captured, kept: Captured | None) -> ScriptVerdict:
         """Of a run with these changes.
 
         Args:
@@ -89,7 +89,7 @@ class Judging:
             raise CannotJudge(f"what {precision}'s rounding alone does to its first gradients is as large as they are")
         return found
 
-    def of_sources(self, rungs: Sequence[Rung], captured: Captured) -> ScriptVerdict:
+    def of_sources(self, rungs: Sequence[Change], captured: Captured) -> ScriptVerdict:
         """Of a run, without dropout, of other sources that have these changes."""
         return self._begun.judge(captured, self._precision(rungs))
 
@@ -98,11 +98,11 @@ class Judging:
         assert self._judge is not None, "the script was run again"
         return self._judge
 
-    def _precision(self, rungs: Sequence[Rung]) -> PrecisionName:
+    def _precision(self, rungs: Sequence[Change]) -> PrecisionName:
         return next((rung.precision for rung in reversed(rungs) if rung.precision), self._own)
 
     def _captured(
-        self, what: str, rungs: Sequence[Rung] = (), rounding: tuple[PrecisionName, int] | None = None
+        self, what: str, rungs: Sequence[Change] = (), rounding: tuple[PrecisionName, int] | None = None
     ) -> Captured:
         taken = self._script.run(what, rungs, rounding=rounding, without_dropout=self.drops)
         if taken.captured is None:

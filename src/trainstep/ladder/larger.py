@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainstep.base.stats import Ratio
-from trainstep.ladder.changes.rungs import TIMES, Rung
+from trainstep.ladder.change import Change
+from trainstep.ladder.changes.loaders import TIMES
 from trainstep.ladder.rung_rows import ratio_fields
 from trainstep.ladder.single import Taken
 from trainstep.ladder.trial.capture import Captured
@@ -25,7 +26,7 @@ FULL = 0.95
 BY_NAME = "name the rung in --rungs to try it"
 
 
-Base = tuple[list[Rung], Taken]
+Base = tuple[list[Change], Taken]
 """Rungs together, and a run with them."""
 
 

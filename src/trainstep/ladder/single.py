@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainstep.base.precision import PrecisionName
-from trainstep.ladder.changes.rungs import Rung
+from trainstep.ladder.change import Change
 from trainstep.ladder.ranks import Failed, Leader, Order
 from trainstep.ladder.trial.capture import FILE, Captured, of_all_ranks, read_captured
 from trainstep.observe.loaders import begins_again
@@ -102,7 +102,7 @@ class Script:
     def run(
         self,
         what: str,
-        rungs: Sequence[Rung] = (),
+        rungs: Sequence[Change] = (),
         *,
         rounding: tuple[PrecisionName, int] | None = None,
         without_dropout: bool = False,

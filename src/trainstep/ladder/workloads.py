@@ -22,13 +22,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
+from trainstep.base.advice import Line
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UsageError
-from trainstep.base.precision import PRECISIONS
 from trainstep.base.stats import RUN_SPREAD, Interval, Ratio, product, ratio_of_medians, ratio_of_pairs, verdict
 from trainstep.bench.step import (
     StepMeasurement,
@@ -39,6 +39,7 @@ from trainstep.bench.step import (
     phase_samples,
 )
 from trainstep.check.step import StepCheck, Verdict, plain_form
+from trainstep.ladder.change import Change, changes_of_step
 from trainstep.measure.environment import describe
 from trainstep.measure.outcome import Failure, attempt, failed_row
 from trainstep.measure.timing import Sample, Timing, device_clock, time_in_turns
@@ -56,62 +57,8 @@ MOST_TURNS = 4
 """Times the steps asked for, at most."""
 
 
-@dataclass(frozen=True)
-class Rung:
-    """One change to the configuration kept so far."""
-
-    name: str
-    change: Mapping[str, Any]
-    """`StepConfig` fields and their new values."""
-
-
 MAKES_ROOM: Mapping[str, Any] = {"attention": "sdpa"}
 """Tried first where the baseline is too large: the memory of attention as it is written grows with length squared."""
-
-
-def rungs_for(source: WorkloadSource, device: torch.device, base: StepConfig) -> list[Rung]:
-    """The changes worth trying on this device, cheapest to adopt first, from this step.
-
-    They change how the step is computed, not what is: SGD has no fused form here, and AdamW is not one. Weights in bf16
-    stay so: other precisions would train a float32 copy.
-    """
-    on_gpu = device.type == "cuda"
-    precision = [Rung("TF32 matmuls", {"precision": "tf32"})] if on_gpu else []
-    precision += [Rung("bf16 autocast", {"precision": "bf16"})]
-    precision = [] if PRECISIONS[base.precision].is_stored_half else precision
-    fused_attention = [Rung("fused attention", MAKES_ROOM)] if source.is_builtin else []
-    fused_attention += [Rung("our FlashAttention", {"attention": "flash-triton"})] if on_gpu else []
-    fused_optimizer = [Rung("fused optimizer", {"optimizer": "adamw-fused"})] if base.optimizer != "sgd" else []
-    compiled = [Rung("compiled blocks", {"compile": "blocks"}), Rung("compiled model", {"compile": "model"})]
-    chunked = [Rung("chunked loss", {"loss": "chunked"})] if source.is_builtin else []
-    if on_gpu:
-        own = [Rung("fused RoPE", {"fused": "rope"}), Rung("fused loss", {"loss": "fused"})]
-        return precision + fused_attention + fused_optimizer + compiled + chunked + own * source.is_builtin
-    return fused_attention + fused_optimizer + precision + compiled[:1] + chunked
-
-
-class Named(Protocol):
-    """A rung of any ladder."""
-
-    @property
-    def name(self) -> str: ...
-
-
-NamedRung = TypeVar("NamedRung", bound=Named)
-
-
-def chosen(rungs: Sequence[NamedRung], names: str | None) -> list[NamedRung]:
-    """Those whose names are given, divided by commas, in their own order; all for None.
-
-    Raises:
-        UsageError: there is no such rung here.
-    """
-    if names is None:
-        return list(rungs)
-    wanted, known = [name.strip() for name in names.split(",")], [rung.name for rung in rungs]
-    if unknown := [name for name in wanted if name not in known]:
-        raise UsageError(f"there is no rung {unknown[0]!r}: expected some of {', '.join(known)}")
-    return [rung for rung in rungs if rung.name in wanted]
 
 
 @dataclass(frozen=True)
@@ -164,7 +111,7 @@ def climb(
     *,
     warmup: int = 3,
     steps: int = 10,
-    rungs: Sequence[Rung] | None = None,
+    changes: Sequence[Change] | None = None,
     judge: StepCheck | None = None,
     on_part: Callable[[str], object] = lambda part: None,
 ) -> Iterator[RungRow | ControlRow]:
@@ -178,7 +125,7 @@ def climb(
 
     Args:
         warmup, steps: of each measurement, at least 0 and 1.
-        rungs: what is tried, in this order; by default all that may help.
+        changes: what is tried, in this order; by default all that may help.
         judge: one that has judged steps of this workload; it is taken where its reference is this plain step.
         on_part: called with the name of each rung before it is built, compiled, checked and timed.
 
@@ -192,15 +139,15 @@ def climb(
     if judge is None or judge.plain != plain or judge.is_stood_in_for:
         judge = StepCheck(source, plain)
     ladder = _Ladder(source, base, judge, device, warmup, steps)
-    rungs = rungs_for(source, device, base) if rungs is None else rungs
-    first = Rung("baseline", {})
+    rungs = changes_of_step(source, device.type, base) if changes is None else list(changes)
+    first = Change("baseline", Line(""))
     on_part(_part(first.name, first))
     baseline = ladder.try_rung(first)
     yield baseline
     if baseline.status not in ("ok", "out of memory"):
         return  # there is nothing to compare with; what is too large may fit in another form
     if baseline.status == "out of memory":
-        rungs = sorted(rungs, key=lambda rung: rung.change != MAKES_ROOM)  # what makes room for the others
+        rungs = sorted(rungs, key=lambda rung: rung.step != MAKES_ROOM)  # what makes room for the others
     for rung in rungs:
         on_part(_part(rung.name, rung))
         yield ladder.try_rung(rung)
@@ -212,8 +159,8 @@ def climb(
     yield from ladder.controls()
 
 
-def _part(name: str, rung: Rung) -> str:
-    work = "compiled, checked and timed" if "compile" in rung.change else "checked and timed"
+def _part(name: str, rung: Change) -> str:
+    work = "compiled, checked and timed" if "compile" in rung.step else "checked and timed"
     return f"ladder: {name}, {work}"
 
 
@@ -230,9 +177,9 @@ class _Ladder:
         self._left: dict[str, StepConfig] = {}
         """Rungs that ran and were not kept, or were too large, with the configuration they were tried on."""
 
-    def try_rung(self, rung: Rung, *, is_on_top: bool = False) -> RungRow:
+    def try_rung(self, rung: Change, *, is_on_top: bool = False) -> RungRow:
         before = self.kept.config if self.kept else self.base
-        config = dataclasses.replace(before, **rung.change)
+        config = dataclasses.replace(before, **rung.step)
         case = {"rung": rung.name + ON_TOP * is_on_top} | case_columns(self.source, config)
         environment = describe(self.device)
         result = attempt(partial(self._checked, config))
@@ -258,12 +205,12 @@ class _Ladder:
             samples=_samples(result),
         )
 
-    def is_worth_another_try(self, rung: Rung) -> bool:
+    def is_worth_another_try(self, rung: Change) -> bool:
         """Whether it was left, and something else was kept since that it would not undo."""
         if self.kept is None or rung.name not in self._left:
             return False
         before, now = self._left[rung.name], self.kept.config
-        return before != now and all(getattr(before, name) == getattr(now, name) for name in rung.change)
+        return before != now and all(getattr(before, name) == getattr(now, name) for name in rung.step)
 
     def controls(self) -> Iterator[ControlRow]:
         """The first rung and the top again, at the end of the climb: in turns, or alone where that does not fit."""

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainstep.base.errors import UnsupportedError
-from trainstep.ladder.changes.masks import Mask, Masks, is_number, mask_of
-from trainstep.ladder.changes.uncomputed import (
+from trainstep.ladder.places.masks import Mask, Masks, is_number, mask_of
+from trainstep.ladder.places.uncomputed import (
     CASTS,
     KNOWN,
     SELF,
