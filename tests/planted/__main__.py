@@ -36,7 +36,7 @@ from trainstep.check.gradients import Deviation
 from trainstep.check.reference import TRAINED_STEPS, Reference, gradients_at
 from trainstep.check.step import START, StepCheck, Verdict
 from trainstep.ladder.change import Change
-from trainstep.ladder.workloads import climb
+from trainstep.ladder.steps import climb
 from trainstep.measure.environment import _commit, describe
 from trainstep.step.training_step import TrainingStep
 from trainstep.step.workload import WorkloadSource

@@ -14,7 +14,7 @@ from trainstep.bench.profile import ceiling_records, profile_records
 from trainstep.bench.step import StepCase, case_columns, plainest, run_cases
 from trainstep.check.step import StepCheck, first_form, plain_form
 from trainstep.ladder.change import changes_of_step, chosen
-from trainstep.ladder.workloads import climb
+from trainstep.ladder.steps import climb
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, parameter_bytes
 from trainstep.plan.flops import OMISSIONS, forward_flops

@@ -132,7 +132,7 @@ class BenchLadder(Climbed):
 
     def run(self) -> int:
         from trainstep.ladder.change import changes_of_step, chosen
-        from trainstep.ladder.workloads import climb
+        from trainstep.ladder.steps import climb
         from trainstep.step.workload import resolve_device
 
         source = self.source()

@@ -41,7 +41,7 @@ class Change:
         line: for the reader's own script.
         expected: a rough gain, as a factor, before it is tried. Ladders try the largest first; one that is not named
             here does not try the change.
-        answers: ids of the report's findings whose action it is.
+        answers: ids of the report's findings, or of the advice in one, whose action it is.
         step: fields of `StepConfig` and their new values.
         step_if: whether a workload's step can have it, given its first configuration.
         script: makes the change from outside, before the script's code runs. A module's function: the script's process

@@ -20,7 +20,7 @@ from trainstep.report.charts import COLOURS, embedded
 from trainstep.report.formats import write_tables
 from trainstep.report.numbers import typeset
 from trainstep.report.subjects import SECTIONS, findings
-from trainstep.report.subjects.ladder_findings import (
+from trainstep.report.subjects.ladder import (
     recommended_flags,
 )
 from trainstep.report.summary import summary

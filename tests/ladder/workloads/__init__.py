@@ -5,14 +5,15 @@ import itertools
 
 import torch
 
-import trainstep.ladder.workloads as ladder
+import trainstep.ladder.steps as ladder
 from trainstep.base.advice import Line
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.check.gradients import Deviation
 from trainstep.check.step import Verdict
 from trainstep.check.updates import UpdateError
 from trainstep.ladder.change import Change
-from trainstep.ladder.workloads import climb
+from trainstep.ladder.steps import climb
+from trainstep.rows import FINAL
 from trainstep.step.training_step import build_step
 from trainstep.step.workload import builtin_source
 
@@ -43,8 +44,8 @@ RIGHT = Deviation(0.0, 1e-6, 0.0, 1e-6, 0.0, 1e-6, 0.0, 1e-6, "")
 
 def climb_with(rungs, source=SOURCE, **options):
     rows = list(climb(source, BASE, changes=rungs, **({"warmup": 1, "steps": 7} | options)))
-    assert rows[-1].kind == "control"
-    return [row for row in rows if row.kind == "rung"]
+    assert rows[-1].change == FINAL
+    return rows[:-1]
 
 
 def faked(monkeypatch, alone, turns=(), peaks=None):

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-import trainstep.ladder.workloads as ladder
+import trainstep.ladder.ladder as rule
+import trainstep.ladder.steps as ladder
 from tests.ladder.workloads import BASE, SOURCE, TOY, TWO, Trusting, change, climb_with
 from trainstep.base.config import PHASES, ModelConfig, StepConfig
 from trainstep.base.errors import UsageError
@@ -13,10 +14,11 @@ from trainstep.base.stats import Interval, Ratio
 from trainstep.bench.analysis import plain_form
 from trainstep.commands.output import run_and_report
 from trainstep.ladder.change import changes_of_step, chosen
-from trainstep.ladder.workloads import climb
+from trainstep.ladder.ladder import is_open
+from trainstep.ladder.steps import climb
 from trainstep.report.page import Report
-from trainstep.report.subjects.ladder_findings import recommended_flags
-from trainstep.rows import RungRow, StepRow
+from trainstep.report.subjects.ladder import recommended_flags
+from trainstep.rows import FINAL, ChangeRow, StepRow
 from trainstep.rows.records import Times
 from trainstep.step.workload import WorkloadSource, builtin_source
 
@@ -85,7 +87,7 @@ def test_turns_are_taken_with_the_rung_that_is_kept(monkeypatch, trusting):
 
 
 @pytest.mark.parametrize(
-    ("gain", "is_open"),
+    ("gain", "expected"),
     [
         (Ratio(1.07, Interval(1.0, 1.08)), False),
         (Ratio(1.0, Interval(0.95, 1.08)), True),
@@ -94,8 +96,8 @@ def test_turns_are_taken_with_the_rung_that_is_kept(monkeypatch, trusting):
         (Ratio(1.5, None), False),
     ],
 )
-def test_an_interval_is_wide_by_its_part_of_the_gain(gain, is_open):
-    assert ladder._is_open(gain) == is_open
+def test_an_interval_is_wide_by_its_part_of_the_gain(gain, expected):
+    assert is_open(gain) is expected
 
 
 def test_where_nothing_fits_there_is_no_control(monkeypatch):
@@ -104,7 +106,7 @@ def test_where_nothing_fits_there_is_no_control(monkeypatch):
 
     monkeypatch.setattr(ladder, "StepCheck", Trusting)
     rows = list(climb(WorkloadSource("big", build, TOY), BASE, changes=TWO, warmup=1, steps=1))
-    assert [(row.kind, row.status, row.verdict) for row in rows] == [("rung", "out of memory", "out of memory")] * 3
+    assert [(row.kind, row.status, row.verdict) for row in rows] == [("change", "out of memory", "out of memory")] * 3
 
 
 @pytest.mark.parametrize(
@@ -121,20 +123,20 @@ def test_a_wrong_gradient_is_seen_in_every_parameter(monkeypatch, name):
         return workload
 
     (_, wrong) = climb_with(TWO[:1], WorkloadSource("bad", build, TOY), steps=1)
-    assert (wrong.status, wrong.kept, wrong.worst_parameter) == ("wrong", False, name)
+    assert (wrong.status, wrong.accepted, wrong.worst_parameter) == ("wrong", False, name)
 
 
 def test_a_rung_builds_only_on_what_was_kept(monkeypatch, trusting):
-    monkeypatch.setattr(ladder, "verdict", lambda ratio: "slower")
+    monkeypatch.setattr(rule, "verdict", lambda ratio: "slower")
     rungs = [change("one", {"attention": "sdpa"}), change("two", {"optimizer": "adamw-fused"})]
     records = climb_with(rungs)
     assert records[2].case["attention"] == "eager"
-    assert [record.values["kept"] for record in records] == [True, False, False]
+    assert [record.values["accepted"] for record in records] == [True, False, False]
     assert recommended_flags(records) == ""
 
 
 def test_faster_rungs_add_up(monkeypatch, trusting):
-    monkeypatch.setattr(ladder, "verdict", lambda ratio: "faster")
+    monkeypatch.setattr(rule, "verdict", lambda ratio: "faster")
     rungs = [change("one", {"attention": "sdpa"}), change("two", {"optimizer": "adamw-fused"})]
     records = climb_with(rungs)
     assert records[2].case["attention"] == "sdpa"
@@ -153,7 +155,7 @@ def test_a_wrong_rung_gets_no_speed(monkeypatch):
     (_, wrong) = climb_with([change("bad", {"attention": "sdpa"})], WorkloadSource("bad", build, TOY))
     assert wrong.status == "wrong"
     assert "step_ms" not in wrong.values
-    assert wrong.values["kept"] is False
+    assert wrong.values["accepted"] is False
     assert "off by" in wrong.reason
     assert wrong.gradient_error > wrong.error_budget
 
@@ -211,9 +213,9 @@ def test_where_the_baseline_is_too_large_what_makes_room_comes_first(monkeypatch
         "sdpa": {"attention": "sdpa"},
         "chunked": {"loss": "chunked"},
     }
-    rungs = [change(name, change) for name, change in changes.items()]
+    rungs = [change(*each) for each in changes.items()]
     records = climb_with(rungs, WorkloadSource("big", build, TOY), steps=7)
-    tried = [(record.rung, record.status, record.attention) for record in records]
+    tried = [(record.change, record.status, record.attention) for record in records]
     assert tried[:5] == [
         ("baseline", "out of memory", "eager"),
         ("sdpa", "ok", "sdpa"),
@@ -221,7 +223,7 @@ def test_where_the_baseline_is_too_large_what_makes_room_comes_first(monkeypatch
         ("bf16", "ok", "sdpa"),
         ("chunked", "ok", "sdpa"),
     ]
-    names = [record.rung for record in climb_with(rungs, SOURCE, steps=7)]
+    names = [record.change for record in climb_with(rungs, SOURCE, steps=7)]
     assert names[:5] == ["baseline", *changes], "where it is not, in the order they have"
 
 
@@ -247,9 +249,9 @@ def test_the_whole_ladder_on_a_gpu():
     source = builtin_source("toy", ModelConfig(d_model=256, d_ff=1024, num_layers=4, num_heads=4))
     records = list(climb(source, StepConfig(context=256), warmup=2, steps=7))
     assert [record.status for record in records] == ["ok"] * len(records), [record.reason for record in records]
-    rungs = [record for record in records if record.kind == "rung"]
-    assert len({rung.rung for rung in rungs}) == len(rungs)
-    tried = [rung for rung in rungs if not rung.rung.endswith("on the top")]
+    rungs = [record for record in records if record.change != FINAL]
+    assert len({rung.change for rung in rungs}) == len(rungs)
+    tried = [rung for rung in rungs if not rung.change.endswith("on the top")]
     assert len(tried) == 1 + len(changes_of_step(source, "cuda", StepConfig()))
     assert all(rung.values["gradient_error"] <= rung.values["error_budget"] for rung in rungs)
 
@@ -264,7 +266,9 @@ def test_without_a_baseline_no_rung_is_tried(monkeypatch, tmp_path, capsys):
         return workload
 
     rows = list(climb(WorkloadSource("broken", build, TOY), BASE, warmup=1, steps=1))
-    assert [(row.rung, row.status, row.verdict, row.kept) for row in rows] == [("baseline", "failed", "failed", False)]
+    assert [(row.change, row.status, row.verdict, row.accepted) for row in rows] == [
+        ("baseline", "failed", "failed", False)
+    ]
     step = StepRow(
         workload="broken", mode="step", warmup=5, times={name: Times(1.0, 1.0, 1.0) for name in ("step", *PHASES)}
     )
@@ -273,14 +277,16 @@ def test_without_a_baseline_no_rung_is_tried(monkeypatch, tmp_path, capsys):
     assert printed.index("The baseline failed. broken: failed: ZeroDivisionError") < printed.index("Time of one step")
     first, *_ = Report([step, *rows]).findings
     assert (first.id, first.figures["status"]) == ("gain.no-baseline", "failed")
-    assert "no rung was tried" in first.sentence
+    assert "no change was tried" in first.sentence
     assert recommended_flags(rows) == ""
 
 
 def test_a_baseline_that_is_too_large_is_no_mistake(tmp_path):
     why = {"status": "out of memory", "reason": "40 GiB", "verdict": "out of memory"}
-    large = RungRow(workload="w", rung="baseline", precision="fp32", **why)
-    fits = RungRow(workload="w", rung="bf16", precision="bf16", verdict="first that fits", kept=True, speedup=1.0)
+    large = ChangeRow(workload="w", change="baseline", precision="fp32", **why)
+    fits = ChangeRow(
+        workload="w", change="bf16", precision="bf16", verdict="first that fits", accepted=True, speedup=1.0
+    )
     assert run_and_report([large, fits], tmp_path, "ladder") == 0
     first, none = Report([large, fits]).findings
     assert (first.id, first.figures) == ("gain.too-large", {"reason": "40 GiB", "first": "bf16"})

@@ -22,6 +22,7 @@ from trainstep.base.errors import UsageError
 from trainstep.bench.cases import expand
 from trainstep.rows import (
     AttentionRow,
+    ChangeRow,
     CheckpointingRow,
     CollectiveRow,
     MemoryTimelineRow,
@@ -29,17 +30,16 @@ from trainstep.rows import (
     PeakRow,
     PlanRow,
     ProfileRow,
-    RungRow,
     StepRow,
     SweepRow,
 )
 from trainstep.rows.records import Row, Scalar, Status, of_kind, read_records, write_whole
 
 ROW_KINDS: Mapping[str, tuple[type[Row], ...]] = {
-    "analyze": (RungRow,),
+    "analyze": (ChangeRow,),
     "bench attention": (AttentionRow,),
     "bench collectives": (CollectiveRow,),
-    "bench ladder": (RungRow,),
+    "bench ladder": (ChangeRow,),
     "bench parallel": (ParallelRow,),
     "bench step": (StepRow,),
     "memory": (PeakRow, CheckpointingRow, MemoryTimelineRow),

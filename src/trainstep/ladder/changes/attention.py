@@ -12,7 +12,7 @@ from trainstep.ladder.change import Change, Settings, operators
 if TYPE_CHECKING:
     from trainstep.ladder.trial.trial import Trial
 
-_ANSWERS = ("kernels.softmax", "formulas.attention-written-out")
+_ANSWERS = ("kernels.softmax", "formulas.attention-written-out", "memory.attention")
 _NOT_WRITTEN_OUT = "no attention that is written out as softmax(scale · q kᵀ + mask) v was recognised"
 
 

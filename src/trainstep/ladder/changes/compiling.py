@@ -13,7 +13,7 @@ from trainstep.ladder.patch import before_optimizer
 if TYPE_CHECKING:
     from trainstep.ladder.trial.trial import Trial
 
-_ANSWERS = ("launches.bound", "launches.script", "kernels.unfused")
+_ANSWERS = ("launches.bound", "launches.script", "kernels.unfused", "kernels.idle")
 
 
 def compiled_blocks(trial: Trial) -> None:

@@ -17,6 +17,7 @@ CHUNKED = Change(
         "for slices of tokens, whose sums of losses are added up: all logits never exist at once",
     ),
     {"cuda": 1.03, "cpu": 1.03},
+    answers=("memory.loss",),
     step={"loss": "chunked"},
     step_if=lambda source, base: source.is_builtin,
 )
@@ -45,6 +46,7 @@ FUSED = Change(
         "in place of the head and F.cross_entropy: all logits never exist at once",
     ),
     {"script": 1.2, "cuda": 1.01},
+    answers=("memory.loss",),
     step={"loss": "fused"},
     step_if=lambda source, base: source.is_builtin,
     script=fused_loss,

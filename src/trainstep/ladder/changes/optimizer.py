@@ -44,7 +44,7 @@ FUSED = Change(
     "fused optimizer",
     advice.FUSED_OPTIMIZER,
     {"script": 1.14, "cuda": 1.2, "cpu": 1.15},
-    answers=("kernels.optimizer-unfused",),
+    answers=("kernels.optimizer-unfused", "memory.optimizer"),
     step={"optimizer": "adamw-fused"},
     step_if=lambda source, base: base.optimizer != "sgd",
     script=fused_optimizers,
