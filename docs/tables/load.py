@@ -10,7 +10,7 @@ from tables import RESULTS, NotMeasuredError, refuse_dirty, where
 from trainstep.base.stats import Interval, Ratio, verdict
 from trainstep.report.columns import ratio_cell
 from trainstep.report.numbers import NONE, number
-from trainstep.report.subjects.ladder import Climb, climbs
+from trainstep.report.subjects.climbs import Climb, climbs
 from trainstep.report.tables import Table, text_table
 from trainstep.rows import ChangeRow
 from trainstep.rows.records import Row, read_records

@@ -11,7 +11,7 @@ from trainstep.base.stats import Ratio
 from trainstep.report import columns
 from trainstep.report.compare import compare, comparison_table, repeatability
 from trainstep.report.numbers import NONE, number, numeric
-from trainstep.report.subjects.ladder import Climb, after, climbs
+from trainstep.report.subjects.climbs import Climb, after, climbs
 from trainstep.report.tables import Table, tabulate, text_table
 from trainstep.rows import FINAL, ChangeRow, StepRow, TrainRow
 

@@ -126,13 +126,18 @@ def test_a_quick_analysis_compiles_and_checks_nothing(tmp_path, monkeypatch, cap
 def test_an_unknown_rung_is_refused_before_anything_runs(command, tmp_path):
     found = trainstep(*command, "--device", "cpu", "--changes", "compiled", "--out", str(tmp_path / "out"))
     assert found.returncode == 2
-    assert "unknown change 'compiled'; expected some of fused attention, fused optimizer, bf16" in found.stderr
+    assert (
+        "unknown change 'compiled'; did you mean 'compiled blocks'? Expected some of fused attention, fused optimizer, bf16"
+        in found.stderr
+    )
     assert not (tmp_path / "out" / "results.jsonl").exists()
 
 
-def test_rungs_of_a_quick_analysis_are_refused(tmp_path):
-    found = trainstep("analyze", "--quick", "--changes", "compiled blocks", "--out", str(tmp_path / "out"))
+@pytest.mark.parametrize(("flag", "hint"), [("--changes", False), ("--rungs", True)])
+def test_changes_of_a_quick_analysis_are_refused_and_their_old_name_is_a_hint(tmp_path, flag, hint):
+    found = trainstep("analyze", "--quick", flag, "compiled blocks", "--out", str(tmp_path / "out"))
     assert found.returncode == 2
+    assert ("--rungs is now --changes" in found.stderr) is hint
     assert "--quick leaves out" in found.stderr
 
 
@@ -146,7 +151,7 @@ def test_analyze_end_to_end(tmp_path):
     assert [rung.case["change"] for rung in rungs][:3] == ["baseline", "fused attention", "fused optimizer"]
     assert {rung.status for rung in rungs} <= {"ok", "unsupported"}
     kinds = [record.kind for record in records]
-    last_timed = max(n for n, kind in enumerate(kinds) if kind in ("step", "change", "control"))
+    last_timed = max(n for n, kind in enumerate(kinds) if kind in ("step", "change"))
     assert kinds.index("profile") > last_timed, "a profiler leaves a GPU's process slower than it was"
     losses = rungs[0].samples["training_loss"]
     assert losses[-1] < losses[0], "it trains on real text, so the loss falls"

@@ -190,7 +190,7 @@ def test_a_signal_reaches_the_script_and_its_steps_are_kept(number, tmp_path):
     [
         (["--patch", "out.diff"], {}, "--patch belongs to a ladder: add --ladder"),
         (["--ladder", "--steps", "2"], {}, "steps is 2; expected 3 or more"),
-        (["--ladder", "--changes", "magic"], {}, "unknown change 'magic'; expected some of TF32 matmuls"),
+        (["--ladder", "--rungs", "magic"], {}, "unknown change 'magic'; expected some of TF32 matmuls"),
         (["--ladder"], {"RANK": "0", "WORLD_SIZE": "2"}, "--ladder has 1 of 2 ranks on this host; expected all"),
     ],
 )

@@ -12,7 +12,7 @@ from tests.report.browsing import DEEP, complaints, hover, open_page, requests, 
 from tests.report.page import HOSTILE, as_numbers, expected_ladder, hostile_records
 from trainstep.report.charts.rows import ROW_HEIGHT
 from trainstep.report.page import write_html
-from trainstep.report.subjects.ladder import of_steps, recommended_flags
+from trainstep.report.subjects.climbs import of_steps, recommended_flags
 from trainstep.rows import ChangeRow
 from trainstep.rows.records import of_kind
 

@@ -13,7 +13,7 @@ import pytest
 from tests.report import sample
 from tests.report.browsing import complaints, open_page, set_scheme
 from trainstep.report.page import write_html
-from trainstep.report.subjects.ladder import of_steps
+from trainstep.report.subjects.climbs import of_steps
 from trainstep.rows import ParallelRow
 from trainstep.rows.records import Row, Times
 

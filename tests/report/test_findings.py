@@ -11,7 +11,8 @@ from tests.report.page import Page
 from trainstep.report.blocks import TOPICS
 from trainstep.report.page import render
 from trainstep.report.subjects import RULES, findings
-from trainstep.report.subjects.ladder import ERRORS, climbs, recommended_flags
+from trainstep.report.subjects.climbs import climbs, recommended_flags
+from trainstep.report.subjects.ladder import ERRORS
 from trainstep.report.subjects.steps import STEPS, analysed_step
 from trainstep.report.tables import make_table
 from trainstep.rows import CeilingRow, ChangeRow, CheckpointingRow, ParallelRow, StepRow, WorkloadRow

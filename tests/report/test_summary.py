@@ -19,7 +19,7 @@ from trainstep.report.cards import MOST, alarms, cards
 from trainstep.report.numbers import gib
 from trainstep.report.page import render
 from trainstep.report.subjects import SECTIONS, findings
-from trainstep.report.subjects.ladder import of_steps
+from trainstep.report.subjects.climbs import of_steps
 from trainstep.report.summary import summary
 from trainstep.rows import FINAL, AttentionRow, ChangeRow, KernelRow, ParallelRow, PeakRow, ProfileRow, ScriptRow
 from trainstep.rows.records import Times, of_kind

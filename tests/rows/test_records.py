@@ -86,6 +86,14 @@ def test_columns_are_the_kind_s():
         make_row(ChangeRow, row.case, {})
 
 
+@pytest.mark.parametrize("kind", ["rung", "control", "script rung"])
+def test_a_ladder_of_an_earlier_version_ends_in_one_line_that_says_what_to_do(tmp_path, kind):
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps({"kind": kind, "case": {"workload": "tiny"}}) + "\n")
+    with pytest.raises(UsageError, match=f"line 1: a row of kind '{kind}', which versions before .* climb it again"):
+        read_records(path)
+
+
 def test_numbers_that_json_lacks_become_null(tmp_path):
     writer = RecordWriter(tmp_path / "results.jsonl")
     writer.write(record(times={}, utilisation=math.nan, tokens_per_s=math.inf, samples={"step": [math.nan]}))

@@ -123,7 +123,7 @@ class BenchAb(_StepCases):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLadder(Climbed):
-    """Climb the ladder alone: from the plain step upwards, one checked change per rung."""
+    """Climb the ladder alone: from the plain step upwards, one checked change at a time."""
 
     warmup: int = 3
     """Steps before the timed ones."""
@@ -137,9 +137,9 @@ class BenchLadder(Climbed):
 
         source = self.source()
         config = self.own_step(source)
-        rungs = chosen(changes_of_step(source, resolve_device(config.device).type, config), self.rungs)
+        named = chosen(changes_of_step(source, resolve_device(config.device).type, config), self.changes)
         return run_and_report(
-            lambda on_part: climb(source, config, warmup=self.warmup, steps=self.steps, changes=rungs, on_part=on_part),
+            lambda on_part: climb(source, config, warmup=self.warmup, steps=self.steps, changes=named, on_part=on_part),
             self.out,
             f"ladder of {source.name}",
         )

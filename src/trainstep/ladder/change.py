@@ -7,6 +7,7 @@ read them before torch is there.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
@@ -116,7 +117,9 @@ def chosen(changes: Sequence[Change], names: str | None) -> list[Change]:
         return list(changes)
     wanted, known = [name.strip() for name in names.split(",")], [each.name for each in changes]
     if unknown := [name for name in wanted if name not in known]:
-        raise UsageError(f"unknown change {unknown[0]!r}; expected some of {', '.join(known)}")
+        close = difflib.get_close_matches(unknown[0], known, 1)
+        meant = f"did you mean {close[0]!r}? Expected" if close else "expected"
+        raise UsageError(f"unknown change {unknown[0]!r}; {meant} some of {', '.join(known)}")
     return [each for each in changes if each.name in wanted]
 
 

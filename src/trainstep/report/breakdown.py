@@ -14,7 +14,7 @@ from trainstep.base.config import PHASES
 from trainstep.report.blocks import Breakdown, Part, Stack, in_ms, percent, told_apart
 from trainstep.report.numbers import as_float
 from trainstep.report.subjects import run
-from trainstep.report.subjects.ladder import of_steps
+from trainstep.report.subjects.climbs import of_steps
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.report.subjects.uneven import as_told, is_uneven
 from trainstep.rows import ChangeRow, KernelRow, ParallelRow, ProfileRow

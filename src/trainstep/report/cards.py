@@ -16,8 +16,8 @@ from trainstep.base.advice import Line
 from trainstep.base.precision import PRECISIONS
 from trainstep.report.blocks import Card, Cards, Finding, Section, found, in_gib, in_ms, percent
 from trainstep.report.numbers import as_float
-from trainstep.report.subjects.ladder import GAIN, climbs, of_steps
-from trainstep.report.subjects.ladder import changes as changes_of
+from trainstep.report.subjects.climbs import GAIN, climbs, of_steps
+from trainstep.report.subjects.climbs import changes as changes_of
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.subjects.uneven import as_told
 from trainstep.report.tables import Table

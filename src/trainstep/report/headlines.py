@@ -13,7 +13,7 @@ from trainstep.report.blocks import Finding, Headline, listed, span, told_apart
 from trainstep.report.columns import Cell, ratio_cell
 from trainstep.report.numbers import NONE, as_float, gib, number, numeric
 from trainstep.report.subjects import run, training
-from trainstep.report.subjects.ladder import Climb, after_precision, of_script, of_steps, times_agree
+from trainstep.report.subjects.climbs import Climb, after_precision, of_script, of_steps, times_agree
 from trainstep.report.subjects.noise import NOISY_INTERVAL, TIMED, same_step_twice, throttled, unsteady
 from trainstep.report.subjects.parallel import label_among
 from trainstep.report.subjects.steps import analysed_step

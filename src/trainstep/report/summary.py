@@ -13,7 +13,7 @@ from trainstep.report.cards import alarms, cards
 from trainstep.report.columns import Cell, ratio_cell
 from trainstep.report.headlines import change_of, headlines
 from trainstep.report.numbers import gib
-from trainstep.report.subjects.ladder import Climb, climbs, credited, flags_of
+from trainstep.report.subjects.climbs import Climb, climbs, credited, flags_of
 from trainstep.rows import BASELINE, ChangeRow
 from trainstep.rows.records import Row
 

@@ -17,7 +17,7 @@ from trainstep.ladder.change import changes_of_step, chosen
 from trainstep.ladder.ladder import is_open
 from trainstep.ladder.steps import climb
 from trainstep.report.page import Report
-from trainstep.report.subjects.ladder import recommended_flags
+from trainstep.report.subjects.climbs import recommended_flags
 from trainstep.rows import FINAL, ChangeRow, StepRow
 from trainstep.rows.records import Times
 from trainstep.step.workload import WorkloadSource, builtin_source

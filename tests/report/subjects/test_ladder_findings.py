@@ -6,7 +6,7 @@ import pytest
 
 from tests.report.changes import final
 from tests.report.test_findings import SETTINGS, bf16, found, rung
-from trainstep.report.subjects.ladder import after, after_precision, climbs, times_agree
+from trainstep.report.subjects.climbs import after, after_precision, climbs, times_agree
 
 BASELINE = rung("baseline", "baseline", step_ms=1000.0)
 

@@ -57,6 +57,10 @@ Parser = Callable[[Sequence[str]], object]
 """The command line's parser: raises `UsageError`, or prints and exits, where words are wrong."""
 
 
+_NAMED = {"changes": "rungs"}
+"""Flag → its name when identities were first computed from it: folders of earlier sweeps keep theirs."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One cell of the grid."""
@@ -83,7 +87,10 @@ class Case:
         Not of the version: a commit does not void what was measured, and rows carry theirs.
         """
         texts = ((name, str(value), isinstance(value, bool)) for name, value in self.settings.items())
-        told = [self.command, sorted((name, text.lower() if is_bool else text) for name, text, is_bool in texts)]
+        told = [
+            self.command,
+            sorted((_NAMED.get(name, name), text.lower() if is_bool else text) for name, text, is_bool in texts),
+        ]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
 
     def columns(self) -> dict[str, Scalar]:

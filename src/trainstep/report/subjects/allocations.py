@@ -14,7 +14,7 @@ from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, foun
 from trainstep.report.charts.allocations import allocation_chart, layout_data, roles
 from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import as_float, gib, number, numeric, unit_of
-from trainstep.report.subjects.ladder import of_steps
+from trainstep.report.subjects.climbs import of_steps
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.report.tables import define, make_table, outcome_table
 from trainstep.rows import AllocationRow, MemoryTimelineRow, OwnerRow, StepRow

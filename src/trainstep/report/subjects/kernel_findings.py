@@ -9,7 +9,7 @@ from trainstep.base.precision import PRECISIONS
 from trainstep.base.stats import RUN_SPREAD
 from trainstep.report.blocks import Finding, found, listed, literal
 from trainstep.report.numbers import numeric
-from trainstep.report.subjects.ladder import advised
+from trainstep.report.subjects.climbs import advised
 from trainstep.rows import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow
 from trainstep.rows.records import Row, Scalar, belonging, of_kind
 

@@ -17,7 +17,7 @@ from trainstep.report.columns import Column
 from trainstep.report.numbers import NONE, as_float, gib, number, unit_of
 from trainstep.report.subjects import allocations
 from trainstep.report.subjects.allocations import phase_peaks
-from trainstep.report.subjects.ladder import changes
+from trainstep.report.subjects.climbs import changes
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import define, make_table
 from trainstep.rows import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from trainstep.report.blocks import Finding, found, in_ms, listed
 from trainstep.report.numbers import numeric
-from trainstep.report.subjects.ladder import changes, of_steps
+from trainstep.report.subjects.climbs import changes, of_steps
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.rows import (
     AttentionRow,

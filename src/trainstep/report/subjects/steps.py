@@ -15,7 +15,7 @@ from trainstep.report.charts.lines import Series, dots, lines
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell, Column, median_cell, value_cell
 from trainstep.report.numbers import number, numeric
-from trainstep.report.subjects.ladder import advised, changes, tried
+from trainstep.report.subjects.climbs import advised, changes, tried
 from trainstep.report.tables import Table, TableRow, define, make_table
 from trainstep.rows import CeilingRow, ChangeRow, FamilyRow, StepRow, WorkloadRow
 from trainstep.rows.records import Row, Scalar, Times, of_kind

@@ -10,7 +10,7 @@ from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, fact, 
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import number
-from trainstep.report.subjects.ladder import of_steps
+from trainstep.report.subjects.climbs import of_steps
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import define, make_table
 from trainstep.rows import CeilingRow, WorkloadRow
