@@ -44,7 +44,11 @@ JUDGES = {
     "base/stats.py": ("tests/base/test_stats.py",),
     "rows/records.py": ("tests/rows/test_records.py",),
     "measure/timing.py": ("tests/measure/test_timing.py",),
-    "ladder/workloads.py": ("tests/ladder/workloads/test_climb.py", "tests/ladder/workloads/test_told_times.py"),
+    "ladder/steps.py": ("tests/ladder/workloads/test_climb.py", "tests/ladder/workloads/test_told_times.py"),
+    "ladder/ladder.py": (
+        *("tests/ladder/test_ladders.py", "tests/ladder/test_climb.py", "tests/ladder/test_larger.py"),
+        *("tests/ladder/workloads/test_climb.py", "tests/ladder/workloads/test_told_times.py"),
+    ),
     "check/__init__.py": ("tests/check/test_check.py",),
     "check/attention.py": ("tests/check/test_attention.py",),
     "check/buffers.py": ("tests/check/test_buffers.py",),
@@ -66,7 +70,8 @@ JUDGES = {
     for name, *tests in (
         ("allocations", "subjects/test_thresholds", "subjects/test_peak_findings", "subjects/test_allocations"),
         ("kernel_findings", "subjects/test_thresholds", "subjects/test_kernel_findings", "subjects/test_formulas"),
-        ("ladder_findings", "test_findings", "subjects/test_thresholds", "subjects/test_ladder_findings"),
+        ("climbs", "test_findings", "subjects/test_thresholds", "subjects/test_ladder_findings"),
+        ("ladder", "test_findings", "subjects/test_ladder_findings", "subjects/test_script_ladder"),
         ("memory", "subjects/test_thresholds", "subjects/test_memory"),
         ("noise", "test_findings", "subjects/test_thresholds", "subjects/test_noise"),
         ("parallel", "subjects/test_parallel"),
@@ -82,7 +87,7 @@ RESULTS = ROOT / "docs/results/mutants.json"
 """What was judged of each file when, from which docs/trust.md has its table."""
 ON_GPU = "runs on a GPU only"
 """How the reason of a mutant begins that no test here can run."""
-SLOW = ("ladder/workloads.py", "check/reference.py", "check/step.py", "bench/parallel/check.py")
+SLOW = ("ladder/steps.py", "ladder/ladder.py", "check/reference.py", "check/step.py", "bench/parallel/check.py")
 """Files whose tests train models, which takes minutes; a sample is drawn from the others."""
 WARM = ("torch", "torch._dynamo", "torch.distributed", "numpy", "pandas", "bokeh.plotting", "jinja2", "hypothesis",
         "pytest")  # fmt: skip

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainstep.base import advice
 from trainstep.base.advice import Line
 from trainstep.ladder.change import Change, Settings, operators
-
-if TYPE_CHECKING:
-    from trainstep.ladder.trial.trial import Trial
+from trainstep.ladder.trial.trial import Trial
 
 _ANSWERS = ("kernels.softmax", "formulas.attention-written-out", "memory.attention")
 _NOT_WRITTEN_OUT = "no attention that is written out as softmax(scale · q kᵀ + mask) v was recognised"

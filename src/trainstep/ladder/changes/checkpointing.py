@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainstep.base.advice import Line
 from trainstep.ladder.change import Change, without_blocks
-
-if TYPE_CHECKING:
-    from trainstep.ladder.trial.trial import Trial
+from trainstep.ladder.trial.trial import Trial
 
 
 def checkpointed_blocks(trial: Trial) -> None:

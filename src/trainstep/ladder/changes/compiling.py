@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainstep.base import advice
 from trainstep.base.advice import Line
 from trainstep.ladder.change import UNCALLED, Change, Settings, without_blocks
 from trainstep.ladder.patch import before_optimizer
-
-if TYPE_CHECKING:
-    from trainstep.ladder.trial.trial import Trial
+from trainstep.ladder.trial.trial import Trial
 
 _ANSWERS = ("launches.bound", "launches.script", "kernels.unfused", "kernels.idle")
 

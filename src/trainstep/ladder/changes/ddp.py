@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from trainstep.base.advice import Line
 from trainstep.ladder.change import Change, Settings, give
-
-if TYPE_CHECKING:
-    from trainstep.ladder.trial.trial import Trial
+from trainstep.ladder.trial.trial import Trial
 
 BUCKET_MB = 100
 """Of a larger bucket, in MiB: four times its default."""

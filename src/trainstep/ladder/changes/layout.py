@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainstep.base.advice import Line
 from trainstep.ladder.change import UNCALLED, Change, Settings
 from trainstep.ladder.patch import before_optimizer
-
-if TYPE_CHECKING:
-    from trainstep.ladder.trial.trial import Trial
+from trainstep.ladder.trial.trial import Trial
 
 
 def channels_last(trial: Trial) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainstep.base import advice
 from trainstep.base.advice import Line
 from trainstep.base.cores import cores
 from trainstep.ladder.change import Change, Settings, give
 from trainstep.ladder.patch import arguments
-
-if TYPE_CHECKING:
-    from trainstep.ladder.trial.trial import Trial
+from trainstep.ladder.trial.trial import Trial
 
 WORKERS = 4
 """Of a loader that has fewer, where this process may run on as many cores."""

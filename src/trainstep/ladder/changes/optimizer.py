@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainstep.base import advice
 from trainstep.ladder.change import Change, Settings, give
 from trainstep.ladder.patch import arguments, place_of
-
-if TYPE_CHECKING:
-    from trainstep.ladder.trial.trial import Trial
+from trainstep.ladder.trial.trial import Trial
 
 
 def fused_optimizers(trial: Trial) -> None:

@@ -14,9 +14,9 @@ from trainstep.base.config import StepConfig
 from trainstep.base.precision import PRECISIONS
 from trainstep.ladder.change import UNCALLED, Change, Settings
 from trainstep.ladder.patch import Files, Writer, imports_torch, inserted, statement_at
+from trainstep.ladder.trial.trial import Trial
 
 if TYPE_CHECKING:
-    from trainstep.ladder.trial.trial import Trial
     from trainstep.step.workload import WorkloadSource
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainstep.base.advice import Line
 from trainstep.ladder.change import Change, Settings
-
-if TYPE_CHECKING:
-    from trainstep.ladder.trial.trial import Trial
+from trainstep.ladder.trial.trial import Trial
 
 _NO_READS = "no line of the script calls item() of a tensor on a GPU"
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainstep.base.advice import Line
 from trainstep.ladder.change import Change, Settings, compiles_all
-
-if TYPE_CHECKING:
-    from trainstep.ladder.trial.trial import Trial
+from trainstep.ladder.trial.trial import Trial
 
 
 def fused_rope(trial: Trial) -> None:
