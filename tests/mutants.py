@@ -47,7 +47,6 @@ JUDGES = {
     "ladder/steps.py": ("tests/ladder/workloads/test_climb.py", "tests/ladder/workloads/test_told_times.py"),
     "ladder/ladder.py": (
         *("tests/ladder/test_ladders.py", "tests/ladder/test_climb.py", "tests/ladder/test_larger.py"),
-        *("tests/ladder/workloads/test_climb.py", "tests/ladder/workloads/test_told_times.py"),
     ),
     "check/__init__.py": ("tests/check/test_check.py",),
     "check/attention.py": ("tests/check/test_attention.py",),
@@ -87,7 +86,7 @@ RESULTS = ROOT / "docs/results/mutants.json"
 """What was judged of each file when, from which docs/trust.md has its table."""
 ON_GPU = "runs on a GPU only"
 """How the reason of a mutant begins that no test here can run."""
-SLOW = ("ladder/steps.py", "ladder/ladder.py", "check/reference.py", "check/step.py", "bench/parallel/check.py")
+SLOW = ("ladder/steps.py", "check/reference.py", "check/step.py", "bench/parallel/check.py")
 """Files whose tests train models, which takes minutes; a sample is drawn from the others."""
 WARM = ("torch", "torch._dynamo", "torch.distributed", "numpy", "pandas", "bokeh.plotting", "jinja2", "hypothesis",
         "pytest")  # fmt: skip
