@@ -88,7 +88,6 @@ class Refused(Exception):
     """Changes that get no time: they failed, are wrong, or nothing can be told of them."""
 
     def __init__(self, status: Status, reason: str, verdict: str | None = None, **values: Any) -> None:
-        super().__init__(reason)
         self.status = status
         self.values = {**values, "status": status, "reason": reason, "verdict": verdict or status}
 
@@ -188,10 +187,12 @@ class Ladder:
         for change in changes:
             if change.trades:
                 yield self._try(change.name, [change])
-        if self.first is not None and self.top is not None:
-            self.on_part(FINAL, self.top.changes)
-            if (proof := self.runner.proof(self.first, self.top, self._times_accepted)) is not None:
-                yield proof
+        if self.top is None:
+            return
+        assert self.first is not None, "something ran"
+        self.on_part(FINAL, self.top.changes)
+        if (proof := self.runner.proof(self.first, self.top, self._times_accepted)) is not None:
+            yield proof
 
     @property
     def _names(self) -> frozenset[str]:
@@ -271,7 +272,7 @@ class Ladder:
     def _left_together(self) -> list[Change]:
         """Several changes that go with what was accepted and may save something together, by as much as each may have;
         none where that is nothing."""
-        if self.top is None or self.runner.tries_all_again:
+        if self.top is None:
             return []
         may_save = {name: left.saved_ms for name, left in self._left.items() if left.saved_ms and left.saved_ms > 0}
         found = self._compatible(
