@@ -70,7 +70,13 @@ JUDGES = {
         ("allocations", "subjects/test_thresholds", "subjects/test_peak_findings", "subjects/test_allocations"),
         ("kernel_findings", "subjects/test_thresholds", "subjects/test_kernel_findings", "subjects/test_formulas"),
         ("climbs", "test_findings", "subjects/test_thresholds", "subjects/test_ladder_findings"),
-        ("ladder", "test_findings", "subjects/test_ladder_findings", "subjects/test_script_ladder"),
+        (
+            "ladder",
+            "test_findings",
+            "subjects/test_thresholds",
+            "subjects/test_ladder_findings",
+            "subjects/test_script_ladder",
+        ),
         ("memory", "subjects/test_thresholds", "subjects/test_memory"),
         ("noise", "test_findings", "subjects/test_thresholds", "subjects/test_noise"),
         ("parallel", "subjects/test_parallel"),
@@ -468,7 +474,8 @@ def files_of(pattern: str) -> list[str]:
 def mutants_of_judge(file: str) -> list[Mutant]:
     """Every mutant of a file of `JUDGES`."""
     source = (ROOT / PACKAGE / file).read_text()
-    return mutants_of(file, source, rules_of(ast.parse(source)) if file.startswith("report/subjects") else None)
+    rules = rules_of(ast.parse(source)) if file.startswith("report/subjects") else None
+    return mutants_of(file, source, rules or None)  # a file without rules is what rules read: all of it
 
 
 if __name__ == "__main__":

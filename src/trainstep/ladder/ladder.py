@@ -274,7 +274,7 @@ class Ladder:
         none where that is nothing."""
         if self.top is None:
             return []
-        may_save = {name: left.saved_ms for name, left in self._left.items() if left.saved_ms and left.saved_ms > 0}
+        may_save = {name: saved for name, left in self._left.items() if (saved := left.saved_ms or 0.0) > 0}
         found = self._compatible(
             change
             for change in self.changes
