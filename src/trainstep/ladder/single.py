@@ -102,7 +102,7 @@ class Script:
     def run(
         self,
         what: str,
-        rungs: Sequence[Change] = (),
+        changes: Sequence[Change] = (),
         *,
         rounding: tuple[PrecisionName, int] | None = None,
         without_dropout: bool = False,
@@ -113,7 +113,7 @@ class Script:
 
         Args:
             what: in words, for whoever waits.
-            rungs: whose changes are made.
+            changes: that are made from outside.
             rounding: a precision in which results are rounded once more at random, and a seed.
             without_dropout: whether nothing is dropped.
             sources: path → text that is run in its place.
@@ -143,7 +143,7 @@ class Script:
             command.target,
             self.steps,
             {
-                "changes": [rung.reference for rung in rungs],
+                "changes": [each.reference for each in changes],
                 "rounding": rounding,
                 "without_dropout": without_dropout,
                 "sources": dict(sources),

@@ -192,16 +192,16 @@ def peak_findings(records: Sequence[Row]) -> list[Finding]:
     results = {each: _results(records, _TRIED.get(each, "nothing"), step.workload) for each in remedies}
     remedies = tuple(each for each in remedies if not results[each])
     said += f", so {listed(remedies, 'or')} {'shrinks' if len(remedies) == 1 else 'shrink'} it." if remedies else "."
-    proof = {rung: peaks for each in results.values() for rung, peaks in each.items()}
+    proof = {change: peaks for each in results.values() for change, peaks in each.items()}
     if proof:
         told = [
-            f"{rung} took the peak from {gib(before)} to {gib(after)}"
+            f"{change} took the peak from {gib(before)} to {gib(after)}"
             if abs(after - before) > RUN_SPREAD * before
-            else f"{rung} left the peak at {gib(after)}"
-            for rung, (before, after) in proof.items()
+            else f"{change} left the peak at {gib(after)}"
+            for change, (before, after) in proof.items()
         ]
         said += literal(f" On the ladder, {listed(told)}.")
-    figures |= {f"peak with {rung}": after for rung, (_, after) in proof.items()}
+    figures |= {f"peak with {change}": after for change, (_, after) in proof.items()}
     return [found("memory.peak", said, **figures, remedies=remedies)]
 
 

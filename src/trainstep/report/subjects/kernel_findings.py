@@ -1,4 +1,4 @@
-"""What a profile says, in sentences; a suggestion is followed by the rung of the ladder that tried it, if one did."""
+"""What a profile says, in sentences; a suggestion is followed by the change of the ladder that tried it, if one did."""
 
 from __future__ import annotations
 

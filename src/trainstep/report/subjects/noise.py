@@ -1,4 +1,4 @@
-"""Whether the machine was quiet enough for what was measured: intervals, the GPU's throttling, rungs measured again."""
+"""Whether the machine was quiet enough for what was measured: intervals, the GPU's throttling, steps measured again."""
 
 from __future__ import annotations
 
