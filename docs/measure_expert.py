@@ -3,7 +3,7 @@
     python docs/measure_expert.py vit_large                       # on a GPU: some forty runs
     python docs/measure_expert.py llama_1b --steps 12 --at-once   # some fifteen
     python docs/measure_expert.py nanogpt --folder ../nanoGPT     # a clone, with train.bin and val.bin of its data
-    python docs/measure_expert.py vit_large --runs 1 --rungs "bf16 autocast,compiled blocks"        # in less time
+    python docs/measure_expert.py vit_large --runs 1 --changes "bf16 autocast,compiled blocks"        # in less time
 
 --seconds interrupts a ladder that takes longer: what it has kept by then is its top. The expert's script is run before
 the ladder and after it, so that what drifts reaches both. Kept in docs/results/experts.json, a cell a script; what is
@@ -28,16 +28,15 @@ import torch
 from measure_run import LIBRARIES, ROOT, Script, run
 from tables import RESULTS
 from trainstep.base.stats import ratio_of_runs
-from trainstep.ladder.rung_rows import ratio_fields
+from trainstep.ladder.ladder import ratio_fields
 from trainstep.measure.environment import describe
-from trainstep.rows import ScriptRow, ScriptRungRow
+from trainstep.rows import FINAL, ChangeRow, ScriptRow
 from trainstep.rows.records import Row, of_kind
 
 KEPT = RESULTS / "experts.json"
 SAID_OF = ("device", "torch", "date", "commit")
-COLUMNS = ("rung", "status", "verdict", "kept", "reason", "step_ms", "runs", "gain", "gain_low", "gain_high")
+COLUMNS = ("change", "status", "verdict", "accepted", "reason", "step_ms", "runs", "gain", "gain_low", "gain_high")
 COLUMNS += ("speedup", "speedup_low", "speedup_high", "gradient_error", "error_budget", "peak_gib")
-TOP = "all that was kept"
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Pair:
     plain: Script
     expert: tuple[str, ...]
     """Its arguments then."""
-    rungs: str
+    changes: str
     by_hand: str
     """What the expert's has."""
 
@@ -97,16 +96,16 @@ def by_expert(pair: Pair, out: Path, steps: int) -> list[float]:
     return [statistics.fmean(row.samples["step"])]
 
 
-def top_of(rungs: Sequence[ScriptRungRow]) -> ScriptRungRow:
+def top_of(changes: Sequence[ChangeRow]) -> ChangeRow:
     """The row whose runs are those of the ladder's top.
 
     Raises:
         SystemExit: nothing was climbed.
     """
-    kept = [row for row in rungs if row.kept]
-    if not kept:
-        raise SystemExit(f"the script as it is: {rungs[0].reason}")
-    return next((row for row in kept if row.rung == TOP), kept[-1])
+    accepted = [row for row in changes if row.accepted]
+    if not accepted:
+        raise SystemExit(f"the script as it is: {changes[0].reason}")
+    return next((row for row in accepted if row.change == FINAL), accepted[-1])
 
 
 def measure(
@@ -114,12 +113,12 @@ def measure(
 ) -> dict[str, Any]:
     """The expert's `runs` times, the ladder for at most so many seconds, the expert's as often again."""
     experts = [by_expert(pair, out / f"expert-{number}", steps) for number in range(runs)]
-    options = ["--ladder", "--steps", str(steps), "--rungs", pair.rungs, *(["--at-once"] if at_once else [])]
+    options = ["--ladder", "--steps", str(steps), "--changes", pair.changes, *(["--at-once"] if at_once else [])]
     start = time.monotonic()
-    rungs = of_kind(rows_of(pair.plain, out / "ladder", options, seconds), ScriptRungRow)
+    changes = of_kind(rows_of(pair.plain, out / "ladder", options, seconds), ChangeRow)
     climbed_s = time.monotonic() - start
     experts += [by_expert(pair, out / f"expert-{number}", steps) for number in range(runs, 2 * runs)]
-    top = top_of(rungs)
+    top = top_of(changes)
     # the ladder's speed over the expert's: above 1 the ladder is faster
     speed = ratio_of_runs(experts, [[ms] for ms in top.samples["runs"]])
     return {
@@ -129,7 +128,7 @@ def measure(
         "at_once": at_once,
         "climbed_s": climbed_s,
         "is_whole": seconds is None or climbed_s < seconds,
-        "rungs": [{name: getattr(row, name) for name in COLUMNS} for row in rungs],
+        "changes": [{name: getattr(row, name) for name in COLUMNS} for row in changes],
         "top_ms": top.samples["runs"],
         "expert_ms": experts,
     } | ratio_fields("of_expert", speed)
@@ -141,8 +140,8 @@ def main() -> None:
     parser.add_argument("script", choices=PAIRS)
     parser.add_argument("--steps", type=int, default=16, help="of each run")
     parser.add_argument("--runs", type=int, default=2, help="of the expert's, before the ladder and again after it")
-    parser.add_argument("--rungs", help="of the ladder, divided by commas; by default all that may help this script")
-    parser.add_argument("--at-once", action="store_true", help="try all rungs together first")
+    parser.add_argument("--changes", help="of the ladder, divided by commas; by default all that may help this script")
+    parser.add_argument("--at-once", action="store_true", help="try all changes together first")
     parser.add_argument("--seconds", type=float, help="for the ladder, which is then interrupted; by default it ends")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="from which it is run")
     parser.add_argument("--out", type=Path, help="what the runs leave; by default a temporary folder")
@@ -155,12 +154,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         out = (given.out or Path(name)).resolve()
         pair = PAIRS[given.script]
-        pair = replace(pair, plain=replace(pair.plain, folder=given.folder), rungs=given.rungs or pair.rungs)
+        pair = replace(pair, plain=replace(pair.plain, folder=given.folder), changes=given.changes or pair.changes)
         cell = measure(pair, out, given.steps, given.runs, at_once=given.at_once, seconds=given.seconds)
     kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
     kept[given.script] = cell | {each: environment[each] for each in SAID_OF}
     KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({name: value for name, value in cell.items() if name != "rungs"}))
+    print(json.dumps({name: value for name, value in cell.items() if name != "changes"}))
 
 
 if __name__ == "__main__":

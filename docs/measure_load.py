@@ -23,7 +23,7 @@ from pathlib import Path
 
 from measure_models import ROOT, run_cell
 from tables import RESULTS
-from trainstep.rows import ControlRow, RungRow
+from trainstep.rows import ChangeRow
 from trainstep.rows.records import Row, read_records, write_whole
 
 MODELS = ("llama", "gpt2", "mixtral", "bert", "t5", "vit", "convnext", "mamba", "lora", "nanogpt", "nanochat")
@@ -55,7 +55,7 @@ def other_work(processes: int) -> Iterator[None]:
 
 
 def ladder(model: str, beside: int, limit_s: float) -> list[Row]:
-    """The rungs and controls of a model's ladder."""
+    """The changes of a model's ladder."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         words = ["bench", "ladder", "--workload", f"tests.realworld.models:{model}", "--out", str(out)]
@@ -67,7 +67,7 @@ def ladder(model: str, beside: int, limit_s: float) -> list[Row]:
     return [
         dataclasses.replace(row, samples={}, environment={**row.environment, "beside": beside})
         for row in rows
-        if isinstance(row, (RungRow, ControlRow))
+        if isinstance(row, ChangeRow)
     ]
 
 

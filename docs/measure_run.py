@@ -41,7 +41,7 @@ from trainstep.measure.environment import describe
 from trainstep.observe.log import log_path, read_log
 from trainstep.report.subjects import run as subject
 from trainstep.report.subjects.uneven import share_of
-from trainstep.rows import ScriptRow, ScriptRungRow
+from trainstep.rows import ChangeRow, ScriptRow
 from trainstep.rows.records import Row, of_kind, read_records
 
 ROOT = Path(__file__).parents[1]
@@ -274,17 +274,17 @@ def cannot_run(script: Script, gpus: int) -> str | None:
     return None
 
 
-def climb(script: Script, rungs: str, steps: int, limit_s: float) -> dict[str, Any]:
-    """The script's ladder: its rungs, each with its speed-up over the script as it is."""
+def climb(script: Script, changes: str, steps: int, limit_s: float) -> dict[str, Any]:
+    """The script's ladder: its changes, each with its speed-up over the script as it is."""
     with tempfile.TemporaryDirectory() as name:
-        options = ["--ladder", "--steps", str(steps), "--rungs", rungs]
+        options = ["--ladder", "--steps", str(steps), "--changes", changes]
         rows, last = run(script, Path(name) / "ladder", script.path, options, limit_s)
-    every = of_kind(rows, ScriptRungRow)
+    every = of_kind(rows, ChangeRow)
     if not every:
         return {"failed": last}
-    names = ("rung", "verdict", "kept", "reason", "speedup", "speedup_low", "speedup_high")
+    names = ("change", "verdict", "accepted", "reason", "speedup", "speedup_low", "speedup_high")
     return {"baseline": every[0].verdict, "why": every[0].reason} | {
-        "tried": [{name: getattr(row, name) for name in names} for row in every if row.rung != "baseline"]
+        "tried": [{name: getattr(row, name) for name in names} for row in every if row.change != "baseline"]
     }
 
 
@@ -292,7 +292,7 @@ def main() -> int:
     """Measure what was asked for, and keep it beside what is there; 1 where something was tried and has no figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", default=",".join(SCRIPTS))
-    parser.add_argument("--ladder", default="", help="rungs by name, divided by commas: climb instead")
+    parser.add_argument("--ladder", default="", help="changes by name, divided by commas: climb instead")
     parser.add_argument("--steps", type=int, default=16, help="of each of a ladder's runs")
     parser.add_argument("--seconds", type=float, default=300, help="of a run, after which it is ended")
     given = parser.parse_args()

@@ -14,12 +14,13 @@ import sys
 import time
 from pathlib import Path
 
-from tables import RESULTS
 from trainstep.report.subjects.ladder_findings import recommended_flags
+
+from tables import RESULTS
 from trainstep.rows import TourRow
 from trainstep.rows.records import RecordWriter, Row, read_records
 
-KINDS = ("rung", "control", "profile", "memory-timeline", "owner", "allocation")
+KINDS = ("change", "profile", "memory-timeline", "owner", "allocation")
 SLOW, FAST = "examples.tour.slow:workload", "examples.tour.fast:workload"
 
 

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -77,3 +78,13 @@ def slurm(slurm_node, monkeypatch):
         monkeypatch.setenv(name, value)
     yield slurm_node
     slurm_node.clear()
+
+
+@pytest.fixture(scope="module")
+def small_pool() -> Iterator[None]:
+    """Fewer random roundings are drawn ahead: checks of tiny models take as long as their random numbers."""
+    from trainstep.check import rounding
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounding, "_POOL", 2**17)
+        yield

@@ -44,7 +44,10 @@ JUDGES = {
     "base/stats.py": ("tests/base/test_stats.py",),
     "rows/records.py": ("tests/rows/test_records.py",),
     "measure/timing.py": ("tests/measure/test_timing.py",),
-    "ladder/workloads.py": ("tests/ladder/workloads/test_climb.py", "tests/ladder/workloads/test_told_times.py"),
+    "ladder/steps.py": ("tests/ladder/workloads/test_climb.py", "tests/ladder/workloads/test_told_times.py"),
+    "ladder/ladder.py": (
+        *("tests/ladder/test_ladders.py", "tests/ladder/test_climb.py", "tests/ladder/test_larger.py"),
+    ),
     "check/__init__.py": ("tests/check/test_check.py",),
     "check/attention.py": ("tests/check/test_attention.py",),
     "check/buffers.py": ("tests/check/test_buffers.py",),
@@ -66,7 +69,14 @@ JUDGES = {
     for name, *tests in (
         ("allocations", "subjects/test_thresholds", "subjects/test_peak_findings", "subjects/test_allocations"),
         ("kernel_findings", "subjects/test_thresholds", "subjects/test_kernel_findings", "subjects/test_formulas"),
-        ("ladder_findings", "test_findings", "subjects/test_thresholds", "subjects/test_ladder_findings"),
+        ("climbs", "test_findings", "subjects/test_thresholds", "subjects/test_ladder_findings"),
+        (
+            "ladder",
+            "test_findings",
+            "subjects/test_thresholds",
+            "subjects/test_ladder_findings",
+            "subjects/test_script_ladder",
+        ),
         ("memory", "subjects/test_thresholds", "subjects/test_memory"),
         ("noise", "test_findings", "subjects/test_thresholds", "subjects/test_noise"),
         ("parallel", "subjects/test_parallel"),
@@ -82,7 +92,7 @@ RESULTS = ROOT / "docs/results/mutants.json"
 """What was judged of each file when, from which docs/trust.md has its table."""
 ON_GPU = "runs on a GPU only"
 """How the reason of a mutant begins that no test here can run."""
-SLOW = ("ladder/workloads.py", "check/reference.py", "check/step.py", "bench/parallel/check.py")
+SLOW = ("ladder/steps.py", "check/reference.py", "check/step.py", "bench/parallel/check.py")
 """Files whose tests train models, which takes minutes; a sample is drawn from the others."""
 WARM = ("torch", "torch._dynamo", "torch.distributed", "numpy", "pandas", "bokeh.plotting", "jinja2", "hypothesis",
         "pytest")  # fmt: skip
@@ -464,7 +474,8 @@ def files_of(pattern: str) -> list[str]:
 def mutants_of_judge(file: str) -> list[Mutant]:
     """Every mutant of a file of `JUDGES`."""
     source = (ROOT / PACKAGE / file).read_text()
-    return mutants_of(file, source, rules_of(ast.parse(source)) if file.startswith("report/subjects") else None)
+    rules = rules_of(ast.parse(source)) if file.startswith("report/subjects") else None
+    return mutants_of(file, source, rules or None)  # a file without rules is what rules read: all of it
 
 
 if __name__ == "__main__":

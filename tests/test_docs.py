@@ -14,7 +14,7 @@ from tables import KEPT_THOUGH_DIRTY, RESULTS, DirtyError, load, refuse_dirty, r
 from tables.alone import alone_ms
 from trainstep.base.stats import WITHIN_RUN, verdict
 from trainstep.commands.run import split_script
-from trainstep.rows import AttentionRow, ParallelRow, RungRow, StepRow
+from trainstep.rows import AttentionRow, ChangeRow, ParallelRow, StepRow
 from trainstep.rows.records import Times, of_kind
 
 REPOSITORY = Path(__file__).parents[1]
@@ -207,8 +207,8 @@ def test_a_ladder_beside_other_work_says_what_the_same_ladder_says_alone():
     """Times one after the other said 86× of BERT's."""
     pairs = load.all_pairs()
     assert len(pairs) >= 10
-    assert all(len(of_kind(rows, RungRow)) >= 3 for pair in pairs for rows in (pair.alone, pair.beside))
-    rungs = list(load.rungs_of(pairs))
+    assert all(len(of_kind(rows, ChangeRow)) >= 3 for pair in pairs for rows in (pair.alone, pair.beside))
+    rungs = list(load.changes_of(pairs))
     assert len(rungs) >= 25
     apart = [each for each in rungs if load.are_apart(each.alone, each.beside)]
     assert len(apart) <= 0.05 * len(rungs), apart

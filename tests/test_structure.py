@@ -98,12 +98,12 @@ def test_there_is_no_circle_of_imports():
 
 
 def test_a_file_is_one_idea():
-    """Kernels apart, none has more than 400 lines."""
+    """Kernels apart, none has more than 600 lines."""
     kernels = {
         f"attention/{room}/{name}.py" for room in ("triton", "hopper") for name in ("forward", "backward", "dq", "dkdv")
     }
     lengths = {path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines()) for path in FILES.values()}
-    assert {name: length for name, length in lengths.items() if length > 400 and name not in kernels} == {}
+    assert {name: length for name, length in lengths.items() if length > 600 and name not in kernels} == {}
 
 
 @pytest.mark.parametrize("folder", MOST_LINES)

@@ -11,7 +11,8 @@ from examples.tour import fast, slow
 
 from trainstep.base.config import StepConfig
 from trainstep.bench.profile import profile_records
-from trainstep.ladder import workloads as ladder
+from trainstep.ladder.change import changes_of_step
+from trainstep.ladder.steps import climb
 from trainstep.report.subjects import findings, kernel_findings
 from trainstep.step.training_step import build_step
 from trainstep.step.workload import WorkloadSource
@@ -79,8 +80,8 @@ def test_the_advice_is_given_to_slow_and_not_to_fast(monkeypatch):
 def test_the_ladder_does_not_take_a_key_bias_for_wrong(monkeypatch):
     """Its gradient is zero but for rounding, in slow.py as in GPT-2."""
     shrink(monkeypatch)
-    monkeypatch.setattr(ladder, "rungs_for", lambda *_: [ladder.Rung("bf16", {"precision": "bf16"})])
-    rungs = [row for row in ladder.climb(source(slow), CONFIG, warmup=1, steps=2) if row.kind == "rung"]
+    bf16 = [each for each in changes_of_step(source(slow), "cpu", CONFIG) if each.precision]
+    *rungs, _ = climb(source(slow), CONFIG, warmup=1, steps=2, changes=bf16)
     assert [row.status for row in rungs] == ["ok", "ok"], rungs[-1].reason
     assert 0 < rungs[1].values["gradient_error"] < rungs[1].values["error_budget"]
 

@@ -22,7 +22,7 @@ KEPT_THOUGH_DIRTY = frozenset({"0ebe030279+"})
 """Of files measured before this was refused; each goes when its file is measured again."""
 
 SIZE = Column("size", columns.case("size", "workload").cell)
-RUNG = Column("rung", lambda row: str(row.case["rung"]))
+CHANGE = Column("change", lambda row: str(row.case["change"]))
 OUTCOME = Column("outcome", lambda row: row.status)
 
 

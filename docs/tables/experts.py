@@ -8,13 +8,14 @@ from typing import Any
 
 from tables.run import kept
 from trainstep.report.tables import Table, text_table
+from trainstep.rows import FINAL
 
 TITLES = (
     "script",
     "GPU",
     "as it is (ms)",
     "ladder's top (ms)",
-    "kept",
+    "accepted",
     "by hand (ms)",
     "has by hand",
     "of its speed [95 %]",
@@ -28,8 +29,8 @@ def experts() -> Table:
 
 
 def _line(cell: Mapping[str, Any]) -> tuple[str, ...]:
-    baseline, *tried = cell["rungs"]
-    built_on = [row["rung"] for row in tried if row["kept"] and row["rung"] != "all that was kept"]
+    baseline, *tried = cell["changes"]
+    built_on = [row["change"] for row in tried if row["accepted"] and row["change"] != FINAL]
     ended = "" if cell["is_whole"] else f" (interrupted after {cell['climbed_s'] / 60:.0f} minutes)"
     low, high = cell["of_expert_low"], cell["of_expert_high"]
     return (

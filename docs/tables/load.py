@@ -10,10 +10,10 @@ from tables import RESULTS, NotMeasuredError, refuse_dirty, where
 from trainstep.base.stats import Interval, Ratio, verdict
 from trainstep.report.columns import ratio_cell
 from trainstep.report.numbers import NONE, number
-from trainstep.report.subjects.ladder_findings import disputing, kept_rungs
+from trainstep.report.subjects.climbs import Climb, climbs
 from trainstep.report.tables import Table, text_table
-from trainstep.rows import RungRow
-from trainstep.rows.records import Row, of_kind, read_records
+from trainstep.rows import ChangeRow
+from trainstep.rows.records import Row, read_records
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def speedups() -> Table:
     lines = []
     for pair in pairs:
         alone, beside = (claim(rows) for rows in (pair.alone, pair.beside))
-        tops = [kept_rungs(rows)[-1:] for rows in (pair.alone, pair.beside)]
+        tops = [_climb(rows).accepted[-1:] for rows in (pair.alone, pair.beside)]
         same = "yes" if tops[0] and tops[1] and _change(tops[0][0]) == _change(tops[1][0]) else "no"
         lines.append((pair.model, alone, beside, same, _unpaired(pair.beside)))
     wanted = ("model", "alone", "beside other work", "same top", "by times one after the other")
@@ -59,28 +59,32 @@ def _where(pairs: Sequence[Pair]) -> str:
 
 def claim(rows: Sequence[Row]) -> str:
     """`1.31× [1.25–1.40]`, or that nothing is claimed."""
-    first, kept = next(iter(of_kind(rows, RungRow)), None), kept_rungs(rows)
-    if not kept:
-        return NONE if first is None else f"no baseline ({first.status})"
-    if disputing(kept, rows) is not None:
+    climb = _climb(rows)
+    if not climb.accepted:
+        return f"no baseline ({climb.first.status})"
+    if climb.is_disputed:
         return "withheld"
-    return ratio_cell(kept[-1], "speedup").plain if len(kept) > 1 else "no rung kept"
+    return ratio_cell(climb.accepted[-1], "speedup").plain if len(climb.accepted) > 1 else "nothing accepted"
 
 
-def _change(row: RungRow) -> dict[str, object]:
+def _climb(rows: Sequence[Row]) -> Climb:
+    return climbs(rows)[0]
+
+
+def _change(row: ChangeRow) -> dict[str, object]:
     return {name: row.case.get(name) for name in ("precision", "attention", "optimizer", "compile", "loss")}
 
 
 def _unpaired(rows: Sequence[Row]) -> str:
     """What two runs one after the other would have said: the baseline's median over the top's, each as it was tried."""
-    kept = kept_rungs(rows)
-    if len(kept) < 2 or not (kept[0].step_ms and kept[-1].step_ms):
+    accepted = _climb(rows).accepted
+    if len(accepted) < 2 or not (accepted[0].step_ms and accepted[-1].step_ms):
         return NONE
-    return f"{number(kept[0].step_ms / kept[-1].step_ms, 3)}×"
+    return f"{number(accepted[0].step_ms / accepted[-1].step_ms, 3)}×"
 
 
 @dataclass(frozen=True)
-class Rung:
+class Change:
     """One change that both ladders tried on the same step."""
 
     model: str
@@ -91,36 +95,36 @@ class Rung:
     """Medians of two runs one after the other, beside other work."""
 
 
-def rungs_of(pairs: Sequence[Pair]) -> Iterator[Rung]:
-    """The rungs that both ladders of a model tried on the same step and timed."""
+def changes_of(pairs: Sequence[Pair]) -> Iterator[Change]:
+    """The changes that both ladders of a model tried on the same step and timed."""
     for pair in pairs:
         alone, beside = dict(_tried(pair.alone)), dict(_tried(pair.beside))
         for key in alone.keys() & beside.keys():
             (_, quiet), (before, busy) = alone[key], beside[key]
             if before.step_ms and busy.step_ms:
-                yield Rung(pair.model, busy.rung, _gain(quiet), _gain(busy), before.step_ms / busy.step_ms)
+                yield Change(pair.model, busy.change, _gain(quiet), _gain(busy), before.step_ms / busy.step_ms)
 
 
-def _tried(rows: Sequence[Row]) -> Iterator[tuple[tuple[object, ...], tuple[RungRow, RungRow]]]:
-    """What tells a try apart, its step and the one it was tried on → the rung kept before it, and its own row."""
-    kept: RungRow | None = None
-    for row in of_kind(rows, RungRow):
-        if kept is not None and row.gain_low is not None:
-            yield (*_change(kept).values(), *_change(row).values()), (kept, row)
-        kept = row if row.kept else kept
+def _tried(rows: Sequence[Row]) -> Iterator[tuple[tuple[object, ...], tuple[ChangeRow, ChangeRow]]]:
+    """What tells a try apart, its step and the one it was tried on → what was accepted before it, and its own row."""
+    before: ChangeRow | None = None
+    for row in _climb(rows).rows:
+        if before is not None and row.gain_low is not None:
+            yield (*_change(before).values(), *_change(row).values()), (before, row)
+        before = row if row.accepted else before
 
 
-def _gain(row: RungRow) -> Ratio:
+def _gain(row: ChangeRow) -> Ratio:
     assert row.gain is not None
     assert row.gain_low is not None
     assert row.gain_high is not None
     return Ratio(row.gain, Interval(row.gain_low, row.gain_high))
 
 
-def rungs() -> Table:
-    """How rungs beside other work agree with the same rungs alone: in turns, and one after the other."""
+def changes() -> Table:
+    """How changes beside other work agree with the same ones alone: in turns, and one after the other."""
     pairs = all_pairs()
-    found = list(rungs_of(pairs))
+    found = list(changes_of(pairs))
     lines = []
     for name in ("in turns", "one after the other"):
         ratios = [each.beside if name == "in turns" else Ratio(each.unpaired, None) for each in found]
@@ -135,10 +139,20 @@ def rungs() -> Table:
         told = NONE if worst is None else f"{number(math.exp(worst[0]), 3)}× ({worst[1].model}, {worst[1].name})"
         lines.append((name, str(len(found)), *share, str(sum(opposite)), told))
     apart = [each for each in found if are_apart(each.alone, each.beside)]
-    wanted = ("gains beside other work", "rungs", "off by over 10 %", "over 20 %", "over 50 %", "the opposite", "worst")
-    caption = f"Gains beside other work against those alone; intervals of {len(apart)} of {len(found)} rungs in turns "
+    wanted = (
+        "gains beside other work",
+        "changes",
+        "off by over 10 %",
+        "over 20 %",
+        "over 50 %",
+        "the opposite",
+        "worst",
+    )
+    caption = (
+        f"Gains beside other work against those alone; intervals of {len(apart)} of {len(found)} changes in turns "
+    )
     caption += f"have nothing in common with those alone; {_where(pairs)}"
-    return text_table("load rungs", caption, wanted, lines)
+    return text_table("load changes", caption, wanted, lines)
 
 
 def are_apart(one: Ratio, other: Ratio) -> bool:
@@ -148,4 +162,4 @@ def are_apart(one: Ratio, other: Ratio) -> bool:
     return one.interval.high < other.interval.low or other.interval.high < one.interval.low
 
 
-TABLES = {"load": speedups, "load-rungs": rungs}
+TABLES = {"load": speedups, "load-changes": changes}

@@ -44,7 +44,7 @@ from trainstep.plan.strategies import RESERVED_BYTES
 from trainstep.report import subjects
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, make_table, text_table
-from trainstep.rows import CheckpointingRow, ParallelRow, PeakRow, PlanCheckRow, PlanFeedForwardRow, RungRow, StepRow
+from trainstep.rows import ChangeRow, CheckpointingRow, ParallelRow, PeakRow, PlanCheckRow, PlanFeedForwardRow, StepRow
 from trainstep.rows.records import Row
 
 
@@ -139,7 +139,7 @@ def alternate_seconds(way: AlternateRing, payload: float, world_size: int, bytes
 CALIBRATION = ("h200-calibration",)
 CHECKED: Mapping[str, type[Row]] = {
     "h200-step-sizes": StepRow,
-    "h200-analyze-2.7B": RungRow,
+    "h200-analyze-2.7B": ChangeRow,
     "h200-memory": PeakRow,
     "h200-checkpointing": CheckpointingRow,
     "h200-parallel": ParallelRow,

@@ -62,15 +62,15 @@ def _ladder(cell: Mapping[str, Any] | None) -> str:
         return "not climbed"
     if "failed" in cell or cell["baseline"] != "baseline":
         return f"not judged: {cell.get('failed') or cell['why']}"
-    return "; ".join(map(_rung, cell["tried"]))
+    return "; ".join(map(_change, cell["tried"]))
 
 
-def _rung(row: Mapping[str, Any]) -> str:
+def _change(row: Mapping[str, Any]) -> str:
     if row["speedup"] is None:
-        return f"{row['rung']}: {row['verdict']}{' (' + row['reason'] + ')' if row['reason'] else ''}"
+        return f"{row['change']}: {row['verdict']}{' (' + row['reason'] + ')' if row['reason'] else ''}"
     low, high = row["speedup_low"], row["speedup_high"]
     within = f" [{low:.2f}–{high:.2f}]" if low is not None else ""
-    return f"{row['rung']}: {row['speedup']:.2f}×{within}, {'proven and kept' if row['kept'] else 'not kept'}"
+    return f"{row['change']}: {row['speedup']:.2f}×{within}, {'accepted' if row['accepted'] else 'rejected'}"
 
 
 def on_gpu() -> Table | None:

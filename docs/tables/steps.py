@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables import RUNG, SIZE, of_rows, plain, results, where
+from tables import CHANGE, SIZE, of_rows, plain, results, where
 from trainstep.base.config import PHASES
 from trainstep.base.stats import Ratio
 from trainstep.report import columns
 from trainstep.report.compare import compare, comparison_table, repeatability
 from trainstep.report.numbers import NONE, number, numeric
-from trainstep.report.subjects.ladder_findings import after
+from trainstep.report.subjects.climbs import Climb, after, climbs
 from trainstep.report.tables import Table, tabulate, text_table, with_shapes
-from trainstep.rows import ControlRow, RungRow, StepRow, TrainRow
+from trainstep.rows import FINAL, ChangeRow, StepRow, TrainRow
 
 MEANS = tuple(columns.mean(f"{name} (ms)", name) for name in (*PHASES, "step"))
 RATES = (columns.value("TFLOP/s", "achieved_tflops"), columns.value("utilisation (%)", "utilisation"))
@@ -37,28 +37,33 @@ def repeat() -> Table:
     return comparison_table(repeatability(rows), f"Three passes over the same cases in one run; {where(rows)}")
 
 
+def climb_of(name: str) -> Climb:
+    """The one ladder of a file."""
+    return climbs(results(name, ChangeRow))[0]
+
+
 def limits(size: str) -> Table:
-    """The phases of the ladder's first and last kept rungs."""
-    kept = [row for row in results(f"h200-analyze-{size}", RungRow) if row.kept]
+    """The phases of the ladder's first and final configuration."""
+    accepted = climb_of(f"h200-analyze-{size}").accepted
     times = columns.values({f"{name} (ms)": f"{name}_ms" for name in ("forward", "backward", "optimizer", "step")})
-    return tabulate("limits", f"{size}; {where(kept)}", (RUNG, *times, *RATES), [kept[0], kept[-1]])
+    return tabulate("limits", f"{size}; {where(accepted)}", (CHANGE, *times, *RATES), [accepted[0], accepted[-1]])
 
 
 ACROSS = ("workload", "precision", "compile", "attention", "optimizer")
 
 
 def ladder(name: str, form: str) -> Table:
-    """The rungs of one form."""
+    """The changes of one form."""
     return of_rows(
         f"{name}-tour",
-        RungRow,
-        RUNG,
+        ChangeRow,
+        CHANGE,
         columns.median("step (ms) [95 %]", "step"),
         *columns.values({"speed-up": "speedup", "peak (GiB)": "peak_gib"}),
         *columns.values({"gradients off by": "gradient_error", "allowed": "error_budget"}, digits=2),
         columns.value("verdict", "verdict"),
         caption=f"{form}.py",
-        only=lambda row: row.workload == f"examples.tour.{form}:workload",
+        only=lambda row: row.workload == f"examples.tour.{form}:workload" and row.change != FINAL,
     )
 
 
@@ -92,25 +97,26 @@ def curves() -> Table:
 
 def headline() -> Table:
     """Where the ladder of each size begins and where it ends."""
-    cells, first_rows = [], list[RungRow]()
+    cells, first_rows = [], list[ChangeRow]()
     for size in ("small", "large", "2.7B"):
-        kept = [row for row in results(f"h200-analyze-{size}", RungRow) if row.kept]
-        first, last = kept[0], kept[-1]
-        (again,) = (row for row in results(f"h200-analyze-{size}", ControlRow) if row.speedup is not None)
+        climb = climb_of(f"h200-analyze-{size}")
+        accepted, again = climb.accepted, climb.final
+        first, last = accepted[0], accepted[-1]
+        assert again is not None, f"no final configuration of {size}"
         times, peaks = ([number(row.values[name]) for row in (first, last)] for name in ("step_ms", "peak_gib"))
-        half = next((row for row in kept[:3] if row.rung == "bf16 autocast"), None)
-        since = NONE if half is None else _times(after(half, kept))
-        tf32 = next(row for row in kept if row.rung == "TF32 matmuls")
+        half = next((row for row in accepted[:3] if row.change == "bf16 autocast"), None)
+        since = NONE if half is None else _times(after(half, accepted))
+        tf32 = next(row for row in accepted if row.change == "TF32 matmuls")
         first_rows.append(first)
         speedups = (
             f"{again.speedup:.2f}× [{again.speedup_low:.2f}–{again.speedup_high:.2f}]",
             f"{last.speedup:.2f}× [{last.speedup_low:.2f}–{last.speedup_high:.2f}]",
         )
         error = f"{last.gradient_error:.2g} of {last.error_budget:.2g}"
-        cells.append((size, *times, *speedups, _times(after(tf32, kept)), since, *peaks, error))
+        cells.append((size, *times, *speedups, _times(after(tf32, accepted)), since, *peaks, error))
     wanted = (
-        *("size", "fp32 without TF32, eager (ms)", "top of the ladder (ms)"),
-        *("faster, both in turns [95 %]", "product of the rungs' gains [95 %]"),
+        *("size", "fp32 without TF32, eager (ms)", "final configuration (ms)"),
+        *("faster, both in turns [95 %]", "product of the gains [95 %]"),
         *("from TF32 [95 %]", "from bf16 autocast [95 %]"),
         *("peak before (GiB)", "after (GiB)", "gradients off by, of allowed"),
     )
@@ -139,7 +145,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "repeat": repeat,
     "limits-large": partial(limits, "large"),
     **{
-        f"ladder-{size}": partial(plain, f"h200-analyze-{size}", RungRow)
+        f"ladder-{size}": partial(plain, f"h200-analyze-{size}", ChangeRow)
         for size in ("small", "large", "2.7B", "2.7B-4096")
     },
     **{f"tour-{form}-{name}": partial(ladder, name, form) for name in ("cpu", "h200") for form in ("slow", "fast")},

@@ -21,7 +21,8 @@ from trainstep.bench.parallel.planned import planned_bytes
 from trainstep.bench.step import StepCase, run_cases
 from trainstep.check.step import StepCheck, first_form, plain_form
 from trainstep.commands.cli import main
-from trainstep.ladder.workloads import climb, rungs_for
+from trainstep.ladder.change import changes_of_step
+from trainstep.ladder.steps import climb
 from trainstep.step.training_step import build_step
 from trainstep.step.workload import Workload, WorkloadSource, factory_source
 
@@ -153,17 +154,18 @@ def test_a_ladder_starts_from_the_weights_as_they_are():
     first = first_form(SOURCE, dataclasses.replace(AS_IT_IS, compile="model"))
     assert first == AS_IT_IS
     assert plain_form(first) == PLAIN
-    assert [rung.name for rung in rungs_for(SOURCE, torch.device("cpu"), first)] == [
+    assert [rung.name for rung in changes_of_step(SOURCE, "cpu", first)] == [
         "fused optimizer",
         "compiled blocks",
     ]
-    on_gpu = {rung.name for rung in rungs_for(SOURCE, torch.device("cuda"), first)}
+    on_gpu = {rung.name for rung in changes_of_step(SOURCE, "cuda", first)}
     assert not on_gpu & {"TF32 matmuls", "bf16 autocast"}
 
 
-def test_all_rungs_of_a_ladder_are_in_bf16(monkeypatch):
-    monkeypatch.setattr("trainstep.ladder.workloads.rungs_for", lambda *given: rungs_for(*given)[:1])
-    rows = [row for row in climb(SOURCE, first_form(SOURCE, PLAIN), warmup=1, steps=2) if row.kind == "rung"]
+def test_all_rungs_of_a_ladder_are_in_bf16():
+    first = first_form(SOURCE, PLAIN)
+    changes = changes_of_step(SOURCE, "cpu", first)[:1]
+    rows = list(climb(SOURCE, first, warmup=1, steps=2, changes=changes))
     assert {row.status for row in rows} == {"ok"}
     assert {row.precision for row in rows} == {"bf16-pure"}
 

@@ -16,7 +16,7 @@ from trainstep.base.config import StepConfig
 from trainstep.check.step import StepCheck
 from trainstep.commands.cli import main
 from trainstep.commands.options import StepGrid, field_docs
-from trainstep.rows import MemoryTimelineRow, PeakRow, ProfileRow, RungRow, StepRow
+from trainstep.rows import ChangeRow, MemoryTimelineRow, PeakRow, ProfileRow, StepRow
 from trainstep.rows.records import of_kind, read_records
 
 REPOSITORY = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_a_quick_analysis_compiles_and_checks_nothing(tmp_path, monkeypatch, cap
     assert kinds["workload"] == kinds["memory-timeline"] == kinds["profile"] == 1
     assert kinds["step"] == 2
     assert kinds["kernel"] > 5
-    assert not kinds["rung"] + kinds["control"]
+    assert not kinds["change"] + kinds["control"]
     assert {len(row.samples["step"]) for row in rows if row.kind == "step"} == {6}
     said = capsys.readouterr().out
     parts = [line.split(" s  ")[1] for line in said.splitlines() if re.match(r" *\d+ s  ", line)]
@@ -124,15 +124,17 @@ def test_a_quick_analysis_compiles_and_checks_nothing(tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize("command", [["analyze"], ["bench", "ladder"]])
 def test_an_unknown_rung_is_refused_before_anything_runs(command, tmp_path):
-    found = trainstep(*command, "--device", "cpu", "--rungs", "compiled", "--out", str(tmp_path / "out"))
+    found = trainstep(*command, "--device", "cpu", "--changes", "compiled", "--out", str(tmp_path / "out"))
     assert found.returncode == 2
-    assert "there is no rung 'compiled': expected some of fused attention, fused optimizer, bf16" in found.stderr
+    assert "unknown change 'compiled'; did you mean 'compiled blocks'? Expected some of fused att" in found.stderr
     assert not (tmp_path / "out" / "results.jsonl").exists()
 
 
-def test_rungs_of_a_quick_analysis_are_refused(tmp_path):
-    found = trainstep("analyze", "--quick", "--rungs", "compiled blocks", "--out", str(tmp_path / "out"))
+@pytest.mark.parametrize(("flag", "hint"), [("--changes", False), ("--rungs", True)])
+def test_changes_of_a_quick_analysis_are_refused_and_their_old_name_is_a_hint(tmp_path, flag, hint):
+    found = trainstep("analyze", "--quick", flag, "compiled blocks", "--out", str(tmp_path / "out"))
     assert found.returncode == 2
+    assert ("--rungs is now --changes" in found.stderr) is hint
     assert "--quick leaves out" in found.stderr
 
 
@@ -142,16 +144,16 @@ def test_analyze_end_to_end(tmp_path):
     assert "profiler_start" not in found.stderr
     records = read_records(tmp_path / "out" / "results.jsonl")
     assert [record.case["warmup"] for record in of_kind(records, StepRow)] == [0, 1, 2, 5]
-    rungs = of_kind(records, RungRow)
-    assert [rung.case["rung"] for rung in rungs][:3] == ["baseline", "fused attention", "fused optimizer"]
+    rungs = of_kind(records, ChangeRow)
+    assert [rung.case["change"] for rung in rungs][:3] == ["baseline", "fused attention", "fused optimizer"]
     assert {rung.status for rung in rungs} <= {"ok", "unsupported"}
     kinds = [record.kind for record in records]
-    last_timed = max(n for n, kind in enumerate(kinds) if kind in ("step", "rung", "control"))
+    last_timed = max(n for n, kind in enumerate(kinds) if kind in ("step", "change"))
     assert kinds.index("profile") > last_timed, "a profiler leaves a GPU's process slower than it was"
     losses = rungs[0].samples["training_loss"]
     assert losses[-1] < losses[0], "it trains on real text, so the loss falls"
     names = {path.name for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    assert {"results.jsonl", "report.html", "step.md", "rung.tex", "rung.typ", "ceiling.csv"} <= names
+    assert {"results.jsonl", "report.html", "step.md", "ladder.tex", "ladder.typ", "ceiling.csv"} <= names
     assert "dominates" in found.stdout
     assert "num_layers=1" in records[0].case["workload"], "a changed size must not carry the size's name alone"
 
@@ -225,8 +227,8 @@ def test_a_users_module_in_the_example(tmp_path):
     found = trainstep("analyze", "--workload", "examples.own_model:workload", "--device", "cpu", "--steps", "7",
                       "--out", str(tmp_path))  # fmt: skip
     assert found.returncode == 0, found.stderr
-    rungs = of_kind(read_records(tmp_path / "results.jsonl"), RungRow)
-    assert {"baseline", "fused optimizer", "bf16 autocast"} <= {rung.case["rung"] for rung in rungs}
+    rungs = of_kind(read_records(tmp_path / "results.jsonl"), ChangeRow)
+    assert {"baseline", "fused optimizer", "bf16 autocast"} <= {rung.case["change"] for rung in rungs}
     assert all(rung.status in ("ok", "unsupported") for rung in rungs), [rung.reason for rung in rungs]
 
 

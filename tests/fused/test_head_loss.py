@@ -8,7 +8,7 @@ from torch import nn
 from tests.fused.places import DEVICE, DTYPES, HERE, draw
 from trainstep.base.errors import UnsupportedError
 from trainstep.check.fused import compare, expected
-from trainstep.ladder.changes.head_loss import HeadLoss
+from trainstep.ladder.places.head_loss import HeadLoss
 
 pytestmark = HERE
 

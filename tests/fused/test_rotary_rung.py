@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from tests.fused.places import DEVICE, DTYPES, HERE, draw
 from trainstep.check.fused import compare, differentiate, expected
-from trainstep.ladder.changes.rotary import HOW, Rotary, _kernel_takes
+from trainstep.ladder.places.rotary import HOW, Rotary, _kernel_takes
 
 pytestmark = HERE
 LENGTH, WIDTH = 7, 12

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 from tests.ladder.changes.test_reasons import SETTINGS
 from tests.ladder.test_judge import PLAIN
-from trainstep.ladder.changes.rungs import RUNGS
-from trainstep.ladder.climb import Ladder
+from trainstep.ladder.change import all_changes
+from trainstep.ladder.ladder import Ladder
+from trainstep.ladder.scripts import MOST_ROUNDS, ScriptRunner
 from trainstep.ladder.single import Taken
 from trainstep.observe.log import RankLog
 
-BY_NAME = {rung.name: rung for rung in RUNGS}
+BY_NAME = {rung.name: rung for rung in all_changes("script")}
 MODEL = {**SETTINGS["models"][0], "drops": False}
 LOADER = {**SETTINGS["loaders"][0], "file": "train.py", "line": 7, "batch_size": 8}
 FOUND = {**SETTINGS, "models": [MODEL], "loaders": [LOADER]}
@@ -37,8 +38,8 @@ class Given:
         self.plain = {"step_ms": (10.0,) * 7, "captured": captured(peak), "samples_per_step": 8.0, "failure": ""}
         self.runs, self.asked, self.judged = runs, [], []
 
-    def run(self, what, rungs=(), **more):
-        names = ",".join(rung.name for rung in rungs)
+    def run(self, what, changes=(), **more):
+        names = ",".join(each.name for each in changes)
         self.asked.append(names)
         self.judged.append(more.get("is_judged", True))
         given = self.plain | self.runs.get(names, {})
@@ -46,7 +47,12 @@ class Given:
         return Taken(Path(), 0, log, first_step_ms=10.0, **given)
 
 
-def climbed(script, *rungs, **options):
-    """The ladder, and its rows by rung."""
-    ladder = Ladder(script, rungs, **options)
-    return ladder, {row.rung: row for row in ladder.climb()}
+def ladder_of(script, changes, rounds=MOST_ROUNDS, *, are_named=False, at_once=False):
+    """The ladder of a script."""
+    return Ladder(changes, ScriptRunner(script, rounds, are_named=are_named), at_once=at_once)
+
+
+def climbed(script, *changes, **options):
+    """The ladder, and its rows by change."""
+    ladder = ladder_of(script, changes, **options)
+    return ladder, {row.change: row for row in ladder.climb()}

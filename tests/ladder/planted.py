@@ -24,7 +24,7 @@ def dropped_mask(trial):
 
 def lost_token(trial):
     """The loss that is joined with its head lacks the last token."""
-    from trainstep.ladder.changes.head_loss import HeadLoss
+    from trainstep.ladder.places.head_loss import HeadLoss
 
     class Losing(HeadLoss):
         def _loss(self, product, states, ids, options):

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from tests.ladder.given import BY_NAME, FOUND, Given, captured, climbed
-from trainstep.ladder.climb import Ladder
+from tests.ladder.given import BY_NAME, FOUND, Given, captured, climbed, ladder_of
+from trainstep.rows import FINAL
 
 OPTIMIZER, WORKERS = BY_NAME["fused optimizer"], BY_NAME["loader workers"]
 
@@ -22,15 +22,18 @@ def test_against_a_script_that_does_not_train_nothing_is_held():
 
 def test_how_many_runs_are_left_is_counted_from_what_may_be_something():
     bf16, tf32 = BY_NAME["bf16 autocast"], BY_NAME["TF32 matmuls"]
-    found = [climbed(Given(), *rungs, rounds=2)[0].runs_left for rungs in ([], [OPTIMIZER], [OPTIMIZER, WORKERS])]
+    found = [runs_left(*rungs, rounds=2) for rungs in ([], [OPTIMIZER], [OPTIMIZER, WORKERS])]
     assert found == [(0, 0), (4, 8), (12, 32)], "several are tried at once, too"
-    assert climbed(Given(), bf16)[0].runs_left == (4 + 4, 12 + 4), (
-        "judged by it in bf16, and by three roundings of that"
-    )
-    assert tf32.why_not(FOUND | {"on_gpu": False})
+    assert runs_left(bf16) == (4 + 4, 12 + 4), "judged by it in bf16, and by three roundings of that"
+    assert tf32.skipped(FOUND | {"on_gpu": False})
     ladder, _ = climbed(Given(), tf32, OPTIMIZER)
-    ladder.settings = FOUND | {"on_gpu": False}
-    assert ladder.runs_left == (4, 12)
+    ladder.runner.settings = FOUND | {"on_gpu": False}
+    assert ladder.runner.runs_left(ladder.changes) == (4, 12)
+
+
+def runs_left(*changes, at_once=False, **options):
+    ladder, _ = climbed(Given(), *changes, at_once=at_once, **options)
+    return ladder.runner.runs_left(changes, at_once=at_once)
 
 
 class Noisy(Given):
@@ -40,8 +43,8 @@ class Noisy(Given):
         super().__init__(**{names: {"step_ms": (each,) * 7} for names, each in ms.items()})
         self.share = share
 
-    def run(self, what, rungs=(), **more):
-        found = super().run(what, rungs, **more)
+    def run(self, what, changes=(), **more):
+        found = super().run(what, changes, **more)
         self.share = -self.share
         return dataclasses.replace(found, step_ms=tuple(ms * (1 + self.share) for ms in found.step_ms))
 
@@ -64,9 +67,9 @@ def test_what_brought_nothing_sure_is_tried_again_on_a_shorter_step(share, fused
     assert ("fused optimizer, on the top" in rows) is is_again
     if is_again:
         again = rows["fused optimizer, on the top"]
-        assert again.kept is (both < 4.5), again.verdict
+        assert again.accepted is (both < 4.5), again.verdict
         assert again.gain == pytest.approx(workers / both, rel=share)
-        assert [rung.name for rung in ladder.kept] == ["loader workers", *["fused optimizer"] * again.kept]
+        assert [rung.name for rung in ladder.accepted] == ["loader workers", *["fused optimizer"] * again.accepted]
 
 
 BLOCKS = BY_NAME["compiled blocks"]
@@ -86,16 +89,16 @@ def test_what_brought_nothing_sure_alone_is_tried_at_once(share, alone, both, is
     ms = {"compiled blocks": alone, "fused optimizer": alone, "compiled blocks,fused optimizer": both}
     ladder, rows = climbed(Noisy(share, **ms), BLOCKS, OPTIMIZER)
     name = "compiled blocks + fused optimizer"
-    assert not rows["compiled blocks"].kept
-    assert not rows["fused optimizer"].kept
+    assert not rows["compiled blocks"].accepted
+    assert not rows["fused optimizer"].accepted
     assert (name in rows) is is_tried
     if is_tried:
         row = rows[name]
-        assert row.kept is (both < 9.0), row.verdict
+        assert row.accepted is (both < 9.0), row.verdict
         assert row.gain == pytest.approx(10 / both, rel=2 * share)
-        assert row.lines == f"{BLOCKS.lines}; {OPTIMIZER.lines}"
-        assert [rung.name for rung in ladder.kept] == ["compiled blocks", "fused optimizer"] * row.kept
-        assert "all that was kept" not in rows, "its gain is against the script as it is already"
+        assert row.lines == f"{BLOCKS.line.text}; {OPTIMIZER.line.text}"
+        assert [rung.name for rung in ladder.accepted] == ["compiled blocks", "fused optimizer"] * row.accepted
+        assert FINAL not in rows, "its gain is against the script as it is already"
     assert not any(each.endswith("on the top") for each in rows), "nothing else was kept since"
 
 
@@ -104,8 +107,8 @@ def test_of_those_that_take_others_places_the_later_ones_are_tried_at_once():
     ms = dict.fromkeys(("compiled blocks", "compiled model", "fused optimizer"), 9.8)
     script = Noisy(0.02, **ms, **{"compiled model,fused optimizer": 5.0})
     ladder, rows = climbed(script, BLOCKS, model, OPTIMIZER)
-    assert rows["compiled model + fused optimizer"].kept
-    assert [rung.name for rung in ladder.kept] == ["compiled model", "fused optimizer"]
+    assert rows["compiled model + fused optimizer"].accepted
+    assert [rung.name for rung in ladder.accepted] == ["compiled model", "fused optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -122,12 +125,12 @@ def test_all_may_be_tried_at_once_and_one_by_one_where_that_is_not_kept(changed,
     script = Given(**{"compiled blocks,fused optimizer": changed, "fused optimizer": {"step_ms": (8.0,) * 7}})
     ladder, rows = climbed(script, BLOCKS, OPTIMIZER, BY_NAME["channels last"], at_once=True)
     row = rows["compiled blocks + fused optimizer"]
-    assert row.kept is kept, row.reason
+    assert row.accepted is kept, row.reason
     assert rows["channels last"].verdict == "not tried", "it is nothing for this script"
     assert sum(each.startswith("compiled blocks,fused") for each in script.asked) <= 2, "no second attempt"
     assert [name for name in rows if name in ("compiled blocks", "fused optimizer")] == tried
     own = ["compiled blocks", "fused optimizer"] if kept else ["fused optimizer"]
-    assert [rung.name for rung in ladder.kept] == own
+    assert [rung.name for rung in ladder.accepted] == own
 
 
 def test_one_change_alone_is_not_tried_at_once():
@@ -143,7 +146,7 @@ def test_of_what_is_tried_at_once_that_is_told_which_found_its_place():
     for names in ("fused attention,fused loss,fused optimizer", "fused attention,fused optimizer"):
         script.runs[names] = {"step_ms": (5.0,) * 7, "places": found}
     ladder, rows = climbed(script, *changes, at_once=True)
-    assert [rung.name for rung in ladder.kept] == ["fused attention", "fused optimizer"]
+    assert [rung.name for rung in ladder.accepted] == ["fused attention", "fused optimizer"]
     assert rows["fused attention + fused optimizer"].lines.count("train.py:41: is_causal=True") == 1
     assert (rows["fused loss"].verdict, rows["fused loss"].reason) == ("not tried", changes[1].nothing)
 
@@ -157,8 +160,8 @@ def test_what_gave_way_to_another_is_told_as_such():
 
 def test_what_was_tried_at_once_in_vain_is_not_tried_so_again():
     ms = dict.fromkeys(("compiled blocks", "fused optimizer", "compiled blocks,fused optimizer"), 9.8)
-    ladder = Ladder(Noisy(0.02, **ms), (BLOCKS, OPTIMIZER), at_once=True)
-    assert [row.rung for row in ladder.climb()] == [
+    ladder = ladder_of(Noisy(0.02, **ms), (BLOCKS, OPTIMIZER), at_once=True)
+    assert [row.change for row in ladder.climb()] == [
         *("baseline", "compiled blocks + fused optimizer", "compiled blocks", "fused optimizer")
     ]
 
@@ -174,15 +177,13 @@ def test_what_was_tried_at_once_in_vain_is_not_tried_so_again():
     ],
 )
 def test_of_what_is_tried_at_once_one_or_none_may_find_its_place(names, expected):
-    ladder = Ladder(Given(), [BY_NAME[name] for name in names], at_once=True)
-    assert [row.rung for row in ladder.climb()] == expected
+    ladder = ladder_of(Given(), [BY_NAME[name] for name in names], at_once=True)
+    assert [row.change for row in ladder.climb()] == expected
 
 
 def test_runs_of_all_at_once_are_counted():
     bf16 = BY_NAME["bf16 autocast"]
-    found = [
-        climbed(Given(), *rungs, rounds=2, at_once=True)[0].runs_left for rungs in ([OPTIMIZER], [bf16, OPTIMIZER])
-    ]
+    found = [runs_left(*changes, rounds=2, at_once=True) for changes in ([OPTIMIZER], [bf16, OPTIMIZER])]
     assert found == [(4, 8), (4 + 4, 8 + 32 + 4)]
 
 
@@ -190,7 +191,7 @@ def test_what_another_rung_took_the_place_of_is_not_tried_again():
     ms = {"compiled blocks": 9.95, "compiled model": 5.0, "compiled model,loader workers": 2.0}
     script = Noisy(0.01, **ms)
     ladder, rows = climbed(script, BY_NAME["compiled blocks"], BY_NAME["compiled model"], WORKERS)
-    assert [rung.name for rung in ladder.kept] == ["compiled model", "loader workers"]
+    assert [rung.name for rung in ladder.accepted] == ["compiled model", "loader workers"]
     assert not any(name.endswith("on the top") for name in rows)
 
 
@@ -200,7 +201,7 @@ def test_on_a_gpu_runs_that_are_only_timed_leave_nothing_to_judge(on_gpu, monkey
     monkeypatch.setitem(FOUND, "on_gpu", on_gpu)
     script = Given(**{"fused optimizer": {"step_ms": (8.0,) * 7}})
     _, rows = climbed(script, BY_NAME["fused optimizer"])
-    assert rows["fused optimizer"].kept
+    assert rows["fused optimizer"].accepted
     own = [judged for names, judged in zip(script.asked, script.judged, strict=True) if names]
     assert own == [True, not on_gpu], "the first one was judged"
     assert script.asked[-3:] == ["", "", "fused optimizer"]
@@ -216,7 +217,7 @@ def test_what_cannot_be_in_a_script_costs_no_run(monkeypatch):
     ladder, rows = climbed(script, *(BY_NAME[name] for name in names))
     assert not any(script.asked[before:]), "no run with a change"
     assert [rows[name].verdict for name in names] == ["not tried"] * 4
-    assert not ladder.settings["reads"], "the first run saw none"
+    assert not ladder.runner.settings["reads"], "the first run saw none"
 
 
 @pytest.mark.parametrize(("fourth", "verdict"), [(37.0, "inconclusive"), (17.0, "faster")])
@@ -225,7 +226,7 @@ def test_workers_that_bring_batches_in_bursts_are_as_fast_as_their_totals(fourth
     ms = (1.0, 1.0, 1.0, fourth)
     _, rows = climbed(Given(**{"loader workers": {"step_ms": ms * 4}}), WORKERS)
     row = rows["loader workers"]
-    assert (row.verdict, row.kept) == (verdict, verdict == "faster")
+    assert (row.verdict, row.accepted) == (verdict, verdict == "faster")
     assert row.gain == pytest.approx(10.0 * 4 / sum(ms))
     assert row.step_ms == pytest.approx(sum(ms) / 4), "what is shown is what the ratio is of"
     assert row.samples["runs"] == [row.step_ms] * row.runs

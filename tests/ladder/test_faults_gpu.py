@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.ladder.forked import forked_runs  # noqa: F401
+from tests.ladder.given import ladder_of
 from tests.observe.measuring import SCRIPTS, alone, line_of
-from trainstep.ladder.changes.rungs import RUNGS
-from trainstep.ladder.climb import Ladder
+from trainstep.ladder.change import all_changes
 from trainstep.ladder.single import Script
 from trainstep.observe.log import log_path, read_log
 from trainstep.observe.rows import script_records
@@ -59,8 +59,8 @@ def test_those_that_a_cpu_has_too(fault, tmp_path, forked_runs):  # noqa: F811
 
 def check(fault, folder):
     rung, (finding, marker), changes = FAULTS[fault]
-    rungs = [each for each in RUNGS if each.name == rung]
-    ladder = Ladder(Script(alone([str(FILE), fault, str(STEPS + 1)]), folder, STEPS), rungs)
+    rungs = [each for each in all_changes("script") if each.name == rung]
+    ladder = ladder_of(Script(alone([str(FILE), fault, str(STEPS + 1)]), folder, STEPS), rungs)
     baseline, *further = ladder.climb()
     assert baseline.verdict == "baseline", baseline.reason
     (fixed,) = further
@@ -75,9 +75,9 @@ def check(fault, folder):
         waits = {row.line for row in of_kind(rows, WaitRow) if row.calls_per_step >= 0.9}
         assert {line_of(FILE.name, "READ"), line_of(FILE.name, "PRINT")} <= waits
 
-    assert fixed.kept, f"{fixed.verdict} {fixed.gain} {fixed.reason}"
-    patched = ladder.judge_sources(mended(changes), [])
-    assert patched.kept, f"{patched.verdict} {patched.speedup} {patched.reason}"
+    assert fixed.accepted, f"{fixed.verdict} {fixed.gain} {fixed.reason}"
+    patched = ladder.runner.check_sources(mended(changes), [])
+    assert patched.accepted, f"{patched.verdict} {patched.speedup} {patched.reason}"
     assert fixed.speedup_low <= patched.speedup_high, "intervals that hold between runs"
     assert patched.speedup_low <= fixed.speedup_high
     # they took turns with the script, not with each other: what else the machine did then is less in a median step

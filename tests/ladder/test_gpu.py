@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.ladder.forked import forked_runs  # noqa: F401
+from tests.ladder.given import ladder_of
 from tests.observe.measuring import SCRIPTS, alone
-from trainstep.ladder.changes.rungs import RUNGS
-from trainstep.ladder.climb import Ladder
+from trainstep.ladder.change import all_changes
 from trainstep.ladder.larger import needed_gib
 from trainstep.ladder.single import Script
 
@@ -40,35 +40,37 @@ if "LIMIT_GIB" in os.environ:
 
 
 def test_what_needs_a_gpu_is_right_on_one(tmp_path):
-    rungs = [rung for rung in RUNGS if rung.name in ("TF32 matmuls", "our FlashAttention", "pinned memory")]
-    ladder = Ladder(on_gpu(tmp_path, "128, 2, 4, 128"), rungs, rounds=1)
-    rows = {row.rung: row for row in ladder.climb()}
+    rungs = [
+        rung for rung in all_changes("script") if rung.name in ("TF32 matmuls", "our FlashAttention", "pinned memory")
+    ]
+    ladder = ladder_of(on_gpu(tmp_path, "128, 2, 4, 128"), rungs, rounds=1)
+    rows = {row.change: row for row in ladder.climb()}
     assert ladder.settings["on_gpu"]
     assert {name: row.reason for name, row in rows.items() if row.status != "ok"} == {}
 
 
 def test_memory_that_limits_lets_a_larger_batch_stand_on_checkpointed_blocks(tmp_path, monkeypatch):
     """The script may have a third more than its peak, most of which is activations."""
-    script, rungs = on_gpu(tmp_path, "512, 8, 8, 512", batch=8), [rung for rung in RUNGS if rung.trades]
+    script, rungs = on_gpu(tmp_path, "512, 8, 8, 512", batch=8), [rung for rung in all_changes("script") if rung.trades]
     plain = script.run("to know its memory").captured
     assert plain.fixed_gib < 0.4 * plain.peak_gib < 0.1 * plain.limit_gib, "of the whole GPU it has far less"
-    rows = {row.rung: row for row in Ladder(script, rungs, rounds=1).climb()}
+    rows = {row.change: row for row in ladder_of(script, rungs, rounds=1).climb()}
     assert "memory does not limit" in rows["checkpointed blocks"].reason
     row = rows["larger batch"]
     assert (row.verdict, row.samples_per_step) == ("another step", 16), row.reason
     assert plain.peak_gib < row.peak_gib <= needed_gib(plain), "what was planned with is enough"
-    assert rungs[0].lines not in row.lines
+    assert rungs[0].line.text not in row.lines
 
     monkeypatch.setenv("LIMIT_GIB", str(plain.peak_gib / 0.75))
-    rows = {row.rung: row for row in Ladder(script, rungs, rounds=1).climb()}
+    rows = {row.change: row for row in ladder_of(script, rungs, rounds=1).climb()}
     row = rows["checkpointed blocks"]
-    assert (row.status, row.kept) == ("ok", False), row.reason
+    assert (row.status, row.accepted) == ("ok", False), row.reason
     assert row.peak_gib < 0.7 * plain.peak_gib
     row = rows["larger batch"]
     assert (row.verdict, row.samples_per_step) == ("another step", 16), row.reason
-    assert row.lines.startswith(rungs[0].lines), "without them it does not fit"
+    assert row.lines.startswith(rungs[0].line.text), "without them it does not fit"
 
-    rows = {row.rung: row for row in Ladder(script, rungs[1:], rounds=1, are_named=True).climb()}
+    rows = {row.change: row for row in ladder_of(script, rungs[1:], rounds=1, are_named=True).climb()}
     row = rows["larger batch"]
     assert (row.status, row.verdict) == ("out of memory", "out of memory"), row.reason
     assert "out of memory" in row.reason

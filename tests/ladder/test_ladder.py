@@ -9,21 +9,24 @@ import torch
 
 from tests.ladder import planted
 from tests.ladder.forked import forked_runs  # noqa: F401
+from tests.ladder.given import ladder_of
 from tests.observe.measuring import SCRIPTS, alone, line_of
+from trainstep.base.advice import Line
 from trainstep.ladder import single
-from trainstep.ladder.changes.rungs import RUNGS, Rung
-from trainstep.ladder.climb import Ladder
+from trainstep.ladder.change import Change, all_changes
+from trainstep.ladder.ladder import Ladder
 from trainstep.ladder.patch import patch_of
 from trainstep.ladder.single import Script
 from trainstep.ladder.trial.trial import WATCHING
 from trainstep.observe.log import log_path, read_log
 
 STEPS = 8
-FUSED = next(rung for rung in RUNGS if rung.name == "fused optimizer")
-ATTENTION = next(rung for rung in RUNGS if rung.name == "fused attention")
-LOSS = next(rung for rung in RUNGS if rung.name == "fused loss")
+CHANGES = all_changes("script")
+FUSED = next(rung for rung in CHANGES if rung.name == "fused optimizer")
+ATTENTION = next(rung for rung in CHANGES if rung.name == "fused attention")
+LOSS = next(rung for rung in CHANGES if rung.name == "fused loss")
 WRONG = ("scaled_gradient", "dropped_mask", "lost_token", "faster_updates")
-TRADES = [rung for rung in RUNGS if rung.trades]
+TRADES = [rung for rung in CHANGES if rung.trades]
 
 
 @dataclasses.dataclass
@@ -35,32 +38,32 @@ class Climbed:
 @pytest.fixture(scope="module")
 def climbed(tmp_path_factory, forked_runs):  # noqa: F811
     script = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path_factory.mktemp("runs"), STEPS)
-    wrong = [Rung(name, getattr(planted, name), "") for name in WRONG]
-    tf32 = next(rung for rung in RUNGS if rung.name == "TF32 matmuls")
-    ladder = Ladder(script, [*wrong, tf32, ATTENTION, FUSED, *TRADES], rounds=1, are_named=True)
-    return Climbed(ladder, {row.rung: row for row in ladder.climb()})
+    wrong = [Change(name, Line(""), script=getattr(planted, name)) for name in WRONG]
+    tf32 = next(rung for rung in CHANGES if rung.name == "TF32 matmuls")
+    ladder = ladder_of(script, [*wrong, tf32, ATTENTION, FUSED, *TRADES], rounds=1, are_named=True)
+    return Climbed(ladder, {row.change: row for row in ladder.climb()})
 
 
 def test_a_script_that_repeats_itself_is_the_baseline(climbed):
     row = climbed.rows["baseline"]
-    assert (row.verdict, row.kept, row.gradient_error, row.moved_error) == ("baseline", True, 0.0, 0.0)
+    assert (row.verdict, row.accepted, row.gradient_error, row.moved_error) == ("baseline", True, 0.0, 0.0)
     assert len(row.samples["training_loss"]) == STEPS
     assert 0 < row.error_budget < 1e-4, "what rounding does in float32 was measured"
 
 
 def test_what_a_judged_run_copies_is_no_wait_of_the_script(climbed):
-    log = read_log(log_path(climbed.ladder.first.folder, 0))
+    log = read_log(log_path(climbed.ladder.runner.first.folder, 0))
     assert not log.lines, "the script reads nothing; copies are ours"
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_never_gets_a_time(climbed, name):
     row = climbed.rows[name]
-    assert (row.status, row.verdict, row.kept) == ("wrong", "wrong", False)
+    assert (row.status, row.verdict, row.accepted) == ("wrong", "wrong", False)
     assert not row.times
     assert row.speedup is None
     assert "step" not in row.samples
-    assert name not in {rung.name for rung in climbed.ladder.kept}
+    assert name not in {rung.name for rung in climbed.ladder.accepted}
 
 
 def test_what_is_wrong_is_said(climbed):
@@ -86,18 +89,18 @@ def test_blocks_that_are_computed_again_have_the_same_gradients(climbed):
 
 def test_a_larger_batch_tells_samples_and_no_time_of_a_step(climbed):
     row = climbed.rows["larger batch"]
-    assert (row.status, row.verdict, row.kept, dict(row.times)) == ("ok", "another step", False, {}), row.reason
+    assert (row.status, row.verdict, row.accepted, dict(row.times)) == ("ok", "another step", False, {}), row.reason
     assert (row.samples_per_step_before, row.samples_per_step, row.runs) == (2, 4, 2)
     assert row.throughput_low < row.throughput < row.throughput_high
     assert row.samples_per_s > 0
-    assert "larger batch" not in {rung.name for rung in climbed.ladder.kept}
+    assert "larger batch" not in {rung.name for rung in climbed.ladder.accepted}
     assert len(row.samples["training_loss"]) == STEPS
-    loader = climbed.ladder.settings["loaders"][0]
+    loader = climbed.ladder.runner.settings["loaders"][0]
     assert row.lines.endswith(f"(climbing.py:{loader['line']}: 4 in place of 2)")
 
 
 def test_what_needs_a_gpu_is_not_tried_without_one(climbed):
-    if climbed.ladder.settings["on_gpu"]:
+    if climbed.ladder.runner.settings["on_gpu"]:
         pytest.skip("the script trains on a GPU")
     row = climbed.rows["TF32 matmuls"]
     assert (row.verdict, row.reason) == ("not tried", "it needs a GPU")
@@ -111,7 +114,7 @@ def test_what_finds_no_place_for_itself_is_not_tried(climbed):
 
 def test_what_a_script_writes_out_is_fused_and_judged(tmp_path, forked_runs):  # noqa: F811
     script = Script(alone([str(SCRIPTS / "pretrain.py"), "6", "16", "16"]), tmp_path, 5)
-    baseline, row, loss = list(Ladder(script, [ATTENTION, LOSS], rounds=1).climb())[:3]
+    baseline, row, loss = list(ladder_of(script, [ATTENTION, LOSS], rounds=1).climb())[:3]
     assert (baseline.verdict, row.status, loss.status) == ("baseline", "ok", "ok"), (row.reason, loss.reason)
     assert 0 < row.gradient_error < row.error_budget < 1e-4, "other roundings"
     assert row.lines.endswith(f"({line_of('pretrain.py', 'ATTENTION')}: is_causal=True)")
@@ -121,7 +124,7 @@ def test_what_a_script_writes_out_is_fused_and_judged(tmp_path, forked_runs):  #
 
 
 def test_the_script_tells_where_it_makes_what(climbed):
-    settings, text = climbed.ladder.settings, (SCRIPTS / "climbing.py").read_text().splitlines()
+    settings, text = climbed.ladder.runner.settings, (SCRIPTS / "climbing.py").read_text().splitlines()
     (optimizer,), (loader,), (model,) = settings["optimizers"], settings["loaders"], settings["models"]
     assert "AdamW(" in text[optimizer["line"] - 1]
     assert optimizer["names"] == ["model"]
@@ -133,11 +136,11 @@ def test_the_script_tells_where_it_makes_what(climbed):
 def test_a_patch_is_run_in_the_place_of_the_script(climbed):
     file = SCRIPTS / "climbing.py"
     before = file.read_text()
-    patch = patch_of(file, [FUSED.name], climbed.ladder.settings)
+    patch = patch_of(file, [FUSED], climbed.ladder.runner.settings)
     diff = patch.diff(Path.cwd())
     assert "+    lr=1e-3, fused=True,\n" in diff
     assert [line for line in diff.splitlines() if line.startswith("-")][1:] == ["-    lr=1e-3,"]
-    row = climbed.ladder.judge_sources(patch.texts, patch.written)
+    row = climbed.ladder.runner.check_sources(patch.texts, patch.written)
     assert row.status == "ok", row.reason
     assert row.moved_error > 0, "the fused optimizer rounds otherwise"
     assert file.read_text() == before
@@ -146,15 +149,15 @@ def test_a_patch_is_run_in_the_place_of_the_script(climbed):
 def test_a_patch_that_is_wrong_is_not_timed(climbed):
     file = SCRIPTS / "climbing.py"
     text = file.read_text().replace("is_causal=True", "is_causal=False")
-    row = climbed.ladder.judge_sources({str(file): text}, [])
-    assert (row.status, row.kept, dict(row.times)) == ("wrong", False, {})
+    row = climbed.ladder.runner.check_sources({str(file): text}, [])
+    assert (row.status, row.accepted, dict(row.times)) == ("wrong", False, {})
 
 
 def test_a_script_that_starts_elsewhere_each_time_is_not_judged(tmp_path, forked_runs, monkeypatch):  # noqa: F811
     (tmp_path / "resuming.py").write_text((SCRIPTS / "resuming.py").read_text())
     monkeypatch.chdir(tmp_path)
-    rows = list(Ladder(Script(alone(["resuming.py"]), tmp_path / "runs", 4), [FUSED]).climb())
-    assert [(row.rung, row.verdict, row.status) for row in rows] == [("baseline", "not reproducible", "failed")]
+    rows = list(ladder_of(Script(alone(["resuming.py"]), tmp_path / "runs", 4), [FUSED]).climb())
+    assert [(row.change, row.verdict, row.status) for row in rows] == [("baseline", "not reproducible", "failed")]
     assert "start from other weights" in rows[0].reason
     assert "--cwd-copy" in rows[0].reason
 
@@ -186,10 +189,10 @@ def test_running_statistics_that_move_twice_are_wrong(tmp_path, forked_runs):  #
     """No loss, gradient or weight of the training shows them."""
     file = tmp_path / "train.py"
     file.write_text(NORMS)
-    twice = Rung("batches twice", planted.batches_twice, "")
-    baseline, row = Ladder(Script(alone([str(file)]), tmp_path / "runs", 4), [twice], rounds=1).climb()
+    twice = Change("batches twice", Line(""), script=planted.batches_twice)
+    baseline, row = ladder_of(Script(alone([str(file)]), tmp_path / "runs", 4), [twice], rounds=1).climb()
     assert baseline.verdict == "baseline", baseline.reason
-    assert (row.verdict, row.kept, row.gradient_error) == ("wrong", False, 0.0)
+    assert (row.verdict, row.accepted, row.gradient_error) == ("wrong", False, 0.0)
     assert "buffer " in row.reason
 
 
@@ -264,17 +267,17 @@ def test_a_copy_of_the_directory_is_each_runs_own(tmp_path, forked_runs, monkeyp
 def test_a_script_that_fails_is_said_with_its_last_words(tmp_path, forked_runs):  # noqa: F811
     file = tmp_path / "failing.py"
     file.write_text("import torch\nprint(input())\n")
-    ladder = Ladder(Script(alone([str(file)]), tmp_path / "runs", 4), [FUSED])
+    ladder = ladder_of(Script(alone([str(file)]), tmp_path / "runs", 4), [FUSED])
     (row,) = ladder.climb()
-    assert (row.status, row.verdict, ladder.code) == ("failed", "failed", 1)
+    assert (row.status, row.verdict, ladder.runner.code) == ("failed", "failed", 1)
     assert "EOFError" in row.reason
 
 
 @pytest.mark.thorough
 def test_a_precision_is_judged_without_dropout(tmp_path, forked_runs):  # noqa: F811
     script = Script(alone([str(SCRIPTS / "dropping.py")]), tmp_path, 6)
-    autocast = next(rung for rung in RUNGS if rung.name == "bf16 autocast")
-    baseline, row = Ladder(script, [autocast], rounds=1).climb()
+    autocast = next(rung for rung in CHANGES if rung.name == "bf16 autocast")
+    baseline, row = ladder_of(script, [autocast], rounds=1).climb()
     assert (baseline.compared, row.compared) == ("without dropout", "without dropout")
     assert row.status == "ok", row.reason
     assert 1e-4 < row.gradient_error < row.error_budget < 0.1

@@ -28,8 +28,8 @@ def test_a_larger_batch_is_another_step_and_never_a_faster_one(ms):
     others = {"captured": captured(6.0, losses=(3.0, 2.0, 1.0), weights="others")}
     ladder, rows = climbed(given(larger={"step_ms": (ms,) * 7, **others}), LARGER)
     row = rows["larger batch"]
-    assert (row.verdict, row.status, row.kept) == ("another step", "ok", False)
-    assert ladder.kept == []
+    assert (row.verdict, row.status, row.accepted) == ("another step", "ok", False)
+    assert ladder.accepted == []
     assert (dict(row.times), row.gain, row.speedup, row.gradient_error) == ({}, None, None, None)
     assert (row.samples_per_step_before, row.samples_per_step, row.runs) == (8, 16, 2)
     assert (row.samples_per_s_before, row.samples_per_s) == (800, pytest.approx(16e3 / ms))
@@ -61,10 +61,10 @@ def test_blocks_are_computed_again_where_memory_limits_and_for_a_larger_batch_al
     script = given(peak=7.0)
     ladder, rows = climbed(script, CHECKPOINTED, LARGER, rounds=1)
     row = rows["checkpointed blocks"]
-    assert (row.verdict, row.status, row.kept, ladder.kept) == ("slower", "ok", False, [])
+    assert (row.verdict, row.status, row.accepted, ladder.accepted) == ("slower", "ok", False, [])
     row = rows["larger batch"]
     assert (row.verdict, row.throughput, row.samples_per_s_before) == ("another step", pytest.approx(20 / 16), 800)
-    assert row.lines.startswith(f"{CHECKPOINTED.lines}; DataLoader(")
+    assert row.lines.startswith(f"{CHECKPOINTED.line.text}; DataLoader(")
     both = "checkpointed blocks,larger batch"
     assert script.asked[-4:] == [both, "", "", both], "in turns with what was kept, which has no checkpoints"
     assert "larger batch" not in script.asked
@@ -82,7 +82,7 @@ def test_blocks_are_computed_again_where_memory_limits_and_for_a_larger_batch_al
 )
 def test_what_is_not_tried_says_why(script, rungs, why):
     row = list(climbed(script, *rungs)[1].values())[-1]
-    assert (row.verdict, row.throughput, row.kept) == ("not tried", None, False)
+    assert (row.verdict, row.throughput, row.accepted) == ("not tried", None, False)
     assert why in row.reason
 
 
@@ -108,7 +108,7 @@ def test_a_lack_of_memory_is_a_row_and_what_needs_less_is_tried_then():
     script.plain["captured"] = captured(5.5)
     _, rows = climbed(script, CHECKPOINTED, LARGER, are_named=True)
     assert rows["larger batch"].verdict == "another step"
-    assert rows["larger batch"].lines.startswith(CHECKPOINTED.lines)
+    assert rows["larger batch"].lines.startswith(CHECKPOINTED.line.text)
     script = given(7.0, checkpointed={"captured": None, "failure": words})
     assert climbed(script, CHECKPOINTED)[1]["checkpointed blocks"].status == "out of memory"
 
@@ -131,7 +131,7 @@ def test_what_is_smaller_counts_until_something_else_is_kept():
     ladder, rows = climbed(script, CHECKPOINTED, LARGER)
     assert rows["larger batch"].verdict == "another step", "checkpointed blocks leave room"
     ladder, rows = climbed(script, CHECKPOINTED, fused, LARGER)
-    assert [rung.name for rung in ladder.kept] == ["fused optimizer"]
+    assert [rung.name for rung in ladder.accepted] == ["fused optimizer"]
     assert rows["larger batch"].verdict == "not tried"
 
 
@@ -140,17 +140,17 @@ class Failing(Given):
 
     left = 2
 
-    def run(self, what, rungs=(), **more):
-        found = super().run(what, rungs, **more)
-        self.left -= not rungs
-        return found if rungs or self.left >= 0 else dataclasses.replace(found, failure="no more", step_ms=())
+    def run(self, what, changes=(), **more):
+        found = super().run(what, changes, **more)
+        self.left -= not changes
+        return found if changes or self.left >= 0 else dataclasses.replace(found, failure="no more", step_ms=())
 
 
 @pytest.mark.parametrize("name", ["fused optimizer", "larger batch"])
 def test_a_rung_without_a_run_beside_it_has_no_time(name):
     script = Failing(**given().runs, **{"fused optimizer": {"step_ms": (8.0,) * 7}})
     _, rows = climbed(script, BY_NAME[name])
-    assert (rows[name].status, rows[name].kept, rows[name].speedup) == ("failed", False, None)
+    assert (rows[name].status, rows[name].accepted, rows[name].speedup) == ("failed", False, None)
     assert "no run of one side came to its end" in rows[name].reason
 
 

@@ -2,9 +2,11 @@
 
 import pytest
 
-from trainstep.ladder.changes.reasons import workers_here
+from trainstep.ladder.change import all_changes
+from trainstep.ladder.changes.loaders import workers_here
 from trainstep.ladder.patch import patch_of
 
+BY_NAME = {each.name: each for each in all_changes("script")}
 TEXT = '''"""A script."""
 import torch
 from torch import nn
@@ -41,8 +43,9 @@ def patched(tmp_path):
             "optimizers": [{**OPTIMIZER, **dict(optimizer), "file": str(file)}],
             "models": [{**MODEL, **dict(model), "file": str(file)}],
         }
-        found = patch_of(file, kept, settings)
+        found = patch_of(file, [BY_NAME[name] for name in kept], settings)
         changed = [line for line in found.diff(tmp_path).splitlines()[2:] if line[:1] in "+-"]
+        found.written, found.left = ([each.name for each in every] for every in (found.written, found.left))
         return found, [line for line in changed if line.strip("+-").strip()]
 
     return make
@@ -139,4 +142,4 @@ def test_files_of_libraries_are_left_alone(tmp_path):
     library.parent.mkdir(parents=True)
     library.write_text(TEXT, encoding="utf-8")
     settings = {"loaders": [], "models": [], "optimizers": [{**OPTIMIZER, "file": str(library)}]}
-    assert patch_of(library, ["fused optimizer"], settings).texts == {}
+    assert patch_of(library, [BY_NAME["fused optimizer"]], settings).texts == {}

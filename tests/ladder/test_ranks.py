@@ -12,7 +12,7 @@ from tests.observe.measuring import SCRIPTS
 from trainstep.base.errors import UsageError
 from trainstep.ladder.ranks import Leader, Order, check_one_host
 from trainstep.observe.supervise import Rank, command_of
-from trainstep.rows import ScriptRungRow
+from trainstep.rows import ChangeRow
 from trainstep.rows.records import of_kind, read_records
 
 FOLLOW = """
@@ -85,7 +85,7 @@ def test_runs_are_of_all_ranks_and_end_when_one_fails(two):
 def test_a_script_under_torchrun_climbs(tmp_path):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainstep", "run"]
     names = "fused optimizer,DDP's buckets as gradients,DDP's larger buckets"
-    options = ["--ladder", "--steps", "8", "--rungs", names, "--out", str(tmp_path), str(SCRIPTS / "ddp.py")]
+    options = ["--ladder", "--steps", "8", "--changes", names, "--out", str(tmp_path), str(SCRIPTS / "ddp.py")]
     ended = subprocess.run(
         [sys.executable, *command, *options],
         capture_output=True,
@@ -94,7 +94,7 @@ def test_a_script_under_torchrun_climbs(tmp_path):
         env=os.environ | {"OMP_NUM_THREADS": "1", "WIDTH": "256"},  # gradients of more than one bucket
     )
     assert ended.returncode == 0, ended.stderr
-    rows = {row.rung: row for row in of_kind(read_records(tmp_path / "results.jsonl"), ScriptRungRow)}
+    rows = {row.change: row for row in of_kind(read_records(tmp_path / "results.jsonl"), ChangeRow)}
     assert (rows["baseline"].verdict, rows["baseline"].gradient_error) == ("baseline", 0.0)
     for name in names.split(","):
         assert rows[name].status == "ok", rows[name].reason

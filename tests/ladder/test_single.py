@@ -8,7 +8,7 @@ import pytest
 
 from tests.observe.measuring import SCRIPTS, alone
 from trainstep.ladder import ranks, single
-from trainstep.ladder.rung_rows import rung_row
+from trainstep.ladder.scripts import ScriptRunner
 from trainstep.ladder.single import Script
 from trainstep.observe import supervise
 
@@ -129,7 +129,8 @@ def test_a_run_that_is_stopped_before_a_second_epoch_saw_none(tmp_path, updates,
     """One that ran to its end has no second epoch."""
     file = tmp_path / "epochs.py"
     file.write_text(EPOCHS)
-    taken = Script(alone([str(file), str(epochs)]), tmp_path / "runs", updates).run("it")
+    script = Script(alone([str(file), str(epochs)]), tmp_path / "runs", updates)
+    taken = script.run("it")
     assert taken.is_in_first_epoch is is_first
-    row = rung_row({"workload": "epochs.py", "rung": "it"}, taken)
-    assert (row.updates, row.in_first_epoch) == (min(updates, 6 * epochs), is_first)
+    values = ScriptRunner(script)._tried([], taken, None, ()).values
+    assert (values["updates"], values["in_first_epoch"]) == (min(updates, 6 * epochs), is_first)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from trainstep.ladder.scripts import in_turns, times
 from trainstep.ladder.single import Taken
-from trainstep.ladder.turns import in_turns, times
 from trainstep.observe.log import RankLog
 
 

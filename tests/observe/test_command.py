@@ -10,7 +10,7 @@ from tests.observe.measuring import SCRIPTS, run_command, sentences
 from trainstep.base.errors import UsageError
 from trainstep.commands.run import split_script
 from trainstep.observe.supervise import Rank, command_of
-from trainstep.rows import DtypeRow, PeakRow, ScriptRow, ScriptRungRow
+from trainstep.rows import ChangeRow, DtypeRow, PeakRow, ScriptRow
 from trainstep.rows.records import of_kind, read_records
 
 
@@ -190,7 +190,7 @@ def test_a_signal_reaches_the_script_and_its_steps_are_kept(number, tmp_path):
     [
         (["--patch", "out.diff"], {}, "--patch belongs to a ladder: add --ladder"),
         (["--ladder", "--steps", "2"], {}, "steps is 2; expected 3 or more"),
-        (["--ladder", "--rungs", "magic"], {}, "there is no rung 'magic': expected some of TF32 matmuls"),
+        (["--ladder", "--rungs", "magic"], {}, "unknown change 'magic'; expected some of TF32 matmuls"),
         (["--ladder"], {"RANK": "0", "WORLD_SIZE": "2"}, "--ladder has 1 of 2 ranks on this host; expected all"),
     ],
 )
@@ -204,7 +204,7 @@ def test_a_ladder_of_a_script_that_fails_has_its_exit_code(tmp_path):
     ended, rows = run_command(tmp_path, "--ladder", "--steps", "4", SCRIPTS / "ending.py", "sys.exit")
     assert ended.returncode == 7
     assert "checkpoints and logs, each run writes again" in sentences(ended)
-    assert [(row.kind, row.status) for row in rows] == [("script rung", "failed")]
+    assert [(row.kind, row.status) for row in rows] == [("change", "failed")]
     assert "exit code 7" in rows[0].reason
 
 
@@ -241,9 +241,9 @@ def test_what_is_compiled_in_the_step_that_is_recorded_runs_as_it_is_written(tmp
 
 def test_a_script_that_compiles_its_step_is_judged(tmp_path):
     """Roundings are drawn under a mode in which torch compiles nothing, and raises where it must."""
-    words = ["--ladder", "--steps", "4", "--rungs", "bf16 autocast"]
+    words = ["--ladder", "--steps", "4", "--changes", "bf16 autocast"]
     ended, rows = run_command(tmp_path, *words, "python", SCRIPTS / "compiled_step.py")
     assert ended.returncode == 0, ended.stderr
-    baseline, other = of_kind(rows, ScriptRungRow)
+    baseline, other = of_kind(rows, ChangeRow)
     assert baseline.verdict == "baseline", baseline.reason
     assert "outside of compiled code" in other.reason

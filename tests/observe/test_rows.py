@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trainstep.ladder.changes.reasons import seen_of
+from trainstep.ladder.scripts import seen_of
 from trainstep.observe.lines import shown_line
 from trainstep.observe.log import RankLog, log_path, read_log
 from trainstep.observe.rows import how_it_ended, script_records

@@ -64,8 +64,8 @@ def test_a_calibration_replaces_the_datasheet():
             {"backend": "gloo", "collective": "all-reduce", "world_size": 8, "dtype": "fp32"},
             {**fit, "bus_gb_s": 1.0},
         ),
-        row_of("rung", {"rung": "one", **case}, bound),
-        row_of("rung", {"rung": "two", **case}, ahead),
+        row_of("change", {"change": "one", **case}, bound),
+        row_of("change", {"change": "two", **case}, ahead),
     ]
     machine = calibrated(records)
     assert machine.matmul_flops["bf16"] == machine.matmul_flops["bf16-pure"] == 7e14

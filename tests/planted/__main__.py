@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from tests.planted import attention, buffers, parallel, step, train
 from tests.planted.right import RIGHT
 from tests.workers import Workers
+from trainstep.base.advice import Line
 from trainstep.base.config import StepConfig
 from trainstep.bench.parallel.check import Agreement
 from trainstep.bench.step import StepCase, run_cases
@@ -35,7 +35,8 @@ from trainstep.check.attention import Errors
 from trainstep.check.gradients import Deviation
 from trainstep.check.reference import TRAINED_STEPS, Reference, gradients_at
 from trainstep.check.step import START, StepCheck, Verdict
-from trainstep.ladder import workloads as ladder
+from trainstep.ladder.change import Change
+from trainstep.ladder.steps import climb
 from trainstep.measure.environment import _commit, describe
 from trainstep.step.training_step import TrainingStep
 from trainstep.step.workload import WorkloadSource
@@ -142,8 +143,8 @@ def steps() -> Iterator[Case]:
 
 def climbed(source: WorkloadSource, config: StepConfig, change: step.Change) -> bool:
     """Whether the ladder refuses a rung, and shows no speed of it."""
-    with mock.patch.object(ladder, "rungs_for", return_value=[ladder.Rung("changed", change)]):
-        row = list(ladder.climb(source, config, warmup=1, steps=1))[1]
+    changes = [Change("changed", Line(""), step=change)]
+    row = list(climb(source, config, warmup=1, steps=1, changes=changes))[1]
     return row.status == "wrong" and row.step_ms is None
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.realworld import models
-from trainstep.ladder.changes.head_loss import HeadLoss
+from trainstep.ladder.places.head_loss import HeadLoss
 from trainstep.step.model.transformer import chunked_cross_entropy
 
 pytestmark = pytest.mark.realworld

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 from tests.report import sample
-from trainstep.rows import RungRow
+from trainstep.rows import ChangeRow
 from trainstep.rows.records import Row, of_kind
 
 HOSTILE = "<script>document.title = 'run'</script><img src=x onerror=\"document.title = 'run'\">"
@@ -72,8 +72,8 @@ class Page(HTMLParser):
 def expected_ladder(records: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """What the ladder's table must hold: every known value, and nothing where there is none."""
     return {
-        row.rung: {name: value for name, value in row.values.items() if name in LADDER_COLUMNS}
-        for row in of_kind(records, RungRow)
+        row.change: {name: value for name, value in row.values.items() if name in LADDER_COLUMNS}
+        for row in of_kind(records, ChangeRow)
     }
 
 
@@ -88,8 +88,8 @@ def hostile_records() -> list[Row]:
     """Names as a user's model could bear them: HTML, TeX and braces."""
     names = {"fused attention": HOSTILE, "bf16 autocast": "$$\\frac{1}{2}$$ @name"}
     return [
-        dataclasses.replace(row, rung=names.get(row.rung, row.rung), worst_parameter=f"blocks.0.{HOSTILE}")
-        if isinstance(row, RungRow)
+        dataclasses.replace(row, change=names.get(row.change, row.change), worst_parameter=f"blocks.0.{HOSTILE}")
+        if isinstance(row, ChangeRow)
         else row
         for row in sample.cpu_analysis(workload=HOSTILE)
     ]

@@ -10,8 +10,9 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tests.report.changes import carried
 from trainstep.base.stats import Ratio, ratio_of_medians, summarize, verdict
-from trainstep.rows import CeilingRow, ControlRow, RungRow, StepRow, WorkloadRow
+from trainstep.rows import FINAL, CeilingRow, ChangeRow, StepRow, WorkloadRow
 from trainstep.rows.records import Row, Scalar, Status, make_row
 
 CPU: Mapping[str, Scalar] = {
@@ -264,14 +265,14 @@ def _ceilings(machine: Machine, tflops: Mapping[str, float], gb_s: float) -> lis
 
 
 def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Row]:
-    """The rungs as `bench.ladder` would have judged them."""
+    """The changes as a ladder would have judged them."""
     records: list[Row] = []
     controlled: list[tuple[Mapping[str, Scalar], Speed, list[float]]] = []  # the first rung and the top
     first: list[float] = []
     kept: list[float] = []
     settings = dict(machine.case)
     for rung in rungs:
-        case = {"rung": rung.name, **settings, **rung.change}
+        case = {"change": rung.name, **settings, **rung.change}
         deviation: dict[str, Scalar] = {
             "loss_error": rung.gradient_error / 200,
             "gradient_error": rung.gradient_error,
@@ -285,9 +286,13 @@ def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Row]:
             "update_allowed": 2e-4,
         }
         if rung.speed is None:
-            values = (deviation if rung.status == "wrong" else {}) | {"verdict": rung.status, "kept": False}
+            values = (
+                (deviation if rung.status == "wrong" else {})
+                | carried(rung.name)
+                | {"verdict": rung.status, "accepted": False}
+            )
             failed = make_row(
-                RungRow, case, values, status=rung.status, reason=rung.reason, environment=machine.environment
+                ChangeRow, case, values, status=rung.status, reason=rung.reason, environment=machine.environment
             )
             records.append(failed)
             continue
@@ -308,25 +313,31 @@ def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Row]:
             | _ratio("speedup", total)
             | _ratio("gain", gain)
             | deviation
-            | {"verdict": called, "kept": keep, "check_s": 1.5, "first_step_ms": 1.3 * samples["step"][0]}
+            | carried(rung.name)
+            | {"verdict": called, "accepted": keep, "check_s": 1.5, "first_step_ms": 1.3 * samples["step"][0]}
         )
         if not rung.measures_memory:
             values = {name: None if name.endswith("peak_gib") else value for name, value in values.items()}
         losses = _losses(machine, rung.n + 3, rung.loss_noise)
         records.append(
             make_row(
-                RungRow, case, values, samples=samples | {"training_loss": losses}, environment=machine.environment
+                ChangeRow, case, values, samples=samples | {"training_loss": losses}, environment=machine.environment
             )
         )
-    for case, speed, before in controlled:
-        again = _measured(machine, speed, len(before))["step"]
-        values = {"first_ms": summarize(before).median, "again_ms": summarize(again).median}
-        values |= _ratio("ratio", ratio_of_medians(again, before))
+    values, again = {"accepted": True}, list[list[float]]()
+    for end, (case, speed, before) in zip(("first", "top"), controlled, strict=False):
+        again.append(_measured(machine, speed, len(before))["step"])
+        values |= {
+            end: case["change"],
+            f"{end}_ms": summarize(before).median,
+            f"{end}_again_ms": summarize(again[-1]).median,
+        }
+        values |= _ratio(f"{end}_drift", ratio_of_medians(again[-1], before))
         if before is not first:
-            values |= _ratio("speedup", ratio_of_medians(first, again))
-        settled = {name: value for name, value in case.items() if name != "rung"}
-        control = make_row(ControlRow, settled, values, samples={"step": again}, environment=machine.environment)
-        records.append(control)
+            total = ratio_of_medians(first, again[-1])
+            values |= _ratio("speedup", total) | {"verdict": verdict(total)}
+    case = {**controlled[-1][0], "change": FINAL}
+    records.append(make_row(ChangeRow, case, values, environment=machine.environment))
     return records
 
 

@@ -12,8 +12,8 @@ from tests.report.browsing import DEEP, complaints, hover, open_page, requests, 
 from tests.report.page import HOSTILE, as_numbers, expected_ladder, hostile_records
 from trainstep.report.charts.rows import ROW_HEIGHT
 from trainstep.report.page import write_html
-from trainstep.report.subjects.ladder_findings import kept_rungs, recommended_flags
-from trainstep.rows import RungRow
+from trainstep.report.subjects.climbs import of_steps, recommended_flags
+from trainstep.rows import ChangeRow
 from trainstep.rows.records import of_kind
 
 
@@ -53,7 +53,7 @@ def test_the_shown_ladder_equals_the_records(browser: Any, h200_page: str) -> No
     for value, text in texts:
         assert float(text.strip().replace(",", "")) == pytest.approx(float(value), rel=0.005)
     headline = browser.execute_script("return document.querySelector('.headline .figure').dataset.value")
-    assert float(headline) == kept_rungs(records)[-1].values["speedup"]
+    assert float(headline) == of_steps(records)[0].accepted[-1].values["speedup"]
 
 
 @pytest.mark.browser
@@ -66,9 +66,9 @@ def test_every_chart_answers_the_pointer(browser: Any, h200_page: str) -> None:
     for chart in charts:
         assert hover(browser, chart, 0.5, 17)
 
-    names = [str(row.case["rung"]) for row in of_kind(records, RungRow)]
+    names = [str(row.case["change"]) for row in of_kind(records, ChangeRow)]
     tip = hover(browser, "chart-ladder", 0.5, ROW_HEIGHT * (names.index("compiled blocks") + 0.5))
-    speedup = kept_rungs(records)[-1].values["speedup"]
+    speedup = of_steps(records)[0].accepted[-1].values["speedup"]
     assert tip.startswith("compiled blocks")
     assert f"speed-up {speedup:.2f}×" in tip
     wrong = hover(browser, "chart-ladder", 0.5, ROW_HEIGHT * (names.index("fp16 autocast") + 0.5))

@@ -13,7 +13,7 @@ import pytest
 from tests.report import sample
 from tests.report.browsing import complaints, open_page, set_scheme
 from trainstep.report.page import write_html
-from trainstep.report.subjects.ladder_findings import kept_rungs
+from trainstep.report.subjects.climbs import of_steps
 from trainstep.rows import ParallelRow
 from trainstep.rows.records import Row, Times
 
@@ -207,6 +207,6 @@ def test_the_bar_is_drawn_without_a_script(browser: Any, page: str) -> None:
         ]
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
-    plain, *_, best = (rung.step_ms for rung in kept_rungs(sample.h200_analysis()))
+    plain, *_, best = (rung.step_ms for rung in of_steps(sample.h200_analysis())[0].accepted)
     assert len(widths) == 2
     assert widths[1] / widths[0] == pytest.approx(best / plain, rel=0.02)

@@ -5,23 +5,25 @@ from dataclasses import replace
 
 import pytest
 
+from tests.report.changes import BY_NAME, carried
 from tests.report.subjects.test_script_ladder import BASELINE as SCRIPT
 from tests.report.subjects.test_script_ladder import row as script_rung
 from tests.report.test_summary import PROFILE, SHAPE, finding, first
-from trainstep.base.config import CHANGES, PHASES
+from trainstep.base import advice
+from trainstep.base.config import PHASES
 from trainstep.report.blocks import Cards, Headline
 from trainstep.report.cards import CLAIMS, cards
 from trainstep.report.headlines import headlines
 from trainstep.report.subjects import findings
 from trainstep.rows import (
     AttentionRow,
+    ChangeRow,
     FamilyRow,
     ParallelRow,
     PeakRow,
     PieceRow,
     ProfileRow,
     RatioRow,
-    RungRow,
     ScriptRow,
     StepRow,
 )
@@ -63,7 +65,9 @@ def test_communication_is_claimed_with_what_is_hidden_of_it():
     assert told.figure == "1.00 ms"
 
 
-@pytest.mark.parametrize(("precision", "action"), [("fp32", CHANGES["TF32 matmuls"].code), ("tf32", ""), ("bf16", "")])
+@pytest.mark.parametrize(
+    ("precision", "action"), [("fp32", BY_NAME["TF32 matmuls"].line.code), ("tf32", ""), ("bf16", "")]
+)
 def test_tf32_is_advised_only_to_a_step_that_is_not_in_it(precision, action):
     profile = replace(PROFILE, precision=precision)
     family = FamilyRow(workload="m", precision=precision, phase="step", family="FP32 SIMT matmul", ms=5.0, share=0.33)
@@ -72,7 +76,7 @@ def test_tf32_is_advised_only_to_a_step_that_is_not_in_it(precision, action):
 
 def test_compiling_is_not_advised_to_a_compiled_step():
     figures = {"forward_issue_ms": 5.0, "forward_ms": 5.0}
-    assert one_card(finding("launches.bound", **figures, is_compiled=False)).action == CHANGES["compiled blocks"].code
+    assert one_card(finding("launches.bound", **figures, is_compiled=False)).action == advice.COMPILED_BLOCKS.code
     assert one_card(finding("launches.bound", **figures, is_compiled=True)).action == ""
 
 
@@ -86,22 +90,24 @@ LAUNCHES = ScriptRow(
 )
 def test_what_the_script_s_ladder_did_not_keep_is_not_advised(claim, name):
     left = script_rung(name, 12.0, verdict="slower", gain=0.8)
-    kept = script_rung(name, 8.0, verdict="faster", gain=1.2, gain_low=1.1, gain_high=1.3, kept=True)
-    assert card([LAUNCHES, SCRIPT], claim).action == CHANGES[name].code
+    kept = script_rung(name, 8.0, verdict="faster", gain=1.2, gain_low=1.1, gain_high=1.3, accepted=True)
+    assert card([LAUNCHES, SCRIPT], claim).action == BY_NAME[name].line.code
     assert card([LAUNCHES, SCRIPT, left], claim).action == ""
     assert card([STEP, LAUNCHES, SCRIPT, left], claim).action == "", "beside a step of another workload"
     assert card([LAUNCHES, SCRIPT, replace(left, status="wrong", verdict="wrong")], claim).action == ""
-    assert card([LAUNCHES, SCRIPT, kept], claim).action == CHANGES[name].code
+    assert card([LAUNCHES, SCRIPT, kept], claim).action == BY_NAME[name].line.code
 
 
 def test_what_a_ladder_found_no_gain_in_is_not_advised_whatever_the_sentence_says():
     told = finding("kernels.unfused", share=0.5)
-    assert one_card(told, [PROFILE]).action == CHANGES["compiled blocks"].code
+    assert one_card(told, [PROFILE]).action == advice.COMPILED_BLOCKS.code
     for verdict, status in (("inconclusive", "ok"), ("failed", "failed")):
-        rung = RungRow(**CASE, rung="compiled model", verdict=verdict, status=status, reason="why")
+        rung = ChangeRow(
+            **CASE, change="compiled model", verdict=verdict, status=status, reason="why", **carried("compiled model")
+        )
         assert one_card(told, [PROFILE, rung]).action == ""
         other = replace(rung, workload="another")
-        assert one_card(told, [PROFILE, other]).action == CHANGES["compiled blocks"].code
+        assert one_card(told, [PROFILE, other]).action == advice.COMPILED_BLOCKS.code
 
 
 MADE_UP = {
@@ -132,9 +138,21 @@ def test_every_claim_is_of_a_rule_that_there_is(rules):
         assert all(part in rules for part in parts), id
 
 
-def test_every_change_that_a_claim_names_is_one_of_a_ladder():
-    assert {name for claim in CLAIMS.values() for name in claim.rungs} <= set(CHANGES)
-    assert not [id for id, claim in CLAIMS.items() if claim.rungs and claim.action]
+def test_what_a_claim_advises_is_the_line_of_a_change_that_answers_it():
+    lines = [each for each in vars(advice).values() if isinstance(each, advice.Line)]
+    advised = {id: claim.action for id, claim in CLAIMS.items() if claim.action in lines}
+    assert len(advised) >= 8
+    for id, line in advised.items():
+        (change,) = [each for each in BY_NAME.values() if each.line is line]
+        assert id in change.answers
+
+
+def test_every_change_answers_what_the_report_asks(rules):
+    """By the id of a finding, or by a part of its advice."""
+    for change in BY_NAME.values():
+        for each in change.answers:
+            asked = "utilisation.high-{" if each.startswith("utilisation") else f'"{each}"'
+            assert asked in rules or each in CLAIMS, f"{change.name} answers {each}"
 
 
 # ---- stakes
@@ -154,8 +172,8 @@ def test_every_change_that_a_claim_names_is_one_of_a_ladder():
             {"least": "a", "most": "b", "least_hidden_share": 0.1, "most_hidden_share": 0.9, "least_exposed_ms": 3.0},
             "3.00 ms",
         ),
-        ("gain.faster", {"speedup": 2.0, "rungs": ("a",), "before_ms": 10.0, "after_ms": 5.0}, "5.00 ms"),
-        ("gain.script", {"speedup": 2.0, "rungs": ("a",)}, "2.50 ms"),
+        ("gain.faster", {"speedup": 2.0, "changes": ("a",), "before_ms": 10.0, "after_ms": 5.0}, "5.00 ms"),
+        ("gain.script", {"speedup": 2.0, "changes": ("a",)}, "2.50 ms"),
     ],
 )
 def test_what_is_no_part_of_the_step_has_a_figure_and_no_share(id, figures, shown):
@@ -185,17 +203,17 @@ def test_odd_phases_show_backward_s_time(order, shown):
 # ---- confidence
 
 
-def rung(name, ms, *, kept=True, **more):
+def rung(name, ms, *, accepted=True, **more):
     speedup = {"speedup": 2.0, "speedup_low": 1.9, "speedup_high": 2.1}
     gain = {"gain": 2.0, "gain_low": 1.9, "gain_high": 2.1}
-    verdict = "baseline" if name == "baseline" else "faster" if kept else "slower"
+    verdict = "baseline" if name == "baseline" else "faster" if accepted else "slower"
     measured = {"times": {"step": Times(ms, ms * 0.99, ms * 1.01)}, "n": 10, "gradient_error": 0.0, "error_budget": 0.1}
-    return RungRow(**{**CASE, **more}, rung=name, verdict=verdict, kept=kept, **measured, **speedup, **gain)
+    return ChangeRow(**{**CASE, **more}, change=name, verdict=verdict, accepted=accepted, **measured, **speedup, **gain)
 
 
 def ladder(*throttled, workload="m"):
     """Two rungs that were kept and one that was not, under these limits."""
-    rows = [rung("baseline", 100.0), rung("bf16 autocast", 50.0, precision="bf16"), rung("other", 60.0, kept=False)]
+    rows = [rung("baseline", 100.0), rung("bf16 autocast", 50.0, precision="bf16"), rung("other", 60.0, accepted=False)]
     return [replace(row, workload=workload, throttled_by=by) for row, by in zip(rows, throttled, strict=True)]
 
 
@@ -206,7 +224,7 @@ def confidence(rows):
 def test_the_gpu_was_not_slowed_only_where_every_rung_says_so():
     assert "the GPU was not slowed" in confidence(ladder("nothing", "nothing", "nothing"))
     slowed = confidence(ladder("nothing", "nothing", "power"))
-    assert "the GPU was slowed in 1 of 3 rungs" in slowed
+    assert "the GPU was slowed in 1 of 3 changes" in slowed
     assert "not slowed" not in slowed
     assert "slowed" not in confidence(ladder("nothing", "nothing", None))
     *kept, left = ladder("nothing", "nothing", None)
@@ -219,7 +237,7 @@ def test_every_ladder_has_its_own_noise():
     quiet, slowed = (each.confidence for each in headlines(rows, findings(rows)))
     assert "the GPU was not slowed" in quiet
     assert "slowed in" not in quiet
-    assert "the GPU was slowed in 3 of 3 rungs" in slowed
+    assert "the GPU was slowed in 3 of 3 changes" in slowed
 
 
 def test_a_script_s_headline_has_a_confidence():

@@ -167,7 +167,7 @@ def test_nothing_in_common():
 )
 def test_files_without_timed_steps(old, new, which):
     profile = row_of("profile", {"workload": "toy"}, {"kernels": 3.0})
-    with pytest.raises(UsageError, match=f"no timed step in {which}.*of the kinds step, rung, sweep"):
+    with pytest.raises(UsageError, match=f"no timed step in {which}.*of the kinds step, change, sweep"):
         compare([profile, *old], [profile, *new])
 
 
@@ -195,7 +195,7 @@ def test_the_table_has_the_settings_that_differ():
         "1.5e-05",
         "faster within this run",
     )
-    assert comparison_table([replace(alike, case={"rung": "x"})], "").columns[:2] == ("kind", "old (ms)")
+    assert comparison_table([replace(alike, case={"change": "x"})], "").columns[:2] == ("kind", "old (ms)")
     assert [row[-1] for row in table.texts()] == ["faster within this run", "slower within this run"]
     assert all(row[-4].endswith("] within this run") for row in table.texts())
 

@@ -6,15 +6,16 @@ from functools import partial
 
 import pytest
 
+from tests.report.changes import carried, drifted, final
 from tests.report.page import Page
 from trainstep.report.blocks import TOPICS
 from trainstep.report.page import render
 from trainstep.report.subjects import RULES, findings
+from trainstep.report.subjects.climbs import climbs, recommended_flags
 from trainstep.report.subjects.ladder import ERRORS
-from trainstep.report.subjects.ladder_findings import climbs, recommended_flags
 from trainstep.report.subjects.steps import STEPS, analysed_step
 from trainstep.report.tables import make_table
-from trainstep.rows import CeilingRow, CheckpointingRow, ControlRow, ParallelRow, RungRow, StepRow, WorkloadRow
+from trainstep.rows import CeilingRow, ChangeRow, CheckpointingRow, ParallelRow, StepRow, WorkloadRow
 from trainstep.rows.records import Times, make_row
 
 SETTINGS = {"workload": "m", "precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach", "compile": "off",
@@ -32,10 +33,14 @@ def step(warmup=5, case=None, **changes):
     return make_row(StepRow, CASE | {"warmup": warmup} | (case or {}), values | changes)
 
 
-def rung(name, verdict="faster", kept=True, status="ok", reason="", case=None, **values):
+def rung(name, verdict="faster", accepted=True, status="ok", reason="", case=None, **values):
     base = {"step_ms": 50.0, "speedup": 2.0, "speedup_low": 1.9, "speedup_high": 2.1, "gain": 2.0,
-            "gradient_error": 0.005, "error_budget": 0.02, "verdict": verdict, "kept": kept}  # fmt: skip
-    return make_row(RungRow, SETTINGS | {"rung": name} | (case or {}), base | values, status=status, reason=reason)
+            "gradient_error": 0.005, "error_budget": 0.02, "verdict": verdict, "accepted": accepted}  # fmt: skip
+    case, values = SETTINGS | {"change": name} | (case or {}), base | carried(name) | values
+    return make_row(ChangeRow, case, values, status=status, reason=reason)
+
+
+BASELINE = rung("baseline", "baseline")
 
 
 def found(rows, topic):
@@ -127,7 +132,7 @@ def test_the_gain_has_its_interval_and_its_proof():
     (only,) = found([rung("baseline", "baseline", step_ms=100.0), rung("bf16 autocast")], "gain")
     assert only.id == "gain.faster"
     assert only.figures == {
-        "rungs": ("bf16 autocast",), "unchecked": (), "speedup": 2.0, "speedup_low": 1.9, "speedup_high": 2.1,
+        "changes": ("bf16 autocast",), "unchecked": (), "speedup": 2.0, "speedup_low": 1.9, "speedup_high": 2.1,
         "gradient_error": 0.005, "error_budget": 0.02, "before_ms": 100.0, "after_ms": 50.0,
         "peak_before_gib": None, "peak_after_gib": None,
     }  # fmt: skip
@@ -148,16 +153,16 @@ def test_only_changes_that_are_still_there_count_and_only_what_was_checked_is_ca
     rows = [rung("baseline", "baseline", step_ms=1000.0), rung("TF32 matmuls", case={"precision": "tf32"}),
             bf16(step_ms=200.0), bf16("fused optimizer", **fused, step_ms=100.0)]  # fmt: skip
     (only,) = found(rows, "gain")
-    assert only.figures["rungs"] == ("bf16 autocast", "fused optimizer")
+    assert only.figures["changes"] == ("bf16 autocast", "fused optimizer")
     assert only.figures["unchecked"] == ("fused optimizer",)
-    assert (only.figures["precision_rung"], only.figures["after_precision"]) == ("bf16 autocast", 2.0)
+    assert (only.figures["precision_change"], only.figures["after_precision"]) == ("bf16 autocast", 2.0)
     assert "updates of fused optimizer were not checked" in only.sentence
     checked = [*rows[:-1], bf16("fused optimizer", **fused, update_error=1e-7, update_allowed=1e-6)]
     (only,) = found(checked, "gain")
     assert only.figures["unchecked"] == ()
     assert "loss, gradients and updates within" in only.sentence
     (only,) = found(rows[:3], "gain")
-    assert "precision_rung" not in only.figures, "nothing came after it"
+    assert "precision_change" not in only.figures, "nothing came after it"
 
 
 def test_two_ladders_of_a_file_are_told_apart():
@@ -167,23 +172,23 @@ def test_two_ladders_of_a_file_are_told_apart():
         rows += [rung("baseline", "baseline", case=own, step_ms=100.0), bf16(case=own, speedup=speedup),
                  rung("x", "slower", False, case=own, gain=0.5)]  # fmt: skip
     gains = found(rows, "gain")
-    assert [(each.figures["rungs"], each.figures["speedup"]) for each in gains] == [
+    assert [(each.figures["changes"], each.figures["speedup"]) for each in gains] == [
         (("bf16 autocast",), 2.0), (("bf16 autocast",), 3.0)
     ]  # fmt: skip
     assert [each.sentence.partition(":")[0] for each in gains] == ["workload a", "workload b"]
     assert len(found(rows, "ladder")) == 2
-    assert {name: len(climb) for name, climb in climbs(rows).items()} == {"workload a": 3, "workload b": 3}
+    assert {climb.name: len(climb.rows) for climb in climbs(rows)} == {"workload a": 3, "workload b": 3}
     page = render(rows)
     assert page.count('data-table="ladder"') == page.count('data-table="ladder-1"') == 1
     twice = [*rows[:3], *rows[:3]]
-    assert list(climbs(twice)) == ["a", "a, ladder 2"]
+    assert [climb.name for climb in climbs(twice)] == ["a", "a, ladder 2"]
 
 
 def test_a_change_that_was_kept_at_its_second_try_is_not_called_unused():
     rows = [rung("baseline", "baseline"), rung("x", "inconclusive", False), rung("y", "inconclusive", False),
             rung("x, on the top"), rung("y, on the top", "slower", False, gain=0.5)]  # fmt: skip
     (only,) = found(rows, "ladder")
-    assert (only.id, only.figures["rung"]) == ("ladder.slower", "y, on the top")
+    assert (only.id, only.figures["change"]) == ("ladder.slower", "y, on the top")
 
 
 def test_what_is_kept_for_its_memory_is_not_called_faster():
@@ -195,16 +200,16 @@ def test_what_is_kept_for_its_memory_is_not_called_faster():
     assert (
         "no difference in time that these samples can show (95 % interval within this run 0.90–1.05)" in only.sentence
     )
-    assert "kept for what else it saves: peak memory 4.00 GiB → 2.00 GiB" in only.sentence
+    assert "accepted for what else it saves: peak memory 4.00 GiB → 2.00 GiB" in only.sentence
     both = said([rung("baseline", "baseline", peak_gib=4.0), rung("fused optimizer"), smaller], "gain")
-    assert "kept for what else they save: peak memory 4.00 GiB → 2.00 GiB" in both
+    assert "accepted for what else they save: peak memory 4.00 GiB → 2.00 GiB" in both
 
 
 def test_no_gain_is_said_too():
-    rows = [rung("baseline", "baseline"), rung("x", "slower", kept=False, gain=0.5)]
+    rows = [rung("baseline", "baseline"), rung("x", "slower", accepted=False, gain=0.5)]
     assert ids(rows, "gain") == ["gain.none"]
     (slower,) = found(rows, "ladder")
-    assert (slower.id, slower.figures["rung"], slower.figures["gain"]) == ("ladder.slower", "x", 0.5)
+    assert (slower.id, slower.figures["change"], slower.figures["gain"]) == ("ladder.slower", "x", 0.5)
     assert slower.sentence == "Not used: x makes the step 2.00× slower here."
     assert recommended_flags(rows) == ""
 
@@ -217,7 +222,7 @@ def test_rungs_that_made_no_difference_did_not_run_or_were_wrong_say_why():
         rung("y", "wrong", False, "wrong", "off by 0.9"),
         rung("z", "out of memory", False, "out of memory", "no room"),
     ]
-    told = [(each.id, each.figures["rung"], each.figures["reason"]) for each in found(rows, "ladder")]
+    told = [(each.id, each.figures["change"], each.figures["reason"]) for each in found(rows, "ladder")]
     assert told == [
         ("ladder.inconclusive", "w", None),
         ("ladder.wrong", "y", "off by 0.9"),
@@ -317,7 +322,7 @@ def test_noise(changes, told):
 @pytest.mark.parametrize(
     ("many", "row", "name"),
     [
-        ("rungs", partial(RungRow, rung="bf16"), "bf16"),
+        ("changes", partial(ChangeRow, change="bf16"), "bf16"),
         ("schemes", partial(ParallelRow, scheme="fsdp", world_size=2), "fsdp"),
         ("policies", partial(CheckpointingRow, checkpointing="every-1"), "every-1"),
         ("steps", partial(StepRow, workload="m", mode="forward"), "m"),
@@ -346,8 +351,8 @@ def test_rungs_at_the_power_cap_are_counted():
     slowed = [rung(f"r{place}", throttled_by="power cap", power_w=690.0) for place in range(6)]
     free = [rung("baseline", "baseline", throttled_by="nothing"), rung("a", throttled_by="nothing"), rung("b")]
     (only,) = found([*free, *slowed], "noise")
-    assert (only.id, only.figures["rows"], only.figures["of"]) == ("noise.throttled-rungs", 6, 8)
-    assert (only.figures["power cap"], only.figures["slowed"]) == (6, tuple(each.rung for each in slowed))
+    assert (only.id, only.figures["rows"], only.figures["of"]) == ("noise.throttled-changes", 6, 8)
+    assert (only.figures["power cap"], only.figures["slowed"]) == (6, tuple(each.change for each in slowed))
     assert found(free, "noise") == []
     shown = render([*free, *slowed])
     assert shown.count('data-column="throttled_by" data-value="power cap"') == 6
@@ -360,7 +365,7 @@ def test_a_disturbed_rung_is_told_though_the_baseline_was_quiet_before_and_after
     disturbed = rung("bf16", "slower", False, step_ms=3051.0, step_low_ms=224.0, step_high_ms=3392.0, gain=0.05)
     assert found([quiet], "noise") == []
     (only,) = found([quiet, disturbed, rung("few samples")], "noise")
-    assert only.id == "noise.unsteady-rungs"
+    assert only.id == "noise.unsteady-changes"
     assert (only.figures["worst"], only.figures["width"]) == ("bf16", pytest.approx(3168 / 3051))
     assert {"rows": 1, "of": 2, "low_ms": 224.0, "ms": 3051.0, "high_ms": 3392.0}.items() <= only.figures.items()
     assert "before believing" in only.sentence
@@ -369,16 +374,15 @@ def test_a_disturbed_rung_is_told_though_the_baseline_was_quiet_before_and_after
 def test_rungs_that_were_measured_twice_are_told():
     rows = [rung("baseline", "baseline", attempts=1), rung("bf16", attempts=2), rung("fused", attempts=3)]
     (only,) = found(rows, "noise")
-    assert (only.id, only.figures) == ("noise.measured-again", {"rungs": ("bf16", "fused")})
+    assert (only.id, only.figures) == ("noise.measured-again", {"changes": ("bf16", "fused")})
 
 
 @pytest.mark.parametrize(("low", "high", "remarked"), [(0.9, 1.1, False), (0.4, 0.6, True), (None, None, False)])
 def test_a_machine_that_changed_is_told_by_the_baseline_measured_again(low, high, remarked):
-    control = ControlRow(**SETTINGS, first_ms=100.0, again_ms=50.0, ratio=0.5, ratio_low=low, ratio_high=high)
-    told = found([control], "noise")
+    told = found([BASELINE, final(SETTINGS, **drifted("first", 100.0, 50.0, low, high))], "noise")
     assert bool(told) is remarked
     assert not told or "run again on a quieter machine" in told[0].sentence
-    expected = {"rung": "baseline", "first_ms": 100.0, "again_ms": 50.0, "ratio": 0.5}
+    expected = {"change": "baseline", "first_ms": 100.0, "again_ms": 50.0, "ratio": 0.5}
     assert not told or told[0].figures == expected
 
 
@@ -389,8 +393,8 @@ def test_a_machine_that_changed_is_told_by_the_baseline_measured_again(low, high
 def test_a_speedup_that_is_not_found_again_in_turns_is_not_claimed(low, high, is_claimed):
     """By its gains the top was 8.86 times as fast as the first rung, on a busy machine; in turns with it 2.13 times."""
     top = bf16(speedup=2.0, speedup_low=1.9, speedup_high=2.1)
-    again = ControlRow(**SETTINGS | {"precision": "bf16"}, speedup=low and 1.4, speedup_low=low, speedup_high=high)
-    rows = [rung("baseline", "baseline"), top, ControlRow(**SETTINGS), again]
+    again = {"speedup": low and 1.4, "speedup_low": low, "speedup_high": high}
+    rows = [BASELINE, top, final(SETTINGS | {"precision": "bf16"}, **again)]
     (told,) = found(rows, "gain")
     assert told.id == ("gain.faster" if is_claimed else "gain.withheld")
     assert recommended_flags(rows) == ("--precision bf16" if is_claimed else "")
@@ -404,36 +408,35 @@ def test_a_speedup_that_is_not_found_again_in_turns_is_not_claimed(low, high, is
     ("in_turns", "speedup", "holds"), [(True, 2.0, True), (False, 2.0, False), (True, None, False)]
 )
 def test_gains_taken_in_turns_outlast_a_machine_that_changed(in_turns, speedup, holds):
-    changed = {"first_ms": 100.0, "again_ms": 50.0, "ratio": 0.5, "ratio_low": 0.4, "ratio_high": 0.6}
-    top = ControlRow(**SETTINGS | {"precision": "bf16"}, **changed, speedup=speedup)
-    before = [rung("baseline", "baseline"), ControlRow(**SETTINGS, **changed)]
-    rows = [*before, rung("baseline", "baseline"), bf16(in_turns=in_turns), top]
+    changed = 100.0, 50.0, 0.4, 0.6
+    top = final(SETTINGS | {"precision": "bf16"}, **drifted("top", *changed, "bf16"), speedup=speedup)
+    rows = [BASELINE, final(SETTINGS, **drifted("first", *changed)), BASELINE, bf16(in_turns=in_turns), top]
     first, second = found(rows, "noise")
     assert "Gains are of steps taken in turns" not in first.sentence, "another ladder's"
     assert ("Gains are of steps taken in turns" in second.sentence) is holds
 
 
-def test_a_ladder_is_held_against_its_own_controls_alone():
+def test_a_ladder_is_held_against_its_own_end_alone():
     """The same ladder twice in one file: the second was disturbed, the first was not."""
     settings = SETTINGS | {"precision": "bf16"}
     known = {"speedup": 2.0, "speedup_low": 1.9, "speedup_high": 2.1}
     rows = []
     for speedup in (2.0, 1.4):
         low, high = 0.95 * speedup, 1.05 * speedup
-        control = ControlRow(**settings, speedup=speedup, speedup_low=low, speedup_high=high)
-        rows += [rung("baseline", "baseline"), bf16(**known), control]
+        end = final(settings, speedup=speedup, speedup_low=low, speedup_high=high)
+        rows += [BASELINE, bf16(**known), end]
     assert [told.id for told in found(rows, "gain")] == ["gain.faster", "gain.withheld"]
     assert recommended_flags(rows) == "--precision bf16", "those of the first"
     assert render(rows).count("no speed-up is claimed") == 1
 
 
-def test_both_controls_are_named():
+def test_both_ends_that_drifted_are_named():
     """The first rung and the top are measured again; either may say that the machine changed."""
-    changed = {"first_ms": 100.0, "again_ms": 50.0, "ratio": 0.5, "ratio_low": 0.4, "ratio_high": 0.6}
-    top = SETTINGS | {"precision": "bf16"}
-    rows = [rung("baseline", "baseline"), bf16(), ControlRow(**SETTINGS, **changed), ControlRow(**top, **changed)]
-    assert [each.figures["rung"] for each in found(rows, "noise")] == ["baseline", "bf16 autocast"]
-    table = render(rows).partition('data-table="control"')[2].partition("</table>")[0]
+    changed = 100.0, 50.0, 0.4, 0.6
+    both = drifted("first", *changed) | drifted("top", *changed, "bf16 autocast")
+    rows = [BASELINE, bf16(), final(SETTINGS | {"precision": "bf16"}, **both)]
+    assert [each.figures["change"] for each in found(rows, "noise")] == ["baseline", "bf16 autocast"]
+    table = render(rows).partition('data-table="drift"')[2].partition("</table>")[0]
     assert [name in table for name in ("baseline", "bf16 autocast")] == [True, True]
 
 

@@ -15,7 +15,7 @@ from trainstep.report.blocks import fact
 from trainstep.report.columns import Cell
 from trainstep.report.numbers import number
 from trainstep.report.page import render, write_html
-from trainstep.rows import PlanMachineRow, RungRow, StepRow
+from trainstep.rows import ChangeRow, PlanMachineRow, StepRow
 from trainstep.rows.records import Row, of_kind, read_records
 
 
@@ -55,7 +55,7 @@ def test_sections_without_records_are_left_out() -> None:
     def sections(kinds: set[str]) -> list[str]:
         return Page(render([row for row in records if row.kind in kinds])).anchors
 
-    assert sections({"rung"}) == ["#summary", "#ladder", "#correctness", "#memory", "#environment"]
+    assert sections({"change"}) == ["#summary", "#ladder", "#correctness", "#memory", "#environment"]
     assert sections({"step"}) == ["#summary", "#phases", "#warm-up", "#memory", "#environment"]
     assert sections({"workload"}) == ["#workload", "#environment"]
     assert sections(set()) == []
@@ -63,9 +63,9 @@ def test_sections_without_records_are_left_out() -> None:
 
 def test_what_rungs_were_held_against_is_said_once_where_it_is_not_the_plain_step() -> None:
     rows = sample.cpu_analysis()
-    said = "held against the plain step with PyTorch's fused attention"
+    said = "compared with the plain step with PyTorch's fused attention"
     assert said not in render(rows)
-    told = [dataclasses.replace(row, reference=said.partition(" against ")[2]) for row in of_kind(rows, RungRow)]
+    told = [dataclasses.replace(row, reference=said.partition(" with ")[2]) for row in of_kind(rows, ChangeRow)]
     assert render(told).replace("&#39;", "'").count(said) == 1
 
 
@@ -83,17 +83,17 @@ def test_a_grid_shows_its_failed_cases_with_their_reason() -> None:
 
 
 def test_a_ladder_on_which_nothing_ran() -> None:
-    rung = of_kind(sample.h200_analysis(), RungRow)[0]
-    failed = RungRow(**rung.case, verdict="out of memory", status="out of memory", reason="no room")
+    rung = of_kind(sample.h200_analysis(), ChangeRow)[0]
+    failed = ChangeRow(**rung.case, verdict="out of memory", status="out of memory", reason="no room")
 
     html = render([failed])
 
-    assert "No rung could run here." in html
+    assert "Nothing could run here." in html
     assert "faster" not in html.partition("<main>")[2].partition("<footer>")[0].replace("no faster", "")
 
 
 def test_a_ladder_without_gain_claims_none() -> None:
-    baseline = of_kind(sample.cpu_analysis(), RungRow)[0]
+    baseline = of_kind(sample.cpu_analysis(), ChangeRow)[0]
 
     html = render([baseline])
 
@@ -182,11 +182,11 @@ def test_sizes_and_names_carry_units() -> None:
     ],
 )
 def test_a_peak_that_was_measured_once_is_not_shown_as_unchanged(known: tuple[bool, bool], tile: str) -> None:
-    baseline = of_kind(sample.cpu_analysis(), RungRow)[0]
+    baseline = of_kind(sample.cpu_analysis(), ChangeRow)[0]
     peaks = [peak if is_known else None for peak, is_known in zip((0.223, 0.1115), known, strict=True)]
     first, last = (dataclasses.replace(baseline, peak_gib=peak) for peak in peaks)
 
-    html = render([first, dataclasses.replace(last, rung="compiled blocks", speedup_low=0.98, speedup_high=1.02)])
+    html = render([first, dataclasses.replace(last, change="compiled blocks", speedup_low=0.98, speedup_high=1.02)])
 
     assert f"<dt>Peak memory</dt>{tile}" in html
 

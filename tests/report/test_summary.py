@@ -6,21 +6,22 @@ from dataclasses import replace
 import pytest
 
 from tests.report import sample
+from tests.report.changes import BY_NAME, carried, drifted, final
 from tests.report.page import Page
 from tests.report.subjects.test_kernels import gpu_profile
 from tests.report.subjects.test_kernels import records as profiled
 from tests.report.subjects.test_script_ladder import BASELINE as SCRIPT
 from tests.report.subjects.test_script_ladder import FUSED, TOP, ratio, row
-from trainstep.base.config import CHANGES, PHASES
+from trainstep.base.config import PHASES
 from trainstep.report.blocks import Advice, Breakdown, Cards, Finding, Headline, Sentences
 from trainstep.report.breakdown import BESIDE, IDLE, OTHERS, UNPLACED, breakdown
 from trainstep.report.cards import MOST, alarms, cards
 from trainstep.report.numbers import gib
 from trainstep.report.page import render
 from trainstep.report.subjects import SECTIONS, findings
-from trainstep.report.subjects.ladder_findings import kept_rungs
+from trainstep.report.subjects.climbs import of_steps
 from trainstep.report.summary import summary
-from trainstep.rows import AttentionRow, ControlRow, KernelRow, ParallelRow, PeakRow, ProfileRow, RungRow, ScriptRow
+from trainstep.rows import FINAL, AttentionRow, ChangeRow, KernelRow, ParallelRow, PeakRow, ProfileRow, ScriptRow
 from trainstep.rows.records import Times, of_kind
 
 PROFILE = ProfileRow(
@@ -110,7 +111,7 @@ def test_modules_of_two_towers_keep_their_paths():
 
 def test_without_kernels_a_bar_has_phases_alone_and_the_recommended_step_beside_it():
     rows = sample.h200_analysis()
-    base, top = kept_rungs(rows)[0], kept_rungs(rows)[-1]
+    base, top = accepted(rows)[0], accepted(rows)[-1]
     for bar, rung in enumerate((base, top)):
         assert drawn(rows, bar) == {name: {name: rung.times[name].median} for name in PHASES}
     assert len(breakdown(rows).stacks) == 2
@@ -122,10 +123,10 @@ def test_without_kernels_a_bar_has_phases_alone_and_the_recommended_step_beside_
 def test_the_recommended_bar_has_no_colour_of_a_module_s():
     """Two bars under one legend: blue was attention in one and forward in the other."""
     rows = [*sample.h200_analysis()]
-    step = next(each for each in of_kind(rows, RungRow))
+    step = next(each for each in of_kind(rows, ChangeRow))
     busy = {f"{phase}_{part}": Times(3.0) for phase in ("forward", "backward") for part in ("kernels", "busy")}
     times = {phase: Times(4.0) for phase in ("step", "forward", "backward")} | busy
-    case = {name: value for name, value in step.case.items() if name != "rung"}
+    case = {name: value for name, value in step.case.items() if name != "change"}
     profiled_step = ProfileRow(**case, times=times, kernels_ms=6.0, n=10)
     kernels = [
         KernelRow(**case, phase=phase, module="blocks.*.mlp", kernel=phase, ms=3.0) for phase in ("forward", "backward")
@@ -141,10 +142,7 @@ def test_the_recommended_bar_has_no_colour_of_a_module_s():
 
 
 def test_a_disputed_ladder_recommends_no_bar_and_no_lines():
-    rows = [row for row in sample.h200_analysis() if not isinstance(row, ControlRow)]
-    top = kept_rungs(rows)[-1]
-    settings = {name: value for name, value in top.case.items() if name != "rung"}
-    rows.append(ControlRow(**settings, speedup=1.1, speedup_low=1.0, speedup_high=1.2))
+    rows = ended(sample.h200_analysis(), speedup=1.1, speedup_low=1.0, speedup_high=1.2)
     assert len(breakdown(rows).stacks) == 1
     assert first(rows, Advice) is None
     assert "In turns at the end 1.10×" in first(rows, Headline).confidence
@@ -225,11 +223,11 @@ def test_nothing_at_stake_is_no_card():
     assert cards([PROFILE], [finding("waits.line", line="l", ms=0.19)], []) is None, "below 1 % of the step"
     assert cards([PROFILE], [finding("waits.line", line="l", ms=0.21)], []) is not None
     assert cards([], [finding("kernels.unfused", share=0.5)], []) is None, "of kernels that were not measured"
-    assert cards([], [finding("gain.faster", speedup=2.0, rungs=("a",))], []) is None, "of times that are not known"
+    assert cards([], [finding("gain.faster", speedup=2.0, changes=("a",))], []) is None, "of times that are not known"
 
 
 def test_what_makes_the_rest_worthless_comes_first():
-    rows = [RungRow(workload="m", rung="baseline", verdict="failed", status="failed", reason="no loss")]
+    rows = [ChangeRow(workload="m", change="baseline", verdict="failed", status="failed", reason="no loss")]
     blocks = summarised(rows).blocks
     assert isinstance(blocks[0], Cards)
     assert blocks[0].is_alarm
@@ -239,9 +237,10 @@ def test_what_makes_the_rest_worthless_comes_first():
 
 def test_the_action_is_what_a_ladder_found_best_of_what_it_kept():
     said = finding("utilisation.high", share=0.5, **{"gain of TF32 matmuls": 3.0, "gain of bf16 autocast": 1.2})
-    assert cards([PROFILE], [said], []).cards[0].action == CHANGES["TF32 matmuls"].code
-    kept = [row for row in sample.h200_analysis() if isinstance(row, RungRow)]
-    assert cards([*kept, PROFILE], [said], []).cards[0].action == CHANGES["bf16 autocast"].code, "TF32 is no more"
+    tf32 = ChangeRow(workload=PROFILE.workload, change="TF32 matmuls", **carried("TF32 matmuls"))
+    assert cards([PROFILE, tf32], [said], []).cards[0].action == tf32.code
+    kept = [row for row in sample.h200_analysis() if isinstance(row, ChangeRow)]
+    assert cards([*kept, PROFILE], [said], []).cards[0].action == BY_NAME["bf16 autocast"].line.code, "TF32 is no more"
     slower = finding("kernels.unfused", share=0.5, **{"gain of compiled blocks": 0.8})
     assert cards([PROFILE], [slower], []).cards[0].action == "", "it was tried, and did not help"
 
@@ -259,21 +258,28 @@ def test_all_findings_are_there_folded_below_the_cards():
 # ---- confidence and the other headlines
 
 
+def accepted(rows):
+    """What the first ladder accepted."""
+    return of_steps(rows)[0].accepted
+
+
+def ended(rows, **fields):
+    """These rows with another end of their ladder."""
+    return [*(row for row in rows if not isinstance(row, ChangeRow) or row.change != FINAL), final(**fields)]
+
+
 def test_confidence_names_interval_samples_control_and_noise():
     rows = sample.h200_analysis()
     told = first(rows, Headline).confidence
     assert told.startswith("95 % interval within this run ")
     assert "one process, 10 steps" in told
-    assert told.count("control: ") == 2
-    assert "the GPU was slowed in 8 of 8 rungs" in told
-    uncontrolled = [row for row in rows if not isinstance(row, ControlRow)]
-    assert "no control was measured" in first(uncontrolled, Headline).confidence
+    assert told.count("drift check: ") == 2
+    assert "the GPU was slowed in 8 of 8 changes" in told
+    assert "no drift was checked" in first(ended(rows), Headline).confidence
 
 
 def test_a_control_that_fails_is_said_beside_the_headline():
-    rows = [row for row in sample.cpu_analysis() if not isinstance(row, ControlRow)]
-    case = {name: value for name, value in kept_rungs(rows)[0].case.items() if name != "rung"}
-    rows.append(ControlRow(**case, first_ms=1.0, again_ms=1.3, ratio=1.3, ratio_low=1.2, ratio_high=1.4))
+    rows = ended(sample.cpu_analysis(), **drifted("first", 1.0, 1.3, 1.2, 1.4))
     told = first(rows, Headline).confidence
     assert "again at the end took 1.30× [1.20–1.40] its first time, so the machine changed" in told
 
@@ -330,12 +336,12 @@ def test_a_profile_s_headline_is_its_step_without_the_profiler():
 
 def test_kept_rungs_are_lines_with_the_gain_that_was_measured():
     rows = sample.h200_analysis()
-    lines = {line.rung: line for line in first(rows, Advice).lines}
-    kept = {rung.rung: rung for rung in kept_rungs(rows)}
+    lines = {line.change: line for line in first(rows, Advice).lines}
+    kept = {rung.change: rung for rung in accepted(rows)}
     assert list(lines) == ["bf16 autocast", "fused attention", "fused optimizer", "compiled blocks"]
     for name in ("fused attention", "fused optimizer", "compiled blocks"):
         gain = kept[name]
-        assert lines[name].code == CHANGES[name].code
+        assert lines[name].code == BY_NAME[name].line.code
         shown = [each.value for each in (lines[name].gain, lines[name].gain.low, lines[name].gain.high)]
         assert shown == pytest.approx([gain.gain, gain.gain_low, gain.gain_high])
     together = kept["TF32 matmuls"].gain * kept["bf16 autocast"].gain
@@ -343,13 +349,14 @@ def test_kept_rungs_are_lines_with_the_gain_that_was_measured():
     total = 1.0
     for line in lines.values():
         total *= line.gain.value
-    assert total == pytest.approx(kept_rungs(rows)[-1].speedup, rel=0.01)
+    assert total == pytest.approx(accepted(rows)[-1].speedup, rel=0.01)
 
 
 def rung(name, gain, speedup, **case):
     low, high = {"gain_low": 0.99 * gain, "gain_high": 1.01 * gain}, {"speedup_low": speedup, "speedup_high": speedup}
-    return RungRow(
-        workload="m", rung=name, gain=gain, speedup=speedup, kept=True, verdict="faster", gradient_error=0.0,
+    return ChangeRow(
+        workload="m", change=name, gain=gain, speedup=speedup, accepted=True, verdict="faster", gradient_error=0.0,
+        **carried(name),
         error_budget=1.0, times={"step": Times(100 / speedup)}, **low, **high, **case,
     )  # fmt: skip
 
@@ -365,7 +372,7 @@ def test_a_gain_counts_to_what_took_the_place_of_its_line_and_to_no_neighbour():
         rung("our FlashAttention, on the top", 1.2, 4.5,
              **low | {"attention": "flash-triton", "optimizer": "adamw-fused"}),
     ]  # fmt: skip
-    lines = {line.rung: line.gain.value for line in first(rows, Advice).lines}
+    lines = {line.change: line.gain.value for line in first(rows, Advice).lines}
     assert list(lines) == ["bf16 autocast", "fused optimizer", "our FlashAttention, on the top"]
     assert list(lines.values()) == pytest.approx([2.0, 1.25, 1.5 * 1.2])
 
@@ -373,14 +380,14 @@ def test_a_gain_counts_to_what_took_the_place_of_its_line_and_to_no_neighbour():
 def test_the_first_rung_that_fits_is_a_line_too():
     """Without it the script would still be too large."""
     case = {"precision": "fp32", "attention": "eager"}
-    too_large = RungRow(workload="m", rung="baseline", status="out of memory", reason="40 GiB", **case)
+    too_large = ChangeRow(workload="m", change="baseline", status="out of memory", reason="40 GiB", **case)
     fits = replace(rung("bf16 autocast", 1.0, 1.0, precision="bf16", attention="eager"), verdict="first that fits")
     (line,) = first([too_large, fits], Advice).lines
     assert (line.code, line.gain.text, line.gain.note) == (
-        CHANGES["bf16 autocast"].code, "fits", "the baseline does not",
+        BY_NAME["bf16 autocast"].line.code, "fits", "the baseline does not",
     )  # fmt: skip
     second = rung("fused attention", 1.5, 1.5, precision="bf16", attention="sdpa")
-    assert [line.rung for line in first([too_large, fits, second], Advice).lines] == [
+    assert [line.change for line in first([too_large, fits, second], Advice).lines] == [
         "bf16 autocast",
         "fused attention",
     ]
@@ -388,13 +395,7 @@ def test_the_first_rung_that_fits_is_a_line_too():
 
 def test_a_disputed_ladder_advises_nothing_on_cards_either():
     rows = sample.h200_analysis()
-    top = kept_rungs(rows)[-1]
-    control = next(row for row in of_kind(rows, ControlRow))
-    against = replace(
-        control, precision=top.precision, attention=top.attention, compile=top.compile, optimizer=top.optimizer,
-        loss=top.loss, speedup=1.0, speedup_low=0.9, speedup_high=1.1,
-    )  # fmt: skip
-    disputed = [*rows, against]
+    disputed = ended(rows, speedup=1.0, speedup_low=0.9, speedup_high=1.1)
     assert first(rows, Advice) is not None
     assert first(disputed, Advice) is None
     assert "On the ladder" in " ".join(finding.sentence for finding in findings(rows))
@@ -402,56 +403,56 @@ def test_a_disputed_ladder_advises_nothing_on_cards_either():
 
 
 def test_a_rung_kept_for_its_memory_says_what_it_saves():
-    base, top = kept_rungs(sample.cpu_analysis())[:2]
+    base, top = accepted(sample.cpu_analysis())[:2]
     smaller = replace(top, peak_gib=0.1, gain=1.0, gain_low=0.99, gain_high=1.01)
     (line,) = first([base, smaller], Advice).lines
     assert line.gain.note == f"peak {gib(base.peak_gib).removesuffix(' MiB')} → 102 MiB"
 
 
 def test_a_script_s_ladder_has_its_lines_and_its_headline():
-    lines = CHANGES["fused optimizer"].text
-    rows = [SCRIPT, replace(FUSED, **ratio("gain", 2.0), lines=lines), replace(TOP, lines=lines)]
+    lines = BY_NAME["fused optimizer"].line.text
+    rows = [SCRIPT, replace(FUSED, **ratio("gain", 2.0), **carried("fused optimizer")), replace(TOP, code=lines)]
     (line,) = first(rows, Advice).lines
-    assert (line.rung, line.code, line.gain.value) == ("fused optimizer", CHANGES["fused optimizer"].code, 2.0)
+    assert (line.change, line.code, line.gain.value) == ("fused optimizer", BY_NAME["fused optimizer"].line.code, 2.0)
     assert first(rows, Headline).figure.value == 2.5
     assert "between runs 2.45–2.55×" in first(rows, Headline).confidence
     proven = ratio("gain", 1.5) | ratio("speedup", 1.5)
-    other = row("its own", 5.0, **proven, verdict="faster", kept=True, lines="do(this)")
+    other = row("its own", 5.0, **proven, verdict="faster", accepted=True, code="do(this)")
     assert first([SCRIPT, other], Advice).lines[0].code == "do(this)", "as the row has it"
 
 
 def test_a_script_s_line_that_another_took_the_place_of_is_not_advised():
-    kept = {"verdict": "faster", "kept": True}
-    blocks = row("compiled blocks", 8.0, **ratio("gain", 1.25), **kept, lines=CHANGES["compiled blocks"].text)
-    model = row("compiled model", 7.0, **ratio("gain", 1.14), **kept, lines=CHANGES["compiled model"].text)
-    rows = [SCRIPT, blocks, model, replace(TOP, lines=model.lines)]
+    kept = {"verdict": "faster", "accepted": True}
+    blocks = row("compiled blocks", 8.0, **ratio("gain", 1.25), **kept, **carried("compiled blocks"))
+    model = row("compiled model", 7.0, **ratio("gain", 1.14), **kept, **carried("compiled model"))
+    rows = [SCRIPT, blocks, model, replace(TOP, code=model.lines)]
     advice = first(rows, Advice)
-    assert [line.rung for line in advice.lines] == ["compiled model"]
+    assert [line.change for line in advice.lines] == ["compiled model"]
     assert "compiled blocks had brought 1.25×" in advice.note
-    assert next(each for each in findings(rows) if each.id == "gain.script").figures["rungs"] == ("compiled model",)
-    uncertain = replace(TOP, lines=model.lines, speedup_low=0.9)
+    assert next(each for each in findings(rows) if each.id == "gain.script").figures["changes"] == ("compiled model",)
+    uncertain = replace(TOP, code=model.lines, speedup_low=0.9)
     assert first([SCRIPT, blocks, model, uncertain], Advice) is None, "together nothing was certain"
 
 
 def test_a_script_s_line_reads_as_its_row_has_it():
     old = row(
-        "loader workers", 5.0, **ratio("gain", 1.5), verdict="faster", kept=True, lines="DataLoader(num_workers=8)"
+        "loader workers", 5.0, **ratio("gain", 1.5), verdict="faster", accepted=True, code="DataLoader(num_workers=8)"
     )
-    line = first([SCRIPT, old, replace(TOP, lines=old.lines)], Advice).lines[0]
+    line = first([SCRIPT, old, replace(TOP, code=old.lines)], Advice).lines[0]
     assert (line.code, line.where) == ("DataLoader(num_workers=8)", "")
-    assert first([SCRIPT, old, replace(TOP, lines=old.lines)], Advice).to_copy.startswith("# loader workers: 1.50×")
-    assert ", \n" not in first([SCRIPT, old, replace(TOP, lines=old.lines)], Advice).to_copy
+    assert first([SCRIPT, old, replace(TOP, code=old.lines)], Advice).to_copy.startswith("# loader workers: 1.50×")
+    assert ", \n" not in first([SCRIPT, old, replace(TOP, code=old.lines)], Advice).to_copy
 
 
 def test_every_rung_that_was_measured_has_its_line():
-    rungs = {each.rung for each in of_kind([*sample.cpu_analysis(), *sample.h200_analysis()], RungRow)}
-    pretended = {"baseline", "fp16 autocast", "batch of 64", "FP8 matmuls"}
-    assert rungs - pretended <= set(CHANGES)
+    rungs = {each.change for each in of_kind([*sample.cpu_analysis(), *sample.h200_analysis()], ChangeRow)}
+    pretended = {"baseline", FINAL, "fp16 autocast", "batch of 64", "FP8 matmuls"}
+    assert rungs - pretended <= set(BY_NAME)
 
 
 def test_two_ladders_have_ids_of_their_own():
     rows = sample.cpu_analysis()
-    page = Page(render([*rows, *(replace(row, workload="other") for row in rows if isinstance(row, RungRow))]))
+    page = Page(render([*rows, *(replace(row, workload="other") for row in rows if isinstance(row, ChangeRow))]))
     assert {"lines", "lines-1", "flags", "flags-1"} <= set(page.ids)
     assert len(set(page.ids)) == len(page.ids)
 
@@ -466,7 +467,7 @@ def test_two_times_that_belie_the_speed_up_are_said_to_be_of_different_moments()
         return first(rows, Headline)
 
     rows = sample.h200_analysis()
-    top = kept_rungs(rows)[-1]
+    top = accepted(rows)[-1]
     slower = [replace(row, times=row.times | {"step": Times(5000.0)}) if row is top else row for row in rows]
     assert "changed" not in headline(rows).detail + str(headline(rows).stats)
     assert "per step; the machine changed between them" in headline(slower).detail

@@ -8,7 +8,7 @@ import resource
 import pytest
 
 from trainstep.base.errors import UsageError
-from trainstep.rows import PeakRow, RungRow, StepRow, records
+from trainstep.rows import ChangeRow, PeakRow, StepRow, records
 from trainstep.rows.records import (
     RecordWriter,
     SoFar,
@@ -37,7 +37,7 @@ def record(**changes):
 def test_what_is_written_is_read(tmp_path):
     written = [
         record(),
-        RungRow(rung="it", status="failed", reason="it → broke"),
+        ChangeRow(change="it", status="failed", reason="it → broke"),
         record(times={}, samples={}),
         record(times={"step": Times(1.5, 1.25, 1.75, 1.5, 0.25, 1.0, 2.0, 0), "wait": Times(0.5)}, tokens_per_s=8.0),
     ]
@@ -48,7 +48,7 @@ def test_what_is_written_is_read(tmp_path):
     writer.close()
     assert read_records(writer.path) == written
     assert "it → broke" in writer.path.read_text(encoding="utf-8"), "for people, too"
-    assert of_kind(written, RungRow) == [written[1]]
+    assert of_kind(written, ChangeRow) == [written[1]]
 
 
 @pytest.mark.parametrize("value", [123456.0, 1.23456, 0.00123456, -9.87654e-9])
@@ -82,8 +82,16 @@ def test_columns_are_the_kind_s():
         make_row(StepRow, row.case, {"surprise": 1})
     with pytest.raises(ValueError, match="no 'step_ms' among its case"):
         make_row(StepRow, {"step_ms": 1}, {})
-    with pytest.raises(ValueError, match="lacks 'rung'"):
-        make_row(RungRow, row.case, {})
+    with pytest.raises(ValueError, match="lacks 'change'"):
+        make_row(ChangeRow, row.case, {})
+
+
+@pytest.mark.parametrize("kind", ["rung", "control", "script rung"])
+def test_a_ladder_of_an_earlier_version_ends_in_one_line_that_says_what_to_do(tmp_path, kind):
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps({"kind": kind, "case": {"workload": "tiny"}}) + "\n")
+    with pytest.raises(UsageError, match=f"line 1: a row of kind '{kind}', which versions before .* climb it again"):
+        read_records(path)
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path):
@@ -108,8 +116,8 @@ def test_what_is_written_whole_is_there_or_not(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_whole(path, cut_short())
     assert path.read_text() == "before"
-    write_whole(path, [record(), RungRow(rung="it")])
-    assert read_records(path) == [record(), RungRow(rung="it")]
+    write_whole(path, [record(), ChangeRow(change="it")])
+    assert read_records(path) == [record(), ChangeRow(change="it")]
     assert [each.name for each in tmp_path.iterdir()] == ["results.jsonl"]
 
 
@@ -345,7 +353,7 @@ def test_any_name_is_written_and_read_again(tmp_path, name):
         ('{"kind": "step", "case": {}, "environment": {"torch": []}, "reason": 3}', "reason"),
         ('{"kind": "step", "case": {}, "environment": {"torch": {}}}', "environment"),
         ('{"kind": "step", "case": ' + '{"a":' * 100_000 + "1" + "}" * 100_001, "nested"),
-        ('{"kind": "rung", "case": {"rung": 3}}', "rung"),
+        ('{"kind": "change", "case": {"change": 3}}', "change"),
         ('{"kind": "ceiling", "case": {"what": "copy"}}', "'what' among its case; .* this version of trainstep"),
         (
             '{"kind": "ceiling", "case": {"what": "copy"}, "environment": {"commit": "0123abc"}}',

@@ -13,7 +13,8 @@ from trainstep.bench.allocations import allocation_records
 from trainstep.bench.profile import ceiling_records, profile_records
 from trainstep.bench.step import StepCase, case_columns, plainest, run_cases
 from trainstep.check.step import StepCheck, first_form, plain_form
-from trainstep.ladder.workloads import chosen, climb, rungs_for
+from trainstep.ladder.change import changes_of_step, chosen
+from trainstep.ladder.steps import climb
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, parameter_bytes
 from trainstep.plan.flops import OMISSIONS, forward_flops
@@ -40,28 +41,28 @@ def analyze(
     *,
     steps: int = 10,
     quick: bool = False,
-    rungs: str | None = None,
+    changes: str | None = None,
     on_record: Callable[[Row], object] | None = None,
     on_part: Callable[[str], object] = lambda part: None,
 ) -> Report:
     """Analyse a workload and return the report; `.write(folder)` puts it on disk.
 
     Args:
-        workload: a source, or a function without arguments that returns a `Workload` (it is called once per rung of the
-            ladder, and must build the same weights from the same seed of torch, numpy and `random`).
+        workload: a source, or a function without arguments that returns a `Workload` (it is called once per change
+            of the ladder, and must build the same weights from the same seed of torch, numpy and `random`).
         config: how the analysed step is taken; by default eager, in fp32, or with bf16 weights as they come. The ladder
             starts from the plain step.
         steps: timed steps per measurement, after warm-up; at least 7, below which ratios have no interval.
         quick: stop at the facts, the phases, the memory and the kernels, with at most `QUICK_STEPS` steps: nothing is
             compiled or checked, and there is no ladder.
-        rungs: names of the ladder's rungs, divided by commas; by default all that may help.
+        changes: names of what the ladder tries, divided by commas; by default all that may help.
         on_record: called with every record as soon as it is known.
         on_part: called with the name of each part before it is measured.
     """
     source = workload if isinstance(workload, WorkloadSource) else _source_of(workload)
     records: list[Row] = []
     own = config or StepConfig(precision=source.own_precision)
-    for record in analysis_records(source, own, steps=steps, quick=quick, rungs=rungs, on_part=on_part):
+    for record in analysis_records(source, own, steps=steps, quick=quick, changes=changes, on_part=on_part):
         records.append(record)
         if on_record is not None:
             on_record(record)
@@ -85,18 +86,18 @@ def analysis_records(
     *,
     steps: int,
     quick: bool = False,
-    rungs: str | None = None,
+    changes: str | None = None,
     trace: Path | None = None,
     on_part: Callable[[str], object] = lambda part: None,
 ) -> Iterator[Row]:
     """All records of an analysis, in order, each yielded when it is known; the profiler's trace is kept at `trace`.
 
-    `quick`, `rungs` and `on_part` are as in `analyze`.
+    `quick`, `changes` and `on_part` are as in `analyze`.
     """
     if steps < 1:
         raise UsageError(f"steps is {steps}; expected at least 1")
     device, base = resolve_device(config.device), first_form(source, config)
-    climbed = chosen(rungs_for(source, device, base), rungs)  # before minutes go by
+    climbed = chosen(changes_of_step(source, device.type, base), changes)  # before minutes go by
     on_part("facts")
     yield _facts(source, config)
     is_checked = not quick and config != plain_form(config)  # what is plain has nothing plainer beside it
@@ -110,7 +111,7 @@ def analysis_records(
     on_part("what the device reaches")
     yield from ceiling_records(device)
     if not quick:
-        yield from climb(source, base, steps=steps, rungs=climbed, judge=judge, on_part=on_part)
+        yield from climb(source, base, steps=steps, changes=climbed, judge=judge, on_part=on_part)
     # Last: on a GPU the profiler's library stays in the process, and every launch after it takes 1.4 times as long.
     on_part("kernels: a step under the profiler")
     against, profiled = (2, 1) if quick else (PROFILED_AGAINST, 2)

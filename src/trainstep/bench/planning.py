@@ -20,7 +20,7 @@ from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UnsupportedError
 from trainstep.base.hardware import find_device
 from trainstep.base.precision import PRECISIONS, PrecisionName
-from trainstep.bench.step import WARMUP, StepRunner, case_columns, step_peaks
+from trainstep.bench.step import WARMUP, BatchedStep, case_columns, step_peaks
 from trainstep.bench.tracing import trace_calls, trace_step
 from trainstep.measure.environment import describe, device_name, measure_ceilings
 from trainstep.measure.memory import GIB
@@ -110,7 +110,7 @@ def timed_here(source: WorkloadSource, config: StepConfig) -> tuple[TracedStep, 
 def _measured_ms(source: WorkloadSource, config: StepConfig) -> tuple[list[float], int]:
     """Milliseconds of `STEPS` steps, by the clock that the operators are timed with, and the peak of another."""
     step = build_step(source, config)
-    runner = StepRunner(step)
+    runner = BatchedStep(step)
     clock = quiet_clock(step.device)
     timing = time_steps(
         runner.run,
@@ -139,7 +139,7 @@ def host_seconds(device: torch.device) -> Mapping[str, float]:
     source = WorkloadSource("host", build)
     traced, calls = trace_calls(source, config)
     alone = operator_seconds(calls, device)
-    runner = StepRunner(build_step(source, config))
+    runner = BatchedStep(build_step(source, config))
     clock = quiet_clock(device)
     timing = time_steps(runner.run, device=device_clock(device), warmup=10, steps=30, clock=clock)
     found = {}

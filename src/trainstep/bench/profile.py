@@ -20,7 +20,7 @@ from trainstep.base.config import PHASES, StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.base.precision import Rate
 from trainstep.base.stats import RUN_SPREAD, summarize
-from trainstep.bench.step import StepRunner, case_columns, phase_samples
+from trainstep.bench.step import BatchedStep, case_columns, phase_samples
 from trainstep.measure.costs import UNKNOWN_LISTS, Lists
 from trainstep.measure.environment import describe, measure_ceilings
 from trainstep.measure.outcome import Failure, attempt, failed_row
@@ -97,7 +97,7 @@ def _measure(
     source: WorkloadSource, config: StepConfig, warmup: int, steps: int, profiled_steps: int, trace: Path | None
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, KernelProfile]]:
     """Milliseconds of the step without and with the profiler, in the same process, and what it recorded."""
-    runner = StepRunner(build_step(source, config))
+    runner = BatchedStep(build_step(source, config))
     clock = device_clock(runner.step.device)
     plain = time_steps(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
     with tempfile.TemporaryDirectory() as folder, _pieces(config):
@@ -124,7 +124,7 @@ def run_nvtx(source: WorkloadSource, config: StepConfig, *, warmup: int, steps: 
     device = resolve_device(config.device)
     if device.type != "cuda":
         raise UsageError("NVTX ranges are for GPU profilers, and this would run on the CPU; use a machine with a GPU")
-    runner = StepRunner(build_step(source, config))
+    runner = BatchedStep(build_step(source, config))
     with _pieces(config):
         return run_under_nvtx(
             runner.run,

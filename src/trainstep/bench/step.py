@@ -182,7 +182,7 @@ def measure_step(
     return measure_training_step(build_step(source, config), source, mode, warmup, steps, sustained=sustained)
 
 
-class StepRunner:
+class BatchedStep:
     """Takes a step on a batch that is ready, then makes the next one ready: every step trains on another batch.
 
     Raises:
@@ -223,7 +223,7 @@ def measure_training_step(
     Raises:
         WrongError: making a batch changes weights or optimizer state.
     """
-    runner = StepRunner(step, mode)
+    runner = BatchedStep(step, mode)
     clock = device_clock(step.device)
     preparing = Preparing(runner.prepare_next, clock)
     if sustained:

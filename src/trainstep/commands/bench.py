@@ -127,7 +127,7 @@ class BenchAb(_StepCases):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLadder(Climbed):
-    """Climb the ladder alone: from the plain step upwards, one checked change per rung."""
+    """Climb the ladder alone: from the plain step upwards, one checked change at a time."""
 
     warmup: int = 3
     """Steps before the timed ones."""
@@ -135,14 +135,15 @@ class BenchLadder(Climbed):
     """Folder for results.jsonl, tables/ and report.html."""
 
     def run(self) -> int:
-        from trainstep.ladder.workloads import chosen, climb, rungs_for
+        from trainstep.ladder.change import changes_of_step, chosen
+        from trainstep.ladder.steps import climb
         from trainstep.step.workload import resolve_device
 
         source = self.source()
         config = self.own_step(source)
-        rungs = chosen(rungs_for(source, resolve_device(config.device), config), self.rungs)
+        named = chosen(changes_of_step(source, resolve_device(config.device).type, config), self.changes)
         return run_and_report(
-            lambda on_part: climb(source, config, warmup=self.warmup, steps=self.steps, rungs=rungs, on_part=on_part),
+            lambda on_part: climb(source, config, warmup=self.warmup, steps=self.steps, changes=named, on_part=on_part),
             self.out,
             f"ladder of {source.name}",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,9 +12,9 @@ from trainstep.base.errors import UsageError
 from trainstep.commands.output import INTERRUPTED, NOTHING_RAN, console_for_output, show_report
 
 if TYPE_CHECKING:
-    from trainstep.ladder.climb import Ladder
+    from trainstep.ladder.change import Change
     from trainstep.ladder.ranks import Leader
-    from trainstep.observe.supervise import Command
+    from trainstep.ladder.scripts import ScriptRunner
     from trainstep.rows.records import Row
 
 SEEN = (
@@ -22,7 +23,7 @@ SEEN = (
 )
 HERE = "It runs in this directory: what it writes there, such as checkpoints and logs, each run writes again."
 LEFT = (
-    "{least} to {most} runs are left, {first:.0f} to {last:.0f} minutes at the {own_s:.1f} s of the first; --rungs "
+    "{least} to {most} runs are left, {first:.0f} to {last:.0f} minutes at the {own_s:.1f} s of the first; --changes "
     "names fewer changes, and Ctrl-C keeps what was measured."
 )
 COPIED = "Each run has a copy of this directory, which is removed; what it writes elsewhere, each run writes again."
@@ -37,23 +38,23 @@ def climb_script(
         leader: runs the script.
         out: the report's folder.
         steps: updates of each run.
-        names: of rungs, divided by commas; None for all.
+        names: of changes, divided by commas; None for all.
         at_once: whether all of them are tried together first.
         patch: the file that a diff is written to.
         copies: whether each run has a copy of the working directory.
 
     Raises:
-        UsageError: no such rung, a folder that cannot be written, or a file that is no diff in the patch's place.
+        UsageError: no such change, a folder that cannot be written, or a file that is no diff in the patch's place.
     """
-    from trainstep.ladder.changes.rungs import RUNGS
-    from trainstep.ladder.climb import Ladder
+    from trainstep.ladder.change import all_changes, chosen
+    from trainstep.ladder.ladder import Ladder
+    from trainstep.ladder.scripts import ScriptRunner
     from trainstep.ladder.single import Interrupted, Script
-    from trainstep.ladder.workloads import chosen
     from trainstep.observe.rows import script_records
-    from trainstep.rows import ScriptRungRow
+    from trainstep.rows import BASELINE, ChangeRow
     from trainstep.rows.records import RecordWriter
 
-    rungs, command = chosen(RUNGS, names), leader.command
+    changes, command = chosen(all_changes("script"), names), leader.command
     if patch is not None:
         _check_place(patch)
     console = console_for_output(to_stderr=True)
@@ -61,41 +62,42 @@ def climb_script(
     folder = out / "runs"
     console.print(SEEN.format(steps=steps, place=COPIED if copies else HERE, folder=folder))
     script = Script(leader, folder, steps, copies, lambda text: console.print(text))
-    ladder = Ladder(script, rungs, are_named=names is not None, at_once=at_once)
+    runner = ScriptRunner(script, are_named=names is not None)
+    ladder = Ladder(changes, runner, at_once=at_once)
     writer = RecordWriter(out / "results.jsonl")
     is_interrupted = False
     said: list[str] = []
     try:
         for row in ladder.climb():
             writer.write(row)
-            console.print(f"  {row.rung}: {row.verdict}{f' ({row.reason})' if row.reason else ''}")
-            if row.verdict == "baseline" and (left := _left(ladder, script.own_s or 0.0)):
-                console.print(left)
+            console.print(f"  {row.change}: {row.verdict}{f' ({row.reason})' if row.reason else ''}")
+            if row.verdict == BASELINE:
+                for line in _left(runner.runs_left(changes, at_once=at_once), script.own_s or 0.0):
+                    console.print(line)
         if patch is not None:
-            patched, said = _patched(ladder, command, patch)
+            patched, said = _patched(ladder.accepted, runner, patch)
             if patched is not None:
                 writer.write(patched)
     except (Interrupted, KeyboardInterrupt):
         is_interrupted = True
-    if ladder.first is not None:
-        for found in script_records([ladder.first.log], command.name, ladder.first.code):
+    if runner.first is not None:
+        for found in script_records([runner.first.log], command.name, runner.first.code):
             writer.write(found)
     writer.close()
-    show_report(writer.rows, out, console, is_interrupted=is_interrupted, kinds=(ScriptRungRow,))
+    show_report(writer.rows, out, console, is_interrupted=is_interrupted, kinds=(ChangeRow,))
     for line in said:
         console.print(line)
     if is_interrupted:
         return INTERRUPTED
-    if ladder.judge is not None:
+    if runner.judge is not None:
         return 0
-    return ladder.code if ladder.code > 0 else NOTHING_RAN
+    return runner.code if runner.code > 0 else NOTHING_RAN
 
 
-def _left(ladder: Ladder, own_s: float) -> str:
-    """How long the ladder may take, in words, where a run of the script takes `own_s`; empty where nothing is left."""
-    least, most = ladder.runs_left
-    minutes = own_s / 60
-    return LEFT.format(least=least, most=most, first=least * minutes, last=most * minutes, own_s=own_s) if most else ""
+def _left(runs: tuple[int, int], own_s: float) -> list[str]:
+    """How long the ladder may take, in words, where a run of the script takes `own_s`; none where nothing is left."""
+    (least, most), minutes = runs, own_s / 60
+    return [LEFT.format(least=least, most=most, first=least * minutes, last=most * minutes, own_s=own_s)] * bool(most)
 
 
 def _check_place(path: Path) -> None:
@@ -112,30 +114,38 @@ def _check_place(path: Path) -> None:
                 raise UsageError(f"--patch is {path}, a file that is there and no diff; give the diff another name")
 
 
-def _patched(ladder: Ladder, command: Command, path: Path) -> tuple[Row | None, list[str]]:
-    """Write what was kept into the script's text, run that, and offer it if it holds: a row, and what to say."""
+def _patched(accepted: Sequence[Change], runner: ScriptRunner, path: Path) -> tuple[Row | None, list[str]]:
+    """Write what was accepted into the script's text, run that, and offer it if it holds: a row, and what to say."""
     from trainstep.ladder.patch import patch_of
 
-    kept = [rung.name for rung in ladder.kept]
-    if not kept:
-        return None, ["No patch: nothing was kept."]
+    if not accepted:
+        return None, ["No patch: nothing was accepted."]
+    command = runner.script.command
     file = Path(command.target)
     if command.is_module:
         file = Path.cwd().joinpath(*command.target.split(".")).with_suffix(".py")
-    found = patch_of(file, kept, ladder.settings)
+    found = patch_of(file, accepted, runner.settings)
     if not found.written:
-        return None, ["No patch: none of what was kept is a line that is certain to be the right one in your files."]
-    row = ladder.judge_sources(found.texts, found.written)
-    if not row.kept:
+        return None, ["No patch: no accepted change is a line that is certain to be the right one in your files."]
+    row = runner.check_sources(found.texts, found.written)
+    if not row.accepted:
         return row, [f"No patch: with it, the script is {row.verdict}{f' ({row.reason})' if row.reason else ''}."]
-    diff = found.diff(Path.cwd())
+    diff, names = found.diff(Path.cwd()), ", ".join(each.name for each in found.written)
     try:
         path.write_text(diff, encoding="utf-8")
     except OSError as error:
-        return row, [f"Cannot write {path}: {error.strerror}. The diff of {', '.join(found.written)}:", diff]
-    left = [f"Not in it: {rung.name} ({rung.lines})." for rung in ladder.kept if rung.name in found.left]
-    if "bf16 autocast" in found.written and any(model["floats"] is None for model in ladder.settings["models"]):
+        return row, [
+            f"Cannot write {path}: {error.strerror}. The diff of {names}:",
+            diff,
+        ]
+    left = [f"Not in it: {each.name} ({each.line.text})." for each in found.left]
+    if any(each.precision == "bf16" for each in found.written) and any(
+        model["floats"] is None for model in runner.settings["models"]
+    ):
         left.append(
             "Tensors inside of what the model returns stay bf16: .float() where NumPy or a loss of yours takes one."
         )
-    return replace(row, lines=str(path)), [f"Written to {path}: {', '.join(found.written)}.", *left]
+    return replace(row, code=str(path)), [
+        f"Written to {path}: {names}.",
+        *left,
+    ]

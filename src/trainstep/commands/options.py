@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import sys
 import textwrap
 import typing
 from abc import ABC, abstractmethod
@@ -34,9 +35,23 @@ def parse_as(commands: Any, words: Sequence[str]) -> Common:
     Raises SystemExit for words that cannot be parsed, when what is wrong was printed, and after --help.
     """
     config = (OmitArgPrefixes, DisallowNone)
-    parsed: Any = tyro.cli(commands, args=words, prog="trainstep", description=DESCRIPTION, config=config)
+    parsed: Any = tyro.cli(
+        commands, args=list(map(_renamed, words)), prog="trainstep", description=DESCRIPTION, config=config
+    )
     command: Common = getattr(parsed, "experiment", parsed)
     return command
+
+
+RENAMED = {"rungs": "changes"}
+"""Flags of the version before → today's; the old names are accepted for this version."""
+
+
+def _renamed(word: str) -> str:
+    name, equals, value = word.removeprefix("--").partition("=")
+    if not word.startswith("--") or name not in RENAMED:
+        return word
+    print(f"trainstep: --{name} is now --{RENAMED[name]}; the next version accepts that alone", file=sys.stderr)
+    return f"--{RENAMED[name]}{equals}{value}"
 
 
 def commas(item: Any) -> Any:
@@ -219,9 +234,9 @@ class OneModel(AnyModel):
 class Climbed(OneModel):
     """Commands that climb the ladder."""
 
-    rungs: str | None = None
-    """Of the ladder, by name and divided by commas, as in "bf16 autocast,compiled blocks"; by default all that may
-    help."""
+    changes: str | None = None
+    """Changes that the ladder tries, by name and divided by commas, as in "bf16 autocast,compiled blocks"; by default
+    all that may help."""
 
 
 def sources(

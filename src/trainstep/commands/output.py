@@ -171,7 +171,7 @@ def show_report(
     from trainstep.report.compare import comparison_table, repeatability
     from trainstep.report.page import Report
     from trainstep.report.subjects import make_tables
-    from trainstep.report.subjects.ladder_findings import failed_baselines
+    from trainstep.report.subjects.climbs import failed_baselines
 
     report = Report(rows)
     unwritten: UsageError | None = None

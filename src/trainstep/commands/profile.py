@@ -29,7 +29,7 @@ DtypesGrid: Any = flags_of(StepConfig, several=True, defaults={"precision": DTYP
 
 @dataclass(frozen=True, kw_only=True)
 class Analyze(Climbed):
-    """Measure a training step, explain it, make it faster rung by rung, and write the report."""
+    """Measure a training step, explain it, make it faster change by change, and write the report."""
 
     quick: FlagCreatePairsOff[bool] = False
     """Stop at the facts, the phases, the memory and the kernels: no compiling, no checks, no ladder, and few steps."""
@@ -40,10 +40,10 @@ class Analyze(Climbed):
         from trainstep.bench.analysis import analysis_records
 
         source = self.source()
-        if self.quick and self.rungs is not None:
-            raise UsageError(f"--rungs {self.rungs} is of the ladder, which --quick leaves out; give one of them")
+        if self.quick and self.changes is not None:
+            raise UsageError(f"--changes {self.changes} is of the ladder, which --quick leaves out; give one of them")
         trace = self.out / "trace.json.gz"
-        asked: dict[str, Any] = {"steps": self.steps, "quick": self.quick, "rungs": self.rungs, "trace": trace}
+        asked: dict[str, Any] = {"steps": self.steps, "quick": self.quick, "changes": self.changes, "trace": trace}
         config = self.own_step(source)
         return run_and_report(
             lambda on_part: analysis_records(source, config, **asked, on_part=on_part),

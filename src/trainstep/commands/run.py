@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tyro.conf import FlagCreatePairsOff, Suppress
 
 from trainstep.base.errors import UsageError
-from trainstep.commands.options import Common
+from trainstep.commands.options import RENAMED, Common
 from trainstep.commands.output import console_for_output, show_report
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ class Run(Common):
     out: Path = Path("results/run")
     """Folder for results.jsonl, tables/, report.html, the ranks' logs and the profiler's trace."""
     ladder: FlagCreatePairsOff[bool] = False
-    """Run the script once per rung: one change made from outside each, judged, and timed if training is the same."""
-    rungs: str | None = None
-    """Of the ladder, by name and divided by commas, as in "fused optimizer,loader workers"; by default all. Those
-    that are named are tried even where memory speaks against them."""
+    """Run the script once per change, made from outside: each is checked, and timed if training is the same."""
+    changes: str | None = None
+    """Changes that the ladder tries, by name and divided by commas, as in "fused optimizer,loader workers"; by default
+    all. Those that are named are tried even where memory speaks against them."""
     at_once: FlagCreatePairsOff[bool] = False
-    """With --ladder: try all changes together first, in a fraction of the runs; one by one only if that is not kept."""
+    """With --ladder: try all changes together first, in a fraction of the runs; one by one only if that is rejected."""
     patch: Path | None = None
-    """With --ladder: write what was kept as a diff of the script, if that diff, run and measured again, holds."""
+    """With --ladder: write what was accepted as a diff of the script, if that diff, run and measured again, holds."""
     cwd_copy: FlagCreatePairsOff[bool] = False
     """With --ladder: give each run a copy of the working directory, so that none sees what another one wrote."""
     script: Suppress[tuple[str, ...]] = ()
@@ -68,7 +68,7 @@ class Run(Common):
         command, rank = command_of(self.script), Rank.of(os.environ)
         if self.ladder:
             return self._climb(command, rank)
-        if unused := [name for name in ("rungs", "at_once", "patch", "cwd_copy") if getattr(self, name)]:
+        if unused := [name for name in ("changes", "at_once", "patch", "cwd_copy") if getattr(self, name)]:
             raise UsageError(f"--{unused[0].replace('_', '-')} belongs to a ladder: add --ladder")
         plan = {
             "steps": self.steps,
@@ -103,7 +103,7 @@ class Run(Common):
                 leader,
                 self.out,
                 steps=self.steps or LADDER_STEPS,
-                names=self.rungs,
+                names=self.changes,
                 at_once=self.at_once,
                 patch=self.patch,
                 copies=self.cwd_copy,
@@ -141,7 +141,7 @@ def split_script(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
         if not word.startswith("-") or word == "-m":
             break
         name, equals, _ = word.removeprefix("--").partition("=")
-        known = flags.get(name.replace("-", "_"))
+        known = flags.get(RENAMED.get(name, name).replace("-", "_"))
         takes_value = known is not None and not equals and not isinstance(known.default, bool)
         place += 1 + takes_value
     return list(words[:place]), tuple(words[place:])

@@ -1,6 +1,5 @@
-"""The ladder of a script, in the process that starts its runs: what is tried, judged, timed and kept.
+"""Changes, tried one by one and accepted where they make a step or a script faster.
 
-`climb` asks for runs (`single`, on all `ranks`), has them judged by what they left (`judge`), and makes a row of each
-rung (`rung_rows`); `larger` is for a batch that no run can be judged by, and `patch` writes what was kept into the
-user's files.
+`ladder` climbs with a runner: `steps` runs a workload's step in this process, `scripts` a script in processes of its
+own. `change` is one change, and `changes/` has all of them.
 """

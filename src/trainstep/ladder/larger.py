@@ -1,7 +1,7 @@
 """A larger batch: where memory has room for it, and what it brings, in samples per second.
 
-It is another step. Its gradients are those of other samples, so nothing of it can be held against the script as it is
-but that its losses are finite; it is no speed-up of the step, and belongs neither to what was kept nor to the patch.
+It is another step. Its gradients are those of other samples, so nothing of it can be compared with the script as it is
+but that its losses are finite. It is no speed-up of the step, and no part of the final configuration or of the patch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainstep.base.stats import Ratio
-from trainstep.ladder.changes.rungs import TIMES, Rung
-from trainstep.ladder.rung_rows import ratio_fields
+from trainstep.ladder.changes.loaders import TIMES
+from trainstep.ladder.ladder import ratio_fields
 from trainstep.ladder.single import Taken
 from trainstep.ladder.trial.capture import Captured
 from trainstep.observe.lines import shown_line
@@ -22,11 +22,7 @@ LIMITS = 0.6
 """Memory limits a script whose peak is above this share of what it could have."""
 FULL = 0.95
 """Share of that which may be planned with: what is freed in pieces is not all of use."""
-BY_NAME = "name the rung in --rungs to try it"
-
-
-Base = tuple[list[Rung], Taken]
-"""Rungs together, and a run with them."""
+BY_NAME = "name the change in --changes to try it"
 
 
 def share_of_memory(captured: Captured | None) -> float | None:
@@ -60,13 +56,6 @@ def why_no_room(captured: Captured | None) -> str:
     if needed <= FULL * limit:
         return ""
     return f"it may need {needed:.3g} GiB, more than {FULL:.0%} of the {limit:.3g} GiB that there are: {BY_NAME}"
-
-
-def with_room(bases: Sequence[Base]) -> tuple[Sequence[Base], str]:
-    """Those that leave room for a larger batch; all of them, and why the first does not, where none does."""
-    reasons = [why_no_room(taken.captured) for _, taken in bases]
-    fitting = [base for base, why in zip(bases, reasons, strict=True) if not why]
-    return (fitting, "") if fitting else (bases, reasons[0])
 
 
 def why_not_told(before: Taken, own: Taken) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainstep.base.precision import PrecisionName
-from trainstep.ladder.changes.rungs import Rung
+from trainstep.ladder.change import Change
 from trainstep.ladder.ranks import Failed, Leader, Order
 from trainstep.ladder.trial.capture import FILE, Captured, of_all_ranks, read_captured
 from trainstep.observe.loaders import begins_again
@@ -102,7 +102,7 @@ class Script:
     def run(
         self,
         what: str,
-        rungs: Sequence[Rung] = (),
+        changes: Sequence[Change] = (),
         *,
         rounding: tuple[PrecisionName, int] | None = None,
         without_dropout: bool = False,
@@ -113,7 +113,7 @@ class Script:
 
         Args:
             what: in words, for whoever waits.
-            rungs: whose changes are made.
+            changes: that are made from outside.
             rounding: a precision in which results are rounded once more at random, and a seed.
             without_dropout: whether nothing is dropped.
             sources: path → text that is run in its place.
@@ -143,7 +143,7 @@ class Script:
             command.target,
             self.steps,
             {
-                "changes": [rung.reference for rung in rungs],
+                "changes": [each.reference for each in changes],
                 "rounding": rounding,
                 "without_dropout": without_dropout,
                 "sources": dict(sources),

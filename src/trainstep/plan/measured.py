@@ -6,7 +6,7 @@
     collective fit   overhead and bus bandwidth of the all-reduce (else of another collective) over most ranks of one
                      host; of every collective between hosts, from ranks on several. Of as many ranks, those of groups
                      that were timed at once
-    rung, step       what the host takes to launch a block, from steps whose forward was bound by launching; and the
+    change, step     what the host takes to launch a block, from steps whose forward was bound by launching; and the
                      fraction of a copy's bandwidth that the optimizer reaches, from the step that reached most
     parallel         what the host takes to launch a whole step of a strategy, for each of the model's blocks
 
@@ -191,8 +191,8 @@ def _positive(row: Row, name: str) -> float:
 
 
 def checked(records: Iterable[Row], machine: Machine, network_bytes_per_s: float = 40e9) -> Iterator[PlanCheckRow]:
-    """Measured steps of named sizes, each beside its prediction: rows of the kinds step, rung, peak, checkpointing and
-    parallel. What has no prediction, as compiled code's memory, stays empty."""
+    """Measured steps of named sizes, each beside its prediction: rows of the kinds step, change, peak, checkpointing
+    and parallel. What has no prediction, as compiled code's memory, stays empty."""
     for row in records:
         if row.status != "ok" or row.case.get("workload") not in SIZES or row.case.get("mode", "step") != "step":
             continue

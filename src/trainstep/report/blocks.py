@@ -70,7 +70,7 @@ class Flags:
 class Line:
     """A line of code for the user's script, and what it was measured to bring."""
 
-    rung: str
+    change: str
     code: str
     where: str
     gain: Cell
@@ -90,7 +90,7 @@ class Advice:
         """The lines, each below a comment that says what it is."""
         heads = [", ".join(filter(None, (each.gain.plain, each.where))) for each in self.lines]
         pairs = zip(self.lines, heads, strict=True)
-        return "\n".join(f"# {each.rung}: {head}\n{each.code}" for each, head in pairs)
+        return "\n".join(f"# {each.change}: {head}\n{each.code}" for each, head in pairs)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from trainstep.base.config import PHASES
 from trainstep.report.blocks import Breakdown, Part, Stack, in_ms, percent, told_apart
 from trainstep.report.numbers import as_float
 from trainstep.report.subjects import run
-from trainstep.report.subjects.ladder_findings import climbs, disputing, kept_rungs, with_controls
+from trainstep.report.subjects.climbs import of_steps
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.report.subjects.uneven import as_told, is_uneven
-from trainstep.rows import KernelRow, ParallelRow, ProfileRow, RungRow
+from trainstep.rows import ChangeRow, KernelRow, ParallelRow, ProfileRow
 from trainstep.rows.records import Row, belonging, of_kind
 from trainstep.rows.row import Timed
 
@@ -151,8 +151,8 @@ def _group(module: str) -> str:
 
 
 def _timed(rows: Sequence[Row]) -> tuple[Stack, str] | None:
-    """The phases of a ladder's first rung, of the step that was taken apart, of a script, or of one process alone."""
-    climb = kept_rungs(next(iter(climbs(rows).values()), []))
+    """The phases of a ladder's first step, of the step that was taken apart, of a script, or of one process alone."""
+    climb = next((each.accepted for each in of_steps(rows)), [])
     alone = [row for row in of_kind(rows, ParallelRow) if row.status == "ok" and row.scheme == "single"]
     steps: list[Timed] = [row for row in (*climb[:1], analysed_step(rows)) if row is not None]
     said, own = "Medians of the step’s phases", run.first_rank(rows)[:1]
@@ -176,11 +176,11 @@ def _recommended(rows: Sequence[Row], role: str | None) -> Stack | None:
     Args:
         role: of all its parts, where colours stand for modules in the bar above.
     """
-    every = list(climbs(rows).values())
-    kept = kept_rungs(every[0]) if len(every) == 1 else []
-    if len(kept) < 2 or disputing(kept, with_controls(every[0], rows)) is not None:
+    every = of_steps(rows)
+    accepted = every[0].accepted if len(every) == 1 else []
+    if len(accepted) < 2 or every[0].is_disputed:
         return None
-    stack = _of_phases(kept[-1], f"recommended: {_settings(kept[-1], kept[0])}")
+    stack = _of_phases(accepted[-1], f"recommended: {_settings(accepted[-1], accepted[0])}")
     if stack is None or role is None:
         return stack
     phases = {phase: [replace(part, role=role) for part in parts] for phase, parts in stack.phases.items()}
@@ -198,8 +198,8 @@ def _of_phases(row: Timed, name: str, words: Mapping[str, str] | None = None) ->
     return Stack(name, in_ms(whole), phases) if phases else None
 
 
-def _settings(row: Row, first: RungRow | None = None) -> str:
-    """What the step runs with: `fp32, eager attention`; of a rung, what differs from the first."""
+def _settings(row: Row, first: ChangeRow | None = None) -> str:
+    """What the step runs with: `fp32, eager attention`; of a change, what differs from the first."""
     forms = {"precision": "{}", "attention": "{} attention", "compile": "{} compiled", "optimizer": "{}",
              "loss": "{} loss"}  # fmt: skip
     if first is not None:

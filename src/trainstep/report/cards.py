@@ -8,18 +8,20 @@ figures is at stake.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainstep.base.config import CHANGES
+from trainstep.base import advice
+from trainstep.base.advice import Line
 from trainstep.base.precision import PRECISIONS
 from trainstep.report.blocks import Card, Cards, Finding, Section, found, in_gib, in_ms, percent
 from trainstep.report.numbers import as_float
-from trainstep.report.subjects.ladder_findings import GAIN, base_name, base_names, changes, climbs, kept_rungs
+from trainstep.report.subjects.climbs import GAIN, climbs, of_steps
+from trainstep.report.subjects.climbs import changes as changes_of
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.subjects.uneven import as_told
 from trainstep.report.tables import Table
-from trainstep.rows import PieceRow, ProfileRow, RungRow, ScriptRow, ScriptRungRow, StepRow
+from trainstep.rows import ChangeRow, PieceRow, ProfileRow, ScriptRow, StepRow
 from trainstep.rows.records import Row, Scalar, belonging, of_kind
 
 LEAST = 0.01  # share of the step or of the peak from which something is a card
@@ -49,9 +51,8 @@ class Claim:
     evidence: tuple[str, ...]  # names of tables or sections, the first that the page has
     in_gib: bool = False
     is_part: bool = True  # whether the stake is part of the step's time or of its peak
-    rungs: tuple[str, ...] = ()  # changes that would mend it, the usual one first; what a ladder measured chooses
     is_mended: Callable[[Figures, Whole], bool] = lambda figures, whole: False  # whether the step has them already
-    action: str = ""  # code, where no rung is that change
+    action: Line | None = None  # code, where no ladder tried a change that answers the finding
     fills: bool = False  # whether it is told only where there is little else
 
 
@@ -122,24 +123,26 @@ def _owners(figures: Figures) -> dict[str, float]:
     }
 
 
-_ATTENTION, _COMPILED = ("fused attention", "our FlashAttention"), ("compiled blocks", "compiled model")
 _KERNELS = ("families", "kernels")
 
 CLAIMS: Mapping[str, Claim] = {
     "gain.no-baseline": Claim("The baseline failed: nothing can be compared", None, ("ladder",)),
     "loss.not-finite": Claim("The loss is not finite from step {step} on", None, ("phases", "correctness", "ladder")),
-    "data.bound": Claim("Steps wait for their batch", _figure("data_ms"), ("script",), rungs=("loader workers",)),
+    "data.bound": Claim("Steps wait for their batch", _figure("data_ms"), ("script",), action=advice.LOADER_WORKERS),
     "waits.line": Claim("The host waits for the device at {line}", _figure("ms"), ("wait", "waits")),
     "ranks.late": Claim("Rank {rank} is late", _figure("excess_ms"), ("script",)),
     "launches.bound": Claim(
         "Launches set the pace of forward, not the GPU",
         _figure("forward_issue_ms"),
         ("phases",),
-        rungs=_COMPILED,
+        action=advice.COMPILED_BLOCKS,
         is_mended=_is_compiled,
     ),
     "launches.script": Claim(
-        "Launches set the step’s pace, not the GPU", _figure("starved_ms"), ("script",), rungs=_COMPILED[::-1]
+        "Launches set the step’s pace, not the GPU",
+        _figure("starved_ms"),
+        ("script",),
+        action=advice.COMPILED_MODEL,
     ),
     "utilisation.low": Claim(
         "Most of the step is not matrix products at full speed",
@@ -149,44 +152,50 @@ CLAIMS: Mapping[str, Claim] = {
     ),
     "utilisation.high": Claim("Matrix products set the pace", _of_step, ("ceilings", "phases")),
     "gain.faster": Claim(
-        "{speedup:.2f}× faster with {rungs:list}",
+        "{speedup:.2f}× faster with {changes:list}",
         _less("before_ms", "after_ms"),
         ("ladder",),
         is_part=False,
         fills=True,
     ),
-    "gain.script": Claim(
-        "{speedup:.2f}× faster with {rungs:list}", _saved, ("script-rung", "script-ladder"), is_part=False, fills=True
-    ),
+    "gain.script": Claim("{speedup:.2f}× faster with {changes:list}", _saved, ("ladder",), is_part=False, fills=True),
     "phases.longest": Claim(
         "The longest phase is {first}, {first_share:.0%} of the step", _figure("first_ms"), ("phases",), fills=True
     ),
     "kernels.idle": Claim(
         "The device is idle for {idle_share:share} of the step", _figure("idle_ms"), ("phase-sums", "kernels")
     ),
-    "kernels.unfused": Claim("Small kernels read and write whole tensors", _of_kernels, _KERNELS, rungs=_COMPILED),
+    "kernels.unfused": Claim(
+        "Small kernels read and write whole tensors", _of_kernels, _KERNELS, action=advice.COMPILED_BLOCKS
+    ),
     "kernels.unfused-though-compiled": Claim("Small kernels are left though it is compiled", _of_kernels, _KERNELS),
-    "kernels.optimizer-unfused": Claim("The optimizer is not fused", _of_kernels, _KERNELS, rungs=("fused optimizer",)),
+    "kernels.optimizer-unfused": Claim(
+        "The optimizer is not fused", _of_kernels, _KERNELS, action=advice.FUSED_OPTIMIZER
+    ),
     "kernels.optimizer": Claim("The optimizer takes {share:share} of the kernel time", _of_kernels, _KERNELS),
-    "kernels.softmax": Claim("Softmax takes long for its arithmetic", _softmax, ("pieces",), rungs=_ATTENTION),
+    "kernels.softmax": Claim(
+        "Softmax takes long for its arithmetic", _softmax, ("pieces",), action=advice.FUSED_ATTENTION
+    ),
     "kernels.float32-products": Claim(
         "Products run in float32, off the tensor cores",
         _of_kernels,
         _KERNELS,
-        rungs=("TF32 matmuls", "bf16 autocast"),
+        action=advice.TF32,
         is_mended=_is_on_tensor_cores,
     ),
     "kernels.transfers": Claim("Kernels wait for copies between host and device", _exposed, ("profile", "kernels")),
     "kernels.communication": Claim(
         "{overlapped_share:.0%} of communication is hidden by compute", _exposed, ("profile", "kernels")
     ),
-    "formulas.attention-written-out": Claim("Attention is written out", _of_kernels, _KERNELS, rungs=_ATTENTION),
+    "formulas.attention-written-out": Claim(
+        "Attention is written out", _of_kernels, _KERNELS, action=advice.FUSED_ATTENTION
+    ),
     "formulas.attention-not-fused": Claim("Attention runs in its math form", _of_kernels, _KERNELS),
     "formulas.cross-entropy-written-out": Claim(
         "Cross-entropy is written out",
         _of_kernels,
         _KERNELS,
-        action="F.cross_entropy(logits.flatten(0, 1), targets.flatten())",
+        action=Line("F.cross_entropy(logits.flatten(0, 1), targets.flatten())"),
     ),
     "parallel.hidden": Claim(
         "With {least}, {least_hidden_share:.0%} of communication is hidden; with {most}, {most_hidden_share:.0%}",
@@ -206,7 +215,7 @@ CLAIMS: Mapping[str, Claim] = {
         _figure("gib"),
         ("memory",),
         in_gib=True,
-        action="model.config.use_cache = False",
+        action=Line("model.config.use_cache = False"),
     ),
     "memory.does-not-fit": Claim(
         "A {mode} does not fit", _figure("predicted_gib"), ("peak", "peaks"), in_gib=True, is_part=False
@@ -256,9 +265,12 @@ def alarms(findings: Sequence[Finding], sections: Sequence[Section]) -> Cards | 
 
 def cards(rows: Sequence[Row], findings: Sequence[Finding], sections: Sequence[Section]) -> Cards | None:
     """The largest stakes in time, then those in memory: at most `MOST`."""
-    whole, kept = _whole(rows), [kept_rungs(climb) for climb in climbs(rows).values()]
-    there = {base_name(rung) for each in kept if each for rung, _ in changes(each)}
-    tried = _tried(rows)
+    whole, there = _whole(rows), {row.names[0] for climb in of_steps(rows) for row in climb.there}
+    measured = {None, *(row.workload for row in _measured(rows) if row is not None)}
+    last = {name: row for climb in climbs(rows) for row in climb.rows for name in row.names}
+    tried = {
+        name: row for climb in climbs(rows) for row in climb.rows if row.workload in measured for name in row.names
+    }
     staked, told = list[_Staked](), {each.id for each in findings}
     for each in findings:
         claim = ODD_PHASES if each.figures.get("is_odd") else CLAIMS.get(each.id)
@@ -269,7 +281,7 @@ def cards(rows: Sequence[Row], findings: Sequence[Finding], sections: Sequence[S
         stake = claim.at_stake(each.figures, whole)
         of = None if not claim.is_part else whole.peak_gib if claim.in_gib else whole.step_ms
         if stake is not None and stake > LEAST * (of or 0.0):
-            action = _action(each, claim, whole, there, tried)
+            action = _action(each, claim, whole, there, last, tried.values())
             card = _card(each, claim, stake, of, sections, action)
             staked.append(_Staked(stake, claim, card))
     once: dict[str, _Staked] = {}
@@ -312,31 +324,34 @@ def _card(
     return Card(said, figure, share, each.sentence, _evidence(claim, sections), action)
 
 
-def _action(each: Finding, claim: Claim, whole: Whole, there: Collection[str], tried: Mapping[str, bool]) -> str:
-    """The code of the rung that brought most where a ladder tried some, of those that the top still has where there
-    are; none where none helped, or where the step has the change already."""
+def _action(
+    each: Finding,
+    claim: Claim,
+    whole: Whole,
+    there: Collection[str],
+    last: Mapping[str, ChangeRow],
+    tried: Iterable[ChangeRow],
+) -> str:
+    """The code of the change that brought most where a ladder tried some, of those that the top still has where there
+    are; none where none helped, or where the step has the change already.
+
+    Args:
+        there: the changes that tops of ladders have.
+        last: every change by its last try.
+        tried: those on ladders of what was measured.
+    """
     gains = {
         name.removeprefix(GAIN): as_float(gain) or 0 for name, gain in each.figures.items() if name.startswith(GAIN)
     }
     if gains:
         helped = [name for name, gain in gains.items() if gain > 1]
         best = max([name for name in helped if name in there] or helped or gains, key=gains.__getitem__)
-        return CHANGES[best].code if gains[best] > 1 and best in CHANGES else ""
-    if not claim.rungs or claim.is_mended(each.figures, whole):
-        return claim.action
-    known = [name for name in claim.rungs if name in tried]
-    left = [name for name in known if tried[name]] if known else claim.rungs
-    return CHANGES[left[0]].code if left else ""
-
-
-def _tried(rows: Sequence[Row]) -> dict[str, bool]:
-    """Change that a ladder of a measured workload tried → whether its last try was kept as faster."""
-    of = {None, *(row.workload for row in _measured(rows) if row is not None)}
-    ladder = {
-        base_name(row): row.kept and row.verdict == "faster" for row in of_kind(rows, RungRow) if row.workload in of
-    }
-    script = (row for row in of_kind(rows, ScriptRungRow) if row.workload in of)
-    return ladder | {name: row.kept and row.verdict == "faster" for row in script for name in base_names(row)}
+        return (last[best].code or "") if gains[best] > 1 and best in last else ""
+    if claim.is_mended(each.figures, whole):
+        return ""
+    own = [row for row in tried if each.id in (row.answers or ())]
+    accepted = [row for row in own if row.accepted and row.verdict == "faster"]
+    return (accepted[-1].code or "" if accepted else "") if own else claim.action.code if claim.action else ""
 
 
 def _evidence(claim: Claim, sections: Sequence[Section]) -> tuple[str, str]:
@@ -367,11 +382,11 @@ def _measured(rows: Sequence[Row]) -> tuple[StepRow | None, ProfileRow | None, S
 def _whole(rows: Sequence[Row]) -> Whole:
     step, profile, seen = _measured(rows)
     script = as_told(seen) if seen is not None else None
-    rung = next((row for row in of_kind(rows, RungRow) if row.step_ms), None)
-    timed = next((row.step_ms for row in (step, profile, script, rung) if row is not None and row.step_ms), None)
+    change = next((row for row in changes_of(rows) if row.step_ms), None)
+    timed = next((row.step_ms for row in (step, profile, script, change) if row is not None and row.step_ms), None)
     pieces = belonging(rows, PieceRow, profile) if profile is not None else []
     softmax = (row.ms or 0.0 for row in pieces if row.piece == "softmax" and row.phase != "step")
-    peaks = (as_float(row.values.get("peak_gib")) for row in (step, rung) if row is not None)
+    peaks = (as_float(row.values.get("peak_gib")) for row in (step, change) if row is not None)
     return Whole(
         timed,
         profile.kernels_ms if profile is not None else None,

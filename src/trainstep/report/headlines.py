@@ -11,31 +11,21 @@ from typing import TypeVar
 from trainstep.base.stats import WITHIN_RUN
 from trainstep.report.blocks import Finding, Headline, listed, span, told_apart
 from trainstep.report.columns import Cell, ratio_cell
-from trainstep.report.numbers import NONE, as_float, gib, number
-from trainstep.report.subjects import run, script_ladder, training
-from trainstep.report.subjects.ladder_findings import (
-    BASELINE,
-    after_precision,
-    climbs,
-    control_name,
-    disputing,
-    kept_rungs,
-    times_agree,
-    with_controls,
-)
+from trainstep.report.numbers import NONE, as_float, gib, number, numeric
+from trainstep.report.subjects import run, training
+from trainstep.report.subjects.climbs import Climb, after_precision, of_script, of_steps, times_agree
 from trainstep.report.subjects.noise import NOISY_INTERVAL, TIMED, same_step_twice, throttled, unsteady
 from trainstep.report.subjects.parallel import label_among
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.rows import (
+    BASELINE,
     AttentionRow,
-    ControlRow,
+    ChangeRow,
     ParallelRow,
     PeakRow,
     ProfileRow,
     RatioRow,
-    RungRow,
     ScriptRow,
-    ScriptRungRow,
     StepRow,
 )
 from trainstep.rows.records import Row, Scalar, Times, of_kind
@@ -49,12 +39,9 @@ UNMEASURED = "not measured"
 def headlines(records: Sequence[Row], found: Sequence[Finding]) -> list[Headline]:
     """Of every ladder; else of the step that was taken apart or profiled, of a script, of two arms; else of all."""
     told = []
-    for name, climb in climbs(records).items():
-        own = with_controls(climb, records)
-        if kept := kept_rungs(climb):
-            again = disputing(kept, own)
-            noise = _noise_of(climb, records)
-            told.append(_disputed(kept, again, name) if again is not None else _gain(kept, own, name, noise))
+    for climb in of_steps(records):
+        if climb.accepted:
+            told.append(_disputed(climb) if climb.is_disputed else _gain(climb, _noise_of(climb, records)))
     step, script = analysed_step(records), _script(records)
     if not told and step is not None:
         told.append(_step(step, found))
@@ -72,18 +59,24 @@ def headlines(records: Sequence[Row], found: Sequence[Finding]) -> list[Headline
     return told
 
 
-def _disputed(kept: Sequence[RungRow], again: ControlRow, name: str) -> Headline:
-    detail = "The ladder’s top, in turns with its first rung, was not what its rungs’ gains say."
+def _disputed(climb: Climb) -> Headline:
+    assert climb.final is not None, "which disputes it"
+    detail = "The final configuration, in turns with the first, was not what the gains say."
     says = "no speed-up is claimed: the machine changed meanwhile"
-    in_turns, claimed = ratio_cell(again, "speedup").plain, ratio_cell(kept[-1], "speedup").plain
-    confidence = f"In turns at the end {in_turns}, by the gains of the rungs {claimed}: run again on a quieter machine."
-    return Headline(Cell(NONE), says, f"{name}: {detail}" if name else detail, [], confidence)
+    in_turns, claimed = ratio_cell(climb.final, "speedup").plain, ratio_cell(climb.accepted[-1], "speedup").plain
+    confidence = f"In turns at the end {in_turns}, by the gains {claimed}: run again on a quieter machine."
+    return Headline(Cell(NONE), says, _named(climb, detail), [], confidence)
 
 
-def _gain(kept: Sequence[RungRow], own: Sequence[Row], name: str, found: Sequence[Finding]) -> Headline:
-    first, last = kept[0], kept[-1]
+def _named(climb: Climb, detail: str) -> str:
+    return f"{climb.name}: {detail}" if climb.name else detail
+
+
+def _gain(climb: Climb, found: Sequence[Finding]) -> Headline:
+    accepted = climb.accepted
+    first, last = accepted[0], accepted[-1]
     speedup = ratio_cell(last, "speedup")
-    apart = "" if times_agree(kept) else "; the machine changed between them"
+    apart = "" if times_agree(climb) else "; the machine changed between them"
     stats = [
         ("Step", change_of(first, last, "step_ms", number, "ms"), f"median, from {first.precision}{apart}"),
         ("Throughput", change_of(first, last, "tokens_per_s", number, ""), "tokens/s"),
@@ -91,58 +84,59 @@ def _gain(kept: Sequence[RungRow], own: Sequence[Row], name: str, found: Sequenc
         ("Peak memory", change_of(first, last, "peak_gib", gib, "") or UNMEASURED, "of one step"),
     ]
     error, budget = last.gradient_error, last.error_budget
-    if len(kept) > 1 and error is not None and budget:
+    if len(accepted) > 1 and error is not None and budget:
         stats.append(("Gradients", number(error, 2), f"relative error, {number(budget, 2)} allowed"))
     stats = [stat for stat in stats if stat[1]]
-    confidence = _of_ladder(kept, own, found)
-    if len(kept) == 1:
-        which = "the baseline" if first.rung == BASELINE else f"{first.rung}, the first that fits,"
+    confidence = _of_ladder(climb, found)
+    if len(accepted) == 1:
+        which = "the baseline" if first.change == BASELINE else f"{first.change}, the first that fits,"
         says, detail = f"per step: {which} is the fastest found", "No change on the ladder made the step faster."
-        detail = f"{name}: {detail}" if name else detail
-        return Headline(Cell(f"{number(first.step_ms)} ms"), says, detail, stats, confidence)
+        return Headline(Cell(f"{number(first.step_ms)} ms"), says, _named(climb, detail), stats, confidence)
     is_faster = speedup.low is not None and (as_float(speedup.low.value) or 0) > 1
     checked = "loss and gradients" if last.update_error is None else "loss, gradients and updates"
     says = f"faster, {checked} within their budgets" if is_faster else "the baseline’s speed, in less memory"
     detail = f"{change_of(first, last, 'step_ms', number, 'ms')} per step{apart}"
-    if (later := after_precision(kept)) is not None:
-        detail += f"; {later['after_precision']:.2f}× of it after {later['precision_rung']}"
-    return Headline(speedup, says, f"{name}: {detail}" if name else detail, stats, confidence)
+    if (later := after_precision(climb)) is not None:
+        detail += f"; {later['after_precision']:.2f}× of it after {later['precision_change']}"
+    return Headline(speedup, says, _named(climb, detail), stats, confidence)
 
 
-def _of_ladder(kept: Sequence[RungRow], own: Sequence[Row], found: Sequence[Finding]) -> str:
-    """Interval, samples, control and noise of a ladder's speed-up, in one line."""
-    last, parts = kept[-1], list[str]()
+def _of_ladder(climb: Climb, found: Sequence[Finding]) -> str:
+    """Interval, samples, drift and noise of a ladder's speed-up, in one line."""
+    last, final, parts = climb.accepted[-1], climb.final, list[str]()
     turns = " taken in turns" if last.in_turns else ""
     samples = f"{number(last.n)} steps{turns}" if last.n is not None else ""
     speedup = ratio_cell(last, "speedup")
-    if len(kept) > 1:
+    if len(climb.accepted) > 1:
         has_interval = speedup.low is not None and speedup.low.value is not None and speedup.high is not None
         bounds = f"{speedup.low.text}–{speedup.high.text}×" if has_interval else ""  # type: ignore[union-attr]
         parts.append(f"95 % interval {WITHIN_RUN} {bounds}" if has_interval else "no interval: too few samples for one")
     parts.append(f"one process{f', {samples}' if samples else ''}")
-    controls = [row for row in of_kind(own, ControlRow) if row.status == "ok" and row.ratio is not None]
-    for row in controls:
-        cell, ends = ratio_cell(row, "ratio"), (row.ratio_low, row.ratio_high)
-        which = f"control: {control_name(row, own)} again at the end took {cell.plain} its first time"
-        if ends[0] is not None and ends[1] is not None:
-            which += ", as it should" if ends[0] <= 1 <= ends[1] else ", so the machine changed"
+    drifts = [end for end in ("first", "top") if final is not None and f"{end}_drift" in final.values]
+    for end in drifts:
+        assert final is not None
+        cell = ratio_cell(final, f"{end}_drift")
+        which = f"drift check: {final.values[end]} again at the end took {cell.plain} its first time"
+        if cell.low is not None and cell.high is not None:
+            is_steady = numeric(cell.low.value) <= 1 <= numeric(cell.high.value)
+            which += ", as it should" if is_steady else ", so the machine changed"
         parts.append(which)
-        if row.speedup is not None:
-            parts.append(f"in turns with the first rung {ratio_cell(row, 'speedup').plain}")
-    parts += [] if controls else ["no control was measured"]
-    return _sentence([*parts, *_noise(found, "rungs"), *_quiet(of_kind(own, RungRow))])
+    if final is not None and final.speedup is not None:
+        parts.append(f"in turns with the first {ratio_cell(final, 'speedup').plain}")
+    parts += [] if drifts else ["no drift was checked"]
+    return _sentence([*parts, *_noise(found, "changes"), *_quiet(climb.rows)])
 
 
-def _quiet(rows: Sequence[RungRow | StepRow]) -> list[str]:
+def _quiet(rows: Sequence[ChangeRow | StepRow]) -> list[str]:
     """That the GPU was not slowed, where each of the rows that were measured says so."""
     limits = {row.throttled_by for row in rows if row.status == "ok"}
     return ["the GPU was not slowed"] if limits == {"nothing"} else []
 
 
-def _noise_of(climb: Sequence[RungRow], records: Sequence[Row]) -> list[Finding]:
-    """What the rules about noise find without the rungs of other ladders."""
-    own = {id(row) for row in climb}
-    rows = [row for row in records if not isinstance(row, RungRow) or id(row) in own]
+def _noise_of(climb: Climb, records: Sequence[Row]) -> list[Finding]:
+    """What the rules about noise find without the changes of other ladders."""
+    own = {id(row) for row in climb.rows}
+    rows = [row for row in records if not isinstance(row, ChangeRow) or id(row) in own]
     return [*unsteady(rows), *throttled(rows), *same_step_twice(rows)]
 
 
@@ -167,7 +161,7 @@ def _sentence(parts: Sequence[str]) -> str:
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
-def _of_peak(row: RungRow | StepRow) -> str:
+def _of_peak(row: ChangeRow | StepRow) -> str:
     return "" if row.utilisation is None else f", {row.utilisation:.0%} of the device’s peak"
 
 
@@ -250,14 +244,11 @@ def _of_script(row: ScriptRow) -> str:
 
 def _script_gain(records: Sequence[Row]) -> Headline | None:
     """What a script's ladder brought in all, where that is certain; None otherwise."""
-    climbed = script_ladder.rungs(records)
-    kept = [row for row in climbed if row.kept and row.status == "ok"]
-    if len(kept) < 2 or climbed[0].status != "ok":
+    climb = of_script(records)
+    top = climb.top if climb is not None else None
+    if climb is None or top is None or top.speedup_low is None or top.speedup_low <= 1:
         return None
-    top = next((row for row in of_kind(records, ScriptRungRow) if row.rung == script_ladder.TOP), kept[-1])
-    if top.speedup_low is None or top.speedup_low <= 1:
-        return None
-    speedup, first = ratio_cell(top, "speedup"), kept[0]
+    speedup, first = ratio_cell(top, "speedup"), climb.first
     stats = [
         ("Step", change_of(first, top, "step_ms", number, "ms"), "median of the runs"),
         ("Peak memory", change_of(first, top, "peak_gib", gib, "") or UNMEASURED, "of one step"),
@@ -366,7 +357,7 @@ def _peak(records: Sequence[Row]) -> Headline | None:
 
 def _counted(records: Sequence[Row], found: Sequence[Finding]) -> Headline | None:
     """How much was measured, of rows that have no one step; of the kind that most rows are of."""
-    counts = Counter(type(row) for row in records if type(row) in TIMED)
+    counts = Counter(type(row) for row in records if type(row) in TIMED and not row.values.get("between_runs"))
     if not counts:
         return None
     kind, count = counts.most_common(1)[0]

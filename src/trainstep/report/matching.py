@@ -16,7 +16,7 @@ ACROSS = (
     "warmup",
     "timing",
 )  # The columns in which compared rows may be allowed to differ
-MATCHED_BY = {"step": ACROSS, "rung": ("workload", "batch", "context", "rung"), "sweep": ()}
+MATCHED_BY = {"step": ACROSS, "change": ("workload", "batch", "context", "change"), "sweep": ()}
 """The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all."""
 CONDITIONS = ("device", "torch", "threads")
 """Columns of the environment that a ratio of times is a ratio of, too."""

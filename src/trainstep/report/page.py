@@ -20,9 +20,7 @@ from trainstep.report.charts import COLOURS, embedded
 from trainstep.report.formats import write_tables
 from trainstep.report.numbers import typeset
 from trainstep.report.subjects import SECTIONS, findings
-from trainstep.report.subjects.ladder_findings import (
-    recommended_flags,
-)
+from trainstep.report.subjects.climbs import recommended_flags
 from trainstep.report.summary import summary
 from trainstep.rows import WorkloadRow
 from trainstep.rows.records import Row, of_kind

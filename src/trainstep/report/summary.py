@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from trainstep.base.config import CHANGES, Change
 from trainstep.base.stats import WITHIN_RUN
 from trainstep.report.blocks import TOPICS, Advice, Block, Finding, Flags, Line, Section, Sentences
 from trainstep.report.breakdown import breakdown
@@ -14,19 +13,8 @@ from trainstep.report.cards import alarms, cards
 from trainstep.report.columns import Cell, ratio_cell
 from trainstep.report.headlines import change_of, headlines
 from trainstep.report.numbers import gib
-from trainstep.report.subjects import script_ladder
-from trainstep.report.subjects.ladder_findings import (
-    BASELINE,
-    base_name,
-    base_names,
-    climbs,
-    credited,
-    disputing,
-    kept_rungs,
-    recommended_flags,
-    with_controls,
-)
-from trainstep.rows import RungRow, ScriptRungRow
+from trainstep.report.subjects.climbs import Climb, climbs, credited, flags_of
+from trainstep.rows import BASELINE, ChangeRow
 from trainstep.rows.records import Row
 
 
@@ -58,51 +46,51 @@ def summary(records: Sequence[Row], found: Sequence[Finding], sections: Sequence
 def _advice(records: Sequence[Row]) -> list[Block]:
     """Lines for the user's own script, with what each was measured to bring, and flags for trainstep's commands."""
     blocks: list[Block] = []
-    for place, (name, climb) in enumerate(climbs(records).items()):
-        own, suffix = with_controls(climb, records), f"-{place}" if place else ""
-        whose, kept = f" ({name})" if name else "", kept_rungs(climb)
-        if kept and disputing(kept, own) is None and (lines := _lines(kept)):
+    for place, climb in enumerate(climbs(records)):
+        suffix, whose = f"-{place}" if place else "", f" ({climb.name})" if climb.name else ""
+        if climb.is_script:
+            blocks += _of_script(climb)
+            continue
+        if climb.accepted and not climb.is_disputed and (lines := _lines(climb)):
             note = f"Each gain is over the lines above it, {WITHIN_RUN}, with its 95 % interval; {_TEMPLATE}"
             blocks.append(Advice(f"What to write in your own script{whose}", note, lines, f"lines{suffix}"))
-        if flags := recommended_flags(own):
+        if flags := flags_of(climb):
             says = f"For trainstep’s own commands, add these flags{whose}"
             blocks.append(Flags(re.split(r" (?=--)", flags), says, f"flags{suffix}"))
-    last = script_ladder.top(records)
-    if last is not None and last.speedup_low is not None and last.speedup_low > 1:
-        there, gone = script_ladder.kept_lines(records)
-        note = f"Each gain is over the lines above it, between runs, with its 95 % interval; {_TEMPLATE}"
-        for row in gone:
-            note += f" {row.rung} had brought {ratio_cell(row, 'gain').plain} before another line took its place."
-        blocks.append(Advice("What to write in the script", note, [_script_line(row) for row in there], "script-lines"))
     return blocks
+
+
+def _of_script(climb: Climb) -> list[Block]:
+    """Lines for a script that its ladder proved."""
+    top, there = climb.top, climb.there
+    if top is None or top.speedup_low is None or top.speedup_low <= 1:
+        return []
+    note = f"Each gain is over the lines above it, between runs, with its 95 % interval; {_TEMPLATE}"
+    for row in climb.accepted[1:]:
+        if row not in there:
+            note += f" {row.change} had brought {ratio_cell(row, 'gain').plain} before another line took its place."
+    lines = [_line(row, ratio_cell(row, "gain")) for row in there]
+    return [Advice("What to write in the script", note, lines, "script-lines")]
 
 
 _TEMPLATE = "names and … stand for what your script has."
 
 
-def _lines(kept: Sequence[RungRow]) -> list[Line]:
-    """One line per kept rung whose change is still there at the top; before them the first rung that fitted."""
-    lines = []
-    if kept[0].rung != BASELINE:
-        change = _change(kept[0])
-        lines.append(Line(kept[0].rung, change.code, change.where, Cell("fits", note="the baseline does not")))
-    for before, row, ratio in credited(kept):
+def _line(row: ChangeRow, gain: Cell) -> Line:
+    where = row.where or ("" if row.code else "a change of the ladder’s own")
+    return Line(row.change, row.code or row.change, where, gain)
+
+
+def _lines(climb: Climb) -> list[Line]:
+    """One line per accepted change that is still there at the top; before them the first that fitted."""
+    lines, first = [], climb.accepted[0]
+    if first.change != BASELINE:
+        lines.append(_line(first, Cell("fits", note="the baseline does not")))
+    for before, row, ratio in credited(climb):
         bounds = (ratio.interval.low, ratio.interval.high) if ratio.interval else None
         low, high = (Cell(f"{end:.2f}", end) for end in bounds) if bounds else (None, None)
         saves = change_of(before, row, "peak_gib", gib, "")
         is_certain = bounds is not None and bounds[0] > 1
         note = f"peak {saves}" if not is_certain and "→" in saves else ""
-        change, gain = _change(row), Cell(f"{ratio.value:.2f}×", ratio.value, "gain", low, high, note=note)
-        lines.append(Line(row.rung, change.code, change.where, gain))
+        lines.append(_line(row, Cell(f"{ratio.value:.2f}×", ratio.value, "gain", low, high, note=note)))
     return lines
-
-
-def _change(row: RungRow) -> Change:
-    return CHANGES.get(base_name(row)) or Change(row.rung, "a change of the ladder’s own")
-
-
-def _script_line(row: ScriptRungRow) -> Line:
-    names = base_names(row)
-    known = CHANGES.get(names[0]) if len(names) == 1 else None
-    change = known if known is not None and row.lines in (None, known.text) else Change(row.lines or row.rung, "")
-    return Line(row.rung, change.code, change.where, ratio_cell(row, "gain"))

@@ -26,6 +26,9 @@ KINDS: Mapping[str, type[Row]] = {
 """Name in files → kind, in the order of the page."""
 
 
+_GONE = ("rung", "control", "script rung")  # which became "change"
+
+
 def row_of(kind: str, case: Mapping[str, Any], values: Mapping[str, Any] | None = None, **rest: Any) -> Row:
     """The row of these columns, as a file has them.
 
@@ -37,6 +40,8 @@ def row_of(kind: str, case: Mapping[str, Any], values: Mapping[str, Any] | None 
     Raises:
         ValueError: no such kind, columns that it does not have, or values of another type than its fields.
     """
+    if kind in _GONE:
+        raise ValueError(f"a row of kind {kind!r}, which versions before 2026-11-28 wrote of ladders: climb it again")
     if kind not in KINDS:
         raise ValueError(f"unknown kind of row {kind!r}")
     values = values or {}

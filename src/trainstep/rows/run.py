@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 from trainstep.rows.row import Row, Timed, setting
-from trainstep.rows.steps import Checked
-
-ANOTHER_STEP = "another step"
-"""The verdict on a rung that changes what a step is: nothing of it is held against the script as it is."""
-AT_ONCE = " + "
-"""Between the names of a script's rungs that are tried together."""
 
 
 class OfScript(Row):
@@ -79,43 +73,3 @@ class RecompilationRow(OfScript, kind="recompilation"):
     why: str | None = None  # of the last, as dynamo gives it
     reasons: int | None = None  # how many different ones
     seconds: float | None = None  # of all
-
-
-class ScriptRungRow(OfScript, Timed, Checked, kind="script rung"):
-    """One rung of a script's ladder: changes made from outside, whether training is the same, and what they bring.
-
-    Ratios are between runs. A run's step is its total over its steps (`Taken.ms_per_step`), and "step" the median
-    of these over the runs; rows of older versions have medians of steps in place of totals.
-    Samples: milliseconds of all runs' steps ("step"), the runs' own ("runs"), `training_loss` of one run.
-    """
-
-    rung: str = setting()
-    losses_error: float | None = None  # of the loss of the update at which most of what is allowed is used, relative
-    losses_allowed: float | None = None  # None where rounding alone would move it by as much as it is
-    moved_error: float | None = None  # of how far all weights have moved at the end, relative
-    moved_allowed: float | None = None
-    speedup: float | None = None  # over the script as it is, with its interval
-    speedup_low: float | None = None
-    speedup_high: float | None = None
-    gain: float | None = None  # over what was kept before
-    gain_low: float | None = None
-    gain_high: float | None = None
-    verdict: str | None = None
-    """baseline, faster, slower, inconclusive, another step, wrong, not tried, not judged, not reproducible, failed, or
-    out of memory."""
-    kept: bool = False
-    runs: int | None = None  # that were timed
-    updates: int | None = None  # of the run that was judged: of what comes after them nothing is known
-    in_first_epoch: bool | None = None  # whether it was stopped before its main loader was begun a second time
-    lines: str | None = None  # what to write into the script for it
-    first_step_ms: float | None = None
-    peak_gib: float | None = None
-    throughput: float | None = None
-    """Samples per second over those of what was kept before, with an interval between runs: of another step, which has
-    no times, no gain and no speed-up."""
-    throughput_low: float | None = None
-    throughput_high: float | None = None
-    samples_per_s: float | None = None  # of the first rank, as all of these
-    samples_per_s_before: float | None = None
-    samples_per_step: float | None = None
-    samples_per_step_before: float | None = None

@@ -90,41 +90,86 @@ class RatioRow(StepSettings, kind="ratio"):
 
 
 ON_TOP = ", on the top"
-"""Ends the name of a ladder's rung that was not kept at first and is tried again."""
+"""Ends the name of a change that was not accepted at first and is tried again."""
+AT_ONCE = " + "
+"""Between the names of changes that are tried together."""
+BASELINE, FINAL, PATCHED = "baseline", "final configuration", "patched script"
+"""Rows of a ladder that are no change: what it begins with, all that was accepted against that, and the diff of it."""
 FIRST_THAT_FITS = "first that fits"
-"""The verdict on a ladder's first rung that has memory enough, where the baseline has not."""
+"""The verdict on a ladder's first step that has memory enough, where the baseline has not."""
+ANOTHER_STEP = "another step"
+"""The verdict on a change of what a step is: nothing of it is compared with the script as it is."""
 
 
-class RungRow(MeasuredStep, Checked, kind="rung"):
-    """One rung of the ladder: a change, whether it is right, and what it brings."""
+class ChangeRow(MeasuredStep, Checked, kind="change"):
+    """What a ladder found of a change, or of several at once: whether it is right, and what it brings.
 
-    rung: str = setting()
-    speedup: float | None = None  # first rung's median over this one's, with its interval
+    Of a workload's step, samples are phases, and "step_before" of what was accepted before. Of a script, which is run
+    anew for each, a run's step is its total over its steps, and "step" the median of these over the runs; samples are
+    all steps ("step"), the runs' own ("runs"), and `training_loss` of one run.
+    """
+
+    change: str = setting()
+    code: str | None = None  # what a reader writes for it, and where
+    where: str | None = None
+    answers: tuple[str, ...] | None = None  # ids of findings whose action it is
+    verdict: str | None = None
+    """baseline, first that fits, faster, slower, inconclusive, another step, wrong, not tried, not judged, not
+    reproducible, or the status of what did not run."""
+    accepted: bool = False  # whether later changes were built on it
+    speedup: float | None = None  # over the first that ran, with its interval
     speedup_low: float | None = None
     speedup_high: float | None = None
-    gain: float | None = None  # the same against the rung kept before
+    gain: float | None = None  # over what was accepted before
     gain_low: float | None = None
     gain_high: float | None = None
-    verdict: str | None = None
-    """baseline; first that fits, where that is too large; faster, slower, inconclusive, wrong, or the status of a rung
-    that did not run."""
-    kept: bool = False  # whether later rungs were built on it
+    between_runs: bool = False  # whether ratios are between runs of a script, each a process; else within one
+
+    # Of a workload's step.
     check_s: float | None = None  # seconds of the check, compilation included
     attempts: int | None = None  # how often it was timed, or took turns; all samples count
-    in_turns: bool | None = None  # whether its gain is over pairs of steps taken in turns; None for a first rung
+    in_turns: bool | None = None  # whether its gain is over pairs of steps taken in turns; None for a first one
 
+    # Of a script.
+    losses_error: float | None = None  # of the loss of the update at which most of what is allowed is used, relative
+    losses_allowed: float | None = None  # None where rounding alone would move it by as much as it is
+    moved_error: float | None = None  # of how far all weights have moved at the end, relative
+    moved_allowed: float | None = None
+    runs: int | None = None  # that were timed
+    updates: int | None = None  # of the run that was compared: of what comes after them nothing is known
+    in_first_epoch: bool | None = None  # whether it was stopped before its main loader was begun a second time
+    throughput: float | None = None
+    """Samples per second over those of what was accepted before: of another step, which has no times and no gain."""
+    throughput_low: float | None = None
+    throughput_high: float | None = None
+    samples_per_s: float | None = None  # of the first rank, as all of these
+    samples_per_s_before: float | None = None
+    samples_per_step: float | None = None
+    samples_per_step_before: float | None = None
 
-class ControlRow(StepSettings, kind="control"):
-    """The ladder's first rung or its top, measured again at its end."""
-
+    # Of the final configuration: what was measured again at the ladder's end, which ratios to 1 say did not drift.
+    first: str | None = None  # what ran first, and the last that was accepted
     first_ms: float | None = None
-    again_ms: float | None = None
-    ratio: float | None = None  # again / first; its interval should contain 1
-    ratio_low: float | None = None
-    ratio_high: float | None = None
-    speedup: float | None = None  # of the top: over the first rung, in turns with it; None where both do not fit
-    speedup_low: float | None = None
-    speedup_high: float | None = None
+    first_again_ms: float | None = None
+    first_drift: float | None = None  # again over at first; the interval should contain 1
+    first_drift_low: float | None = None
+    first_drift_high: float | None = None
+    top: str | None = None
+    top_ms: float | None = None
+    top_again_ms: float | None = None
+    top_drift: float | None = None
+    top_drift_low: float | None = None
+    top_drift_high: float | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The changes that it tries, wherever on the ladder."""
+        return self.change.removesuffix(ON_TOP).split(AT_ONCE)
+
+    @property
+    def lines(self) -> str:
+        """What to write for it, with where."""
+        return f"{self.code} ({self.where})" if self.where else self.code or ""
 
 
 class CeilingRow(Row, kind="ceiling"):

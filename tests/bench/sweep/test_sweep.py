@@ -308,6 +308,9 @@ def test_cases_keep_the_identity_that_folders_of_earlier_sweeps_bear(tmp_path):
         '[axes]\nsize = ["small"]\n"learning-rate" = [1.0]\nprecision = ["fp32,bf16"]\ntimeline = [true, false]\n'
     )
     assert [case.identity for case in load_grid(file, parse).cases] == ["6e4dc4b47fd8", "ae92d52dbc18"]
+    for command in ("analyze", "bench ladder"):
+        old, new = (Case(command, {"size": "small", name: "bf16 autocast"}) for name in ("rungs", "changes"))
+        assert old.identity == new.identity, "a flag that has another name since"
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 import pytest
 
-from trainstep.ladder.changes import reasons
-from trainstep.ladder.changes.rungs import RUNGS
+from trainstep.ladder.change import all_changes
+from trainstep.ladder.changes import loaders
 
-BY_NAME = {rung.name: rung for rung in RUNGS}
+BY_NAME = {rung.name: rung for rung in all_changes("script")}
 SETTINGS = {
     "on_gpu": True,
     "matmul": "highest",
@@ -28,9 +28,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
-def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
-    assert rung.why_not(SETTINGS) == ""
+@pytest.mark.parametrize("change", all_changes("script"), ids=lambda change: change.name)
+def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(change):
+    assert change.skipped(SETTINGS) == ""
 
 
 @pytest.mark.parametrize(
@@ -85,26 +85,26 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
     ],
 )
 def test_what_is_nothing_for_a_script_is_said(name, own, why):
-    assert why in BY_NAME[name].why_not({**SETTINGS, **own})
+    assert why in BY_NAME[name].skipped({**SETTINGS, **own})
 
 
 def test_a_loss_that_may_be_there_is_tried():
     for own in (None, ["NllLoss2DBackward0"], ["NllLossBackward0"]):
-        assert BY_NAME["fused loss"].why_not({**SETTINGS, "operators": own}) == ""
+        assert BY_NAME["fused loss"].skipped({**SETTINGS, "operators": own}) == ""
     models = [{"is_whole_compiled": True}, {"is_whole_compiled": False}]
-    assert BY_NAME["fused loss"].why_not({**SETTINGS, "models": models}) == ""
+    assert BY_NAME["fused loss"].skipped({**SETTINGS, "models": models}) == ""
 
 
 @pytest.mark.parametrize("name", ["our FlashAttention", "fused attention"])
 def test_attention_that_may_be_there_is_tried(name):
     for own in (None, ["SoftmaxBackward0"], ["SafeSoftmaxBackward0"]):
-        assert BY_NAME[name].why_not({**SETTINGS, "operators": own}) == ""
+        assert BY_NAME[name].skipped({**SETTINGS, "operators": own}) == ""
     some_drop = ["ScaledDotProductX", "ScaledDotProductX, dropping"]
-    assert BY_NAME["our FlashAttention"].why_not({**SETTINGS, "operators": some_drop}) == ""
+    assert BY_NAME["our FlashAttention"].skipped({**SETTINGS, "operators": some_drop}) == ""
 
 
 def test_no_more_workers_than_cores_that_the_process_may_run_on(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     for allowed, expected in (({3}, 1), ({0, 5}, 2), (set(range(8)), 4)):
         monkeypatch.setattr("os.sched_getaffinity", lambda process, allowed=allowed: allowed)
-        assert reasons.workers_here() == expected
+        assert loaders.workers_here() == expected

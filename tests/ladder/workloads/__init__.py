@@ -5,18 +5,25 @@ import itertools
 
 import torch
 
-import trainstep.ladder.workloads as ladder
+import trainstep.ladder.steps as ladder
+from trainstep.base.advice import Line
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.check.gradients import Deviation
 from trainstep.check.step import Verdict
 from trainstep.check.updates import UpdateError
-from trainstep.ladder.workloads import Rung, climb
+from trainstep.ladder.change import Change
+from trainstep.ladder.steps import climb
+from trainstep.rows import FINAL
 from trainstep.step.training_step import build_step
 from trainstep.step.workload import builtin_source
 
 TOY = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256)
 SOURCE = builtin_source("toy", TOY)
 BASE = StepConfig(batch=2, context=32, device="cpu")
+
+
+def change(name, step):
+    return Change(name, Line(""), step=step)
 
 
 class Trusting:
@@ -35,11 +42,10 @@ class Trusting:
 RIGHT = Deviation(0.0, 1e-6, 0.0, 1e-6, 0.0, 1e-6, 0.0, 1e-6, "")
 
 
-def climb_with(monkeypatch, rungs, source=SOURCE, **options):
-    monkeypatch.setattr(ladder, "rungs_for", lambda *_: rungs)
-    rows = list(climb(source, BASE, **({"warmup": 1, "steps": 7} | options)))
-    assert rows[-1].kind == "control"
-    return [row for row in rows if row.kind == "rung"]
+def climb_with(rungs, source=SOURCE, **options):
+    rows = list(climb(source, BASE, changes=rungs, **({"warmup": 1, "steps": 7} | options)))
+    assert rows[-1].change == FINAL
+    return rows[:-1]
 
 
 def faked(monkeypatch, alone, turns=(), peaks=None):
@@ -81,4 +87,4 @@ def faked(monkeypatch, alone, turns=(), peaks=None):
     return taken
 
 
-TWO = [Rung("one", {"attention": "sdpa"}), Rung("two", {"optimizer": "adamw-fused"})]
+TWO = [change("one", {"attention": "sdpa"}), change("two", {"optimizer": "adamw-fused"})]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import trainstep.ladder.workloads as ladder
+import trainstep.ladder.steps as ladder
 from tests.ladder.workloads import Trusting
 
 

@@ -5,17 +5,20 @@ import dataclasses
 import pytest
 import torch
 
-import trainstep.ladder.workloads as ladder
-from tests.ladder.workloads import BASE, SOURCE, TOY, TWO, Trusting, climb_with
+import trainstep.ladder.ladder as rule
+import trainstep.ladder.steps as ladder
+from tests.ladder.workloads import BASE, SOURCE, TOY, TWO, Trusting, change, climb_with
 from trainstep.base.config import PHASES, ModelConfig, StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.base.stats import Interval, Ratio
 from trainstep.bench.analysis import plain_form
 from trainstep.commands.output import run_and_report
-from trainstep.ladder.workloads import Rung, chosen, climb, rungs_for
+from trainstep.ladder.change import changes_of_step, chosen
+from trainstep.ladder.ladder import is_open
+from trainstep.ladder.steps import climb
 from trainstep.report.page import Report
-from trainstep.report.subjects.ladder_findings import recommended_flags
-from trainstep.rows import RungRow, StepRow
+from trainstep.report.subjects.climbs import recommended_flags
+from trainstep.rows import FINAL, ChangeRow, StepRow
 from trainstep.rows.records import Times
 from trainstep.step.workload import WorkloadSource, builtin_source
 
@@ -25,36 +28,36 @@ CPU = torch.device("cpu")
 
 
 def test_rungs_by_device_and_workload():
-    on_cpu = [rung.name for rung in rungs_for(SOURCE, CPU, StepConfig())]
-    on_gpu = [rung.name for rung in rungs_for(SOURCE, torch.device("cuda"), StepConfig())]
+    on_cpu = [rung.name for rung in changes_of_step(SOURCE, "cpu", StepConfig())]
+    on_gpu = [rung.name for rung in changes_of_step(SOURCE, "cuda", StepConfig())]
     assert on_cpu == ["fused attention", "fused optimizer", "bf16 autocast", "compiled blocks", "chunked loss"]
     assert on_gpu == [
         *("TF32 matmuls", "bf16 autocast", "fused attention", "our FlashAttention", "fused optimizer"),
         *("compiled blocks", "compiled model", "chunked loss", "fused RoPE", "fused loss"),
     ]
-    assert [rung.name for rung in rungs_for(THEIRS, CPU, StepConfig(optimizer="sgd"))] == [
+    assert [rung.name for rung in changes_of_step(THEIRS, "cpu", StepConfig(optimizer="sgd"))] == [
         "bf16 autocast",
         "compiled blocks",
     ]
-    users = [rung.change for rung in rungs_for(THEIRS, torch.device("cuda"), StepConfig())]
+    users = [each.step for each in changes_of_step(THEIRS, "cuda", StepConfig())]
     assert {"attention": "flash-triton"} in users
     assert not any("loss" in change for change in users)
 
 
 def test_rungs_are_chosen_by_name_in_their_own_order():
-    rungs = rungs_for(SOURCE, CPU, StepConfig())
+    rungs = changes_of_step(SOURCE, "cpu", StepConfig())
     assert chosen(rungs, None) == rungs
     assert [rung.name for rung in chosen(rungs, "compiled blocks, fused attention")] == [
         "fused attention",
         "compiled blocks",
     ]
-    with pytest.raises(UsageError, match="no rung 'fused': expected some of fused attention, fused optimizer, bf16"):
+    with pytest.raises(UsageError, match="unknown change 'fused'; expected some of fused attention, fused"):
         chosen(rungs, "compiled blocks,fused")
 
 
 def test_right_rungs_are_checked_timed_and_trained_on_the_same_batches(monkeypatch):
-    rungs = [Rung("fused attention", {"attention": "sdpa"}), Rung("bf16 autocast", {"precision": "bf16"})]
-    records = climb_with(monkeypatch, rungs)
+    rungs = [change("fused attention", {"attention": "sdpa"}), change("bf16 autocast", {"precision": "bf16"})]
+    records = climb_with(rungs)
     assert [record.status for record in records] == ["ok", "ok", "ok"]
     first, attention, bf16 = (record.values for record in records)
     assert 0 < first["gradient_error"] < first["error_budget"] < 1e-5, "float32's own, beside float64"
@@ -78,13 +81,13 @@ def test_turns_are_taken_with_the_rung_that_is_kept(monkeypatch, trusting):
         return [[dataclasses.replace(each, wall_ms=2.0) for each in before], own]
 
     monkeypatch.setattr(ladder, "time_in_turns", take_turns)
-    climb_with(monkeypatch, TWO)
+    climb_with(TWO)
     plain, one, two = ("eager", "adamw-foreach"), ("sdpa", "adamw-foreach"), ("sdpa", "adamw-fused")
     assert seen == [[plain, one], [one, two], [plain, two]], "and at the end the first with the top"
 
 
 @pytest.mark.parametrize(
-    ("gain", "is_open"),
+    ("gain", "expected"),
     [
         (Ratio(1.07, Interval(1.0, 1.08)), False),
         (Ratio(1.0, Interval(0.95, 1.08)), True),
@@ -93,8 +96,8 @@ def test_turns_are_taken_with_the_rung_that_is_kept(monkeypatch, trusting):
         (Ratio(1.5, None), False),
     ],
 )
-def test_an_interval_is_wide_by_its_part_of_the_gain(gain, is_open):
-    assert ladder._is_open(gain) == is_open
+def test_an_interval_is_wide_by_its_part_of_the_gain(gain, expected):
+    assert is_open(gain) is expected
 
 
 def test_where_nothing_fits_there_is_no_control(monkeypatch):
@@ -102,9 +105,8 @@ def test_where_nothing_fits_there_is_no_control(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(ladder, "StepCheck", Trusting)
-    monkeypatch.setattr(ladder, "rungs_for", lambda *_: TWO)
-    rows = list(climb(WorkloadSource("big", build, TOY), BASE, warmup=1, steps=1))
-    assert [(row.kind, row.status, row.verdict) for row in rows] == [("rung", "out of memory", "out of memory")] * 3
+    rows = list(climb(WorkloadSource("big", build, TOY), BASE, changes=TWO, warmup=1, steps=1))
+    assert [(row.kind, row.status, row.verdict) for row in rows] == [("change", "out of memory", "out of memory")] * 3
 
 
 @pytest.mark.parametrize(
@@ -120,23 +122,23 @@ def test_a_wrong_gradient_is_seen_in_every_parameter(monkeypatch, name):
             workload.module.get_parameter(name).register_hook(lambda gradient: 1.001 * gradient)
         return workload
 
-    (_, wrong) = climb_with(monkeypatch, TWO[:1], WorkloadSource("bad", build, TOY), steps=1)
-    assert (wrong.status, wrong.kept, wrong.worst_parameter) == ("wrong", False, name)
+    (_, wrong) = climb_with(TWO[:1], WorkloadSource("bad", build, TOY), steps=1)
+    assert (wrong.status, wrong.accepted, wrong.worst_parameter) == ("wrong", False, name)
 
 
 def test_a_rung_builds_only_on_what_was_kept(monkeypatch, trusting):
-    monkeypatch.setattr(ladder, "verdict", lambda ratio: "slower")
-    rungs = [Rung("one", {"attention": "sdpa"}), Rung("two", {"optimizer": "adamw-fused"})]
-    records = climb_with(monkeypatch, rungs)
+    monkeypatch.setattr(rule, "verdict", lambda ratio: "slower")
+    rungs = [change("one", {"attention": "sdpa"}), change("two", {"optimizer": "adamw-fused"})]
+    records = climb_with(rungs)
     assert records[2].case["attention"] == "eager"
-    assert [record.values["kept"] for record in records] == [True, False, False]
+    assert [record.values["accepted"] for record in records] == [True, False, False]
     assert recommended_flags(records) == ""
 
 
 def test_faster_rungs_add_up(monkeypatch, trusting):
-    monkeypatch.setattr(ladder, "verdict", lambda ratio: "faster")
-    rungs = [Rung("one", {"attention": "sdpa"}), Rung("two", {"optimizer": "adamw-fused"})]
-    records = climb_with(monkeypatch, rungs)
+    monkeypatch.setattr(rule, "verdict", lambda ratio: "faster")
+    rungs = [change("one", {"attention": "sdpa"}), change("two", {"optimizer": "adamw-fused"})]
+    records = climb_with(rungs)
     assert records[2].case["attention"] == "sdpa"
     assert recommended_flags(records) == "--attention sdpa --optimizer adamw-fused"
 
@@ -150,10 +152,10 @@ def test_a_wrong_rung_gets_no_speed(monkeypatch):
             workload.module.blocks[1].attention.output.weight.data.mul_(1.05)
         return workload
 
-    (_, wrong) = climb_with(monkeypatch, [Rung("bad", {"attention": "sdpa"})], WorkloadSource("bad", build, TOY))
+    (_, wrong) = climb_with([change("bad", {"attention": "sdpa"})], WorkloadSource("bad", build, TOY))
     assert wrong.status == "wrong"
     assert "step_ms" not in wrong.values
-    assert wrong.values["kept"] is False
+    assert wrong.values["accepted"] is False
     assert "off by" in wrong.reason
     assert wrong.gradient_error > wrong.error_budget
 
@@ -164,8 +166,8 @@ def test_the_first_rung_that_fits_becomes_the_reference(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return SOURCE.build(step)
 
-    rungs = [Rung("sdpa", {"attention": "sdpa"}), Rung("fused", {"optimizer": "adamw-fused"})]
-    records = climb_with(monkeypatch, rungs, WorkloadSource("big", build, TOY))
+    rungs = [change("sdpa", {"attention": "sdpa"}), change("fused", {"optimizer": "adamw-fused"})]
+    records = climb_with(rungs, WorkloadSource("big", build, TOY))
     assert [record.status for record in records] == ["out of memory", "ok", "ok"]
     assert records[1].values["verdict"] == "first that fits"
     assert recommended_flags(records).startswith("--attention sdpa"), "which the first rung did not have"
@@ -191,7 +193,7 @@ def test_a_judge_is_taken_where_its_reference_is_this_plain_step(monkeypatch, pl
 
     monkeypatch.setattr(ladder, "StepCheck", lambda *args: made.append(Given(*args)) or made[-1])
     judge = Given(SOURCE, plain_form(plain))
-    climb_with(monkeypatch, TWO[:1], judge=judge)
+    climb_with(TWO[:1], judge=judge)
     assert (judge.asked > 0) is is_taken
     assert len(made) == (not is_taken)
 
@@ -211,9 +213,9 @@ def test_where_the_baseline_is_too_large_what_makes_room_comes_first(monkeypatch
         "sdpa": {"attention": "sdpa"},
         "chunked": {"loss": "chunked"},
     }
-    rungs = [Rung(name, change) for name, change in changes.items()]
-    records = climb_with(monkeypatch, rungs, WorkloadSource("big", build, TOY), steps=7)
-    tried = [(record.rung, record.status, record.attention) for record in records]
+    rungs = [change(*each) for each in changes.items()]
+    records = climb_with(rungs, WorkloadSource("big", build, TOY), steps=7)
+    tried = [(record.change, record.status, record.attention) for record in records]
     assert tried[:5] == [
         ("baseline", "out of memory", "eager"),
         ("sdpa", "ok", "sdpa"),
@@ -221,7 +223,7 @@ def test_where_the_baseline_is_too_large_what_makes_room_comes_first(monkeypatch
         ("bf16", "ok", "sdpa"),
         ("chunked", "ok", "sdpa"),
     ]
-    names = [record.rung for record in climb_with(monkeypatch, rungs, SOURCE, steps=7)]
+    names = [record.change for record in climb_with(rungs, SOURCE, steps=7)]
     assert names[:5] == ["baseline", *changes], "where it is not, in the order they have"
 
 
@@ -229,8 +231,8 @@ def test_no_rung_trains_by_another_algorithm(trusting):
     for optimizer, tried in (("sgd", set()), ("adamw-foreach", {"adamw-fused"})):
         base = plain_form(dataclasses.replace(BASE, optimizer=optimizer, precision="bf16"))
         assert base == dataclasses.replace(BASE, optimizer=optimizer)
-        for device in (CPU, torch.device("cuda")):
-            changes = [rung.change for rung in rungs_for(SOURCE, device, StepConfig(optimizer=optimizer))]
+        for device in ("cpu", "cuda"):
+            changes = [each.step for each in changes_of_step(SOURCE, device, StepConfig(optimizer=optimizer))]
             assert {change["optimizer"] for change in changes if "optimizer" in change} == tried
     baseline, *rungs, _ = climb(SOURCE, dataclasses.replace(BASE, optimizer="sgd"), warmup=1, steps=1)
     assert {rung.case["optimizer"] for rung in (baseline, *rungs)} == {"sgd"}
@@ -247,10 +249,10 @@ def test_the_whole_ladder_on_a_gpu():
     source = builtin_source("toy", ModelConfig(d_model=256, d_ff=1024, num_layers=4, num_heads=4))
     records = list(climb(source, StepConfig(context=256), warmup=2, steps=7))
     assert [record.status for record in records] == ["ok"] * len(records), [record.reason for record in records]
-    rungs = [record for record in records if record.kind == "rung"]
-    assert len({rung.rung for rung in rungs}) == len(rungs)
-    tried = [rung for rung in rungs if not rung.rung.endswith("on the top")]
-    assert len(tried) == 1 + len(rungs_for(source, torch.device("cuda"), StepConfig()))
+    rungs = [record for record in records if record.change != FINAL]
+    assert len({rung.change for rung in rungs}) == len(rungs)
+    tried = [rung for rung in rungs if not rung.change.endswith("on the top")]
+    assert len(tried) == 1 + len(changes_of_step(source, "cuda", StepConfig()))
     assert all(rung.values["gradient_error"] <= rung.values["error_budget"] for rung in rungs)
 
 
@@ -263,9 +265,10 @@ def test_without_a_baseline_no_rung_is_tried(monkeypatch, tmp_path, capsys):
             workload.loss = lambda *_: 1 / 0
         return workload
 
-    monkeypatch.setattr(ladder, "rungs_for", lambda *_: TWO)
     rows = list(climb(WorkloadSource("broken", build, TOY), BASE, warmup=1, steps=1))
-    assert [(row.rung, row.status, row.verdict, row.kept) for row in rows] == [("baseline", "failed", "failed", False)]
+    assert [(row.change, row.status, row.verdict, row.accepted) for row in rows] == [
+        ("baseline", "failed", "failed", False)
+    ]
     step = StepRow(
         workload="broken", mode="step", warmup=5, times={name: Times(1.0, 1.0, 1.0) for name in ("step", *PHASES)}
     )
@@ -274,14 +277,16 @@ def test_without_a_baseline_no_rung_is_tried(monkeypatch, tmp_path, capsys):
     assert printed.index("The baseline failed. broken: failed: ZeroDivisionError") < printed.index("Time of one step")
     first, *_ = Report([step, *rows]).findings
     assert (first.id, first.figures["status"]) == ("gain.no-baseline", "failed")
-    assert "no rung was tried" in first.sentence
+    assert "no change was tried" in first.sentence
     assert recommended_flags(rows) == ""
 
 
 def test_a_baseline_that_is_too_large_is_no_mistake(tmp_path):
     why = {"status": "out of memory", "reason": "40 GiB", "verdict": "out of memory"}
-    large = RungRow(workload="w", rung="baseline", precision="fp32", **why)
-    fits = RungRow(workload="w", rung="bf16", precision="bf16", verdict="first that fits", kept=True, speedup=1.0)
+    large = ChangeRow(workload="w", change="baseline", precision="fp32", **why)
+    fits = ChangeRow(
+        workload="w", change="bf16", precision="bf16", verdict="first that fits", accepted=True, speedup=1.0
+    )
     assert run_and_report([large, fits], tmp_path, "ladder") == 0
     first, none = Report([large, fits]).findings
     assert (first.id, first.figures) == ("gain.too-large", {"reason": "40 GiB", "first": "bf16"})
@@ -294,7 +299,6 @@ def test_what_is_not_reproducible_is_not_called_wrong(monkeypatch):
         torch.seed()
         return SOURCE.build(dataclasses.replace(step, seed=int(torch.randint(2**31, ()))))
 
-    monkeypatch.setattr(ladder, "rungs_for", lambda *_: TWO)
     (row,) = climb(WorkloadSource("restless", build, TOY), BASE, warmup=1, steps=1)
     assert row.status == "unsupported"
     assert row.reason.startswith("not reproducible: built twice from one seed, ")

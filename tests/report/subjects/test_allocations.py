@@ -15,7 +15,7 @@ from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Tim
 from trainstep.report.page import render, write_html
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.allocations import owner_findings
-from trainstep.rows import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow
+from trainstep.rows import AllocationRow, ChangeRow, MemoryTimelineRow, OwnerRow
 from trainstep.rows.records import Row, of_kind, read_records, write_whole
 from trainstep.step.workload import builtin_source
 
@@ -67,11 +67,13 @@ def test_owners_and_the_largest_line_are_named_and_the_ladder_proves_what_shrink
         assert found.figures[f"share of {row.owner}"] == row.share
     assert (found.figures["largest_gib"], found.figures["line"]) == (largest.mib / 1024, largest.line)
     assert ".py:" in found.sentence
-    assert "rung" not in found.figures
+    assert "change" not in found.figures
     peaks = (("baseline", 4.0), ("bf16 autocast", 3.95), ("fused attention", 3.0), ("compiled", 2.9))
-    rungs = [RungRow(rung=name, precision="fp32", peak_gib=peak, kept=True, verdict="faster") for name, peak in peaks]
+    rungs = [
+        ChangeRow(change=name, precision="fp32", peak_gib=peak, accepted=True, verdict="faster") for name, peak in peaks
+    ]
     (proven,) = owner_findings([*toy_records, *rungs])
-    assert proven.figures.items() >= {"rung": "fused attention", "before_gib": 3.95, "after_gib": 3.0}.items()
+    assert proven.figures.items() >= {"change": "fused attention", "before_gib": 3.95, "after_gib": 3.0}.items()
     assert proven.sentence.endswith("On the ladder, fused attention took the peak from 3.95 GiB to 3.00 GiB.")
 
 

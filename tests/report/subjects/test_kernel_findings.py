@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.report.changes import carried
 from tests.report.subjects.test_kernels import gpu_profile, records
 from trainstep.report.blocks import Finding
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.kernel_findings import IDLE, MUCH, NEEDED_COVERAGE, brief_name
-from trainstep.rows import CeilingRow, FamilyRow, PieceRow, ProfileRow, RungRow
+from trainstep.rows import CeilingRow, ChangeRow, FamilyRow, PieceRow, ProfileRow
 from trainstep.rows.records import Row, of_kind
 
 
@@ -24,7 +25,7 @@ def found(rows: list[Row]) -> dict[str, Finding]:
 
 
 def rung(name: str, **values: Any) -> Row:
-    return RungRow(rung=name, **{"verdict": "faster", "kept": False, "gain": 1.27, **values})
+    return ChangeRow(change=name, **carried(name), **{"verdict": "faster", "accepted": False, "gain": 1.27, **values})
 
 
 def with_settings(rows: list[Row], **settings: Any) -> list[Row]:

@@ -4,35 +4,44 @@ from dataclasses import replace
 
 import pytest
 
+from tests.report.changes import final
 from tests.report.test_findings import SETTINGS, bf16, found, rung
-from trainstep.report.subjects.ladder_findings import after, after_precision, changes, climbs, disputing, times_agree
-from trainstep.rows import ControlRow
-from trainstep.rows.records import make_row
+from trainstep.report.subjects.climbs import after, after_precision, climbs, times_agree
 
 BASELINE = rung("baseline", "baseline", step_ms=1000.0)
+
+
+def climb_of(*rows):
+    (climb,) = climbs(rows)
+    return climb
 
 
 def test_ladders_are_told_apart_by_how_they_begin():
     rows = []
     for first in ("fp32", "tf32"):
         rows += [rung("baseline", "baseline", case={"precision": first}), bf16()]
-    assert list(climbs(rows)) == ["precision fp32", "precision tf32"]
+    assert [climb.name for climb in climbs(rows)] == ["precision fp32", "precision tf32"]
 
 
 def test_a_change_of_two_settings_is_there_while_one_of_them_is():
     first = rung("x", case={"precision": "tf32", "attention": "ours"})
     later = bf16(case={"attention": "ours"})
-    assert changes([BASELINE, first, later]) == [(first, ["precision", "attention"]), (later, ["precision"])]
-    assert changes([BASELINE, first, bf16()]) == [(bf16(), ["precision", "attention"])]
+    assert climb_of(BASELINE, first, later).settings == [["precision", "attention"], ["precision"]]
+    assert climb_of(BASELINE, first, later).there == [first, later]
+    assert climb_of(BASELINE, first, bf16()).there == [bf16()]
 
 
 def test_what_came_after_a_precision_is_said_and_needs_both_times():
     kept = [BASELINE, bf16(step_ms=200.0), bf16("fused", case={"optimizer": "adamw-fused"}, step_ms=100.0)]
-    assert after_precision(kept) == {"precision_rung": "bf16 autocast", "after_precision": 2.0}
+    assert after_precision(climb_of(*kept)) == {"precision_change": "bf16 autocast", "after_precision": 2.0}
     (told,) = found(kept, "gain")
     assert "(2.00× of it after bf16 autocast)" in told.sentence
     untimed = [replace(each, times={}) for each in kept]
-    assert after_precision([*kept[:2], untimed[2]]) is after_precision([BASELINE, untimed[1], kept[2]]) is None
+    assert (
+        after_precision(climb_of(*kept[:2], untimed[2]))
+        is after_precision(climb_of(BASELINE, untimed[1], kept[2]))
+        is None
+    )
 
 
 def test_what_came_after_a_rung_is_the_product_of_the_gains_kept_since():
@@ -51,7 +60,7 @@ def test_what_came_after_a_rung_is_the_product_of_the_gains_kept_since():
 def test_times_that_belie_the_speed_up_are_said_to_be_of_different_moments(ms, agree):
     """Twice as fast in turns: 1,000 ms → 1,100 ms beside it would be absurd."""
     top = bf16(step_ms=ms, speedup=2.0, speedup_low=1.9, speedup_high=2.1)
-    assert times_agree([BASELINE, top]) is agree
+    assert times_agree(climb_of(BASELINE, top)) is agree
     (told,) = found([BASELINE, top], "gain")
     assert (f": 1,000 ms → {ms:,.0f} ms" in told.sentence) is agree
     moved = f"the machine changed: the first took 1,000 ms when it was tried, the last {ms:,.0f} ms), with loss"
@@ -60,9 +69,9 @@ def test_times_that_belie_the_speed_up_are_said_to_be_of_different_moments(ms, a
 
 def test_without_both_times_nothing_belies_the_speed_up():
     top = bf16(step_ms=1100.0, speedup=2.0, speedup_low=1.9, speedup_high=2.1)
-    assert not times_agree([BASELINE, top])
-    assert times_agree([replace(BASELINE, times={}), top])
-    assert times_agree([BASELINE, replace(top, times={})])
+    assert not times_agree(climb_of(BASELINE, top))
+    assert times_agree(climb_of(replace(BASELINE, times={}), top))
+    assert times_agree(climb_of(BASELINE, replace(top, times={})))
 
 
 def failed_baseline(case=None, reason="no such file"):
@@ -74,7 +83,7 @@ def test_a_baseline_that_failed_says_why_and_what_that_means():
     assert told.id == "gain.no-baseline"
     assert told.figures == {"status": "failed", "reason": "no such file"}
     assert told.sentence == (
-        "The baseline failed (failed): no such file. There is nothing to compare with, and no rung was tried."
+        "The baseline failed (failed): no such file. There is nothing to compare with, and no change was tried."
     )
     (wrong,) = found([rung("baseline", "wrong", False, "wrong", "off by 0.9")], "gain")
     assert wrong.sentence.startswith("The baseline failed (wrong): off by 0.9. There")
@@ -89,13 +98,13 @@ def test_of_several_ladders_those_without_a_baseline_are_named():
     assert [(each.id, each.sentence) for each in found(rows, "gain")] == [
         (
             "gain.no-baseline",
-            "workload a: the baseline failed (failed): no such file. There is nothing to compare with, and no rung "
-            "was tried.",
+            "workload a: the baseline failed (failed): no such file. There is nothing to compare with, and no "
+            "change was tried.",
         ),
         (
             "gain.no-baseline",
-            "workload {c}: the baseline failed (failed): torn file. There is nothing to compare with, and no rung was "
-            "tried.",
+            "workload {c}: the baseline failed (failed): torn file. There is nothing to compare with, and no change "
+            "was tried.",
         ),
         ("gain.none", "workload b: No change on the ladder made the step faster: the baseline is the best found."),
     ]
@@ -144,11 +153,11 @@ def test_where_nothing_is_faster_the_best_is_the_rung_that_all_others_were_held_
 
 def test_a_baseline_is_never_told_as_a_change_that_was_not_used():
     assert found([failed_baseline()], "ladder") == found([too_large()], "ladder") == []
-    assert found([replace(BASELINE, verdict="inconclusive", kept=False)], "ladder") == []
+    assert found([replace(BASELINE, verdict="inconclusive", accepted=False)], "ladder") == []
 
 
 def again(case, low, high, speedup=1.5):
-    return make_row(ControlRow, SETTINGS | case, {"speedup": speedup, "speedup_low": low, "speedup_high": high})
+    return final(SETTINGS | case, speedup=speedup, speedup_low=low, speedup_high=high)
 
 
 def test_a_speedup_that_is_withheld_is_told_by_both_measurements():
@@ -163,7 +172,7 @@ def test_a_speedup_that_is_withheld_is_told_by_both_measurements():
     }  # fmt: skip
     assert told.sentence == (
         "No speed-up is claimed: in turns with sdpa at the end, bf16 autocast was 1.50× as fast (95 % interval within "
-        "this run 1.40–1.60), and by the gains of the rungs up to it 2.00× (1.90–2.10). The machine changed meanwhile; "
+        "this run 1.40–1.60), and by the gains up to it 2.00× (1.90–2.10). The machine changed meanwhile; "
         "run again on a quieter one."
     )
 
@@ -184,19 +193,7 @@ def test_a_speedup_that_is_withheld_is_told_by_both_measurements():
 def test_a_speedup_is_disputed_by_an_interval_apart_from_its_own(low, high, speedups, is_disputed):
     kept = [BASELINE, rung("tf32", case={"precision": "tf32"}),
             bf16(speedup_low=speedups[0], speedup_high=speedups[1])]  # fmt: skip
-    control = again({"precision": "bf16"}, low, high)
-    assert disputing(kept, [again({}, 1.0, 1.0), *kept, control]) == (control if is_disputed else None)
-
-
-def test_a_speedup_is_disputed_by_a_control_of_its_own_settings_alone():
-    """Controls of the first rung, of a rung below the top and of another workload are none."""
-    kept = [BASELINE, rung("tf32", case={"precision": "tf32"}), bf16(speedup_low=1.9, speedup_high=2.1)]
-    others = [again({}, 1.0, 1.0), again({"precision": "tf32"}, 1.0, 1.1),
-              again({"precision": "bf16", "workload": "another"}, 1.0, 1.1)]  # fmt: skip
-    assert disputing(kept, [*kept, *others]) is None
-    last = again({"precision": "bf16"}, 1.0, 1.1)
-    agrees = replace(last, speedup_high=2.0)
-    assert disputing(kept, [*kept, *others, agrees, last]) is last, "the first that does not agree"
+    assert climb_of(*kept, again({"precision": "bf16"}, low, high)).is_disputed is is_disputed
 
 
 def test_of_two_ladders_only_the_one_that_is_disputed_is_withheld():
@@ -222,4 +219,4 @@ def test_changes_that_were_not_used_are_named_by_their_ladder_where_there_are_se
     ]
     (alone,) = found(rows[:2], "ladder")
     assert alone.sentence == "Not used: x makes the step 2.00× slower here."
-    assert alone.figures == {"rung": "x", "gain": 0.5, "reason": None}
+    assert alone.figures == {"change": "x", "gain": 0.5, "reason": None}

@@ -15,12 +15,12 @@ from trainstep.report.subjects.memory import cache_findings, uncompiled_findings
 from trainstep.report.subjects.precision import dtype_findings, script_dtypes
 from trainstep.rows import (
     AccumulationRow,
+    ChangeRow,
     CheckpointingRow,
     DtypeRow,
     MemoryTimelineRow,
     PeakRow,
     ResidualRow,
-    RungRow,
     StepRow,
 )
 from trainstep.rows.records import Row, Status
@@ -296,7 +296,7 @@ def test_a_prediction_agrees_up_to_a_twentieth(error: float, id: str) -> None:
 def test_peaks_of_eager_code_are_counted_whatever_they_were_measured_for() -> None:
     rows = [
         StepRow(mode="step", uncompiled=True),
-        RungRow(rung="x", uncompiled=True),
+        ChangeRow(change="x", uncompiled=True),
         PeakRow(**CASE, mode="step", uncompiled=True),
         MemoryTimelineRow(uncompiled=True),
         CheckpointingRow(**CASE, checkpointing="none", uncompiled=True),
@@ -311,7 +311,7 @@ def test_peaks_of_eager_code_are_counted_whatever_they_were_measured_for() -> No
 def test_of_several_caches_the_largest_is_told() -> None:
     rows = [
         StepRow(mode="step", cache_gib=0.5),
-        RungRow(rung="x", cache_gib=3.0),
+        ChangeRow(change="x", cache_gib=3.0),
         PeakRow(**CASE, mode="step", cache_gib=2.0),
         CheckpointingRow(**CASE, checkpointing="none", cache_gib=0.25),
     ]

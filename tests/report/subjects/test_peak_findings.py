@@ -131,7 +131,7 @@ def test_what_the_ladder_tried_is_given_by_its_result():
     row = analysed({}, optimizer_peak_gib=4.0, backward_peak_gib=3.5, at_rest_gib=3.4)
     tried = [
         rung("baseline", "baseline", peak_gib=4.0),
-        rung("fused optimizer", "inconclusive", kept=False, peak_gib=3.9),
+        rung("fused optimizer", "inconclusive", accepted=False, peak_gib=3.9),
         rung("fused optimizer, on the top", peak_gib=3.5),
     ]
     found = peak([row, *tried])
@@ -148,7 +148,7 @@ def test_what_the_ladder_tried_is_given_by_its_result():
                                              (51.1, "from 50.0 GiB to 51.1 GiB")])  # fmt: skip
 def test_a_peak_that_changes_by_what_runs_differ_by_is_left(after, told):
     row = analysed({}, optimizer_peak_gib=50.0, peak_gib=50.0, backward_peak_gib=3.5, at_rest_gib=3.4)
-    tried = [rung("baseline", "baseline", peak_gib=50.0), rung("fused optimizer", kept=False, peak_gib=after)]
+    tried = [rung("baseline", "baseline", peak_gib=50.0), rung("fused optimizer", accepted=False, peak_gib=after)]
     assert peak([row, *tried]).sentence.endswith(f"{told}.")
     (owners,) = owner_findings([*timeline({}, {"parameters": 1.0}), *tried])
     assert ("On the ladder" in owners.sentence) is (after == 48.9)

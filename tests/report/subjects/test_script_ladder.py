@@ -2,43 +2,45 @@
 
 import dataclasses
 
+from tests.report.changes import carried
 from trainstep.report.page import Report, render
 from trainstep.report.subjects import make_tables
-from trainstep.report.subjects.script_ladder import script_ladder
-from trainstep.rows import ScriptRungRow
+from trainstep.report.subjects.ladder import ladder
+from trainstep.rows import FINAL, PATCHED, ChangeRow
 from trainstep.rows.records import Times
 
 
-def row(rung, ms=None, **more):
+def row(change, ms=None, **more):
     times = {"times": {"step": Times(ms)}, "n": 20, "samples": {"step": [ms]}} if ms else {}
-    return ScriptRungRow(workload="train.py", rung=rung, **times, **more)
+    line = carried(change) | ({"where": None} if "code" in more else {})
+    return ChangeRow(**{"workload": "train.py", "change": change, "between_runs": True, **line, **times, **more})
 
 
 def ratio(name, value, width=0.05):
     return {name: value, f"{name}_low": value - width, f"{name}_high": value + width}
 
 
-BASELINE = row("baseline", 10.0, verdict="baseline", kept=True, gradient_error=0.0, error_budget=1e-6)
+BASELINE = row("baseline", 10.0, verdict="baseline", accepted=True, gradient_error=0.0, error_budget=1e-6)
 FUSED = row(
     *("fused optimizer", 5.0),
     **ratio("speedup", 2.0),
     verdict="faster",
-    kept=True,
+    accepted=True,
     runs=2,
-    lines="fused=True",
+    code="fused=True",
     gradient_error=1e-7,
     error_budget=1e-6,
     moved_error=0.1,
 )
 WRONG = row("compiled model", status="wrong", verdict="wrong", reason="the gradients off by 0.3", gradient_error=0.3)
-TOP = row("all that was kept", 4.0, **ratio("speedup", 2.5), verdict="faster", kept=True, runs=2)
-PATCHED = row("the patched script", 4.1, **ratio("speedup", 2.4), verdict="faster", kept=True, runs=2)
+TOP = row(FINAL, 4.0, **ratio("speedup", 2.5), verdict="faster", accepted=True, runs=2)
+PATCH = row(PATCHED, 4.1, **ratio("speedup", 2.4), verdict="faster", accepted=True, runs=2)
 LARGER = row(
     "larger batch",
     **ratio("throughput", 1.5),
     verdict="another step",
     runs=2,
-    lines="batch_size=16",
+    code="batch_size=16",
     samples_per_s=1200.0,
     samples_per_s_before=800.0,
     samples_per_step=16.0,
@@ -53,20 +55,20 @@ def found(*rows):
 
 def test_what_was_kept_is_proven_with_its_lines():
     finding = found(BASELINE, FUSED, WRONG)["gain.script"]
-    assert (finding.figures["speedup"], finding.figures["rungs"]) == (2.0, ("fused optimizer",))
+    assert (finding.figures["speedup"], finding.figures["changes"]) == (2.0, ("fused optimizer",))
     assert found(BASELINE, FUSED)["gain.line"].sentence == "fused optimizer: fused=True"
 
 
 def test_the_top_against_the_script_as_it_is_counts_where_it_was_measured():
     assert found(BASELINE, FUSED, TOP)["gain.script"].figures["speedup"] == 2.5
-    open_ = row("all that was kept", 4.0, **ratio("speedup", 1.02), verdict="inconclusive", kept=True)
+    open_ = row(FINAL, 4.0, **ratio("speedup", 1.02), verdict="inconclusive", accepted=True)
     assert "gain.script" not in found(BASELINE, FUSED, open_)
     assert "gain.script_open" in found(BASELINE, FUSED, open_)
 
 
 def test_a_patch_is_told_where_it_holds():
-    assert found(BASELINE, FUSED, PATCHED)["gain.patch"].figures["speedup"] == 2.4
-    slower = row("the patched script", 11.0, **ratio("speedup", 0.9), verdict="slower")
+    assert found(BASELINE, FUSED, PATCH)["gain.patch"].figures["speedup"] == 2.4
+    slower = row(PATCHED, 11.0, **ratio("speedup", 0.9), verdict="slower")
     assert "gain.patch" not in found(BASELINE, FUSED, slower)
 
 
@@ -85,7 +87,7 @@ def test_a_larger_batch_is_told_as_throughput_and_no_speed_up():
         "second; whether it learns as well is not known. batch_size=16"
     )
     every = found(BASELINE, FUSED, LARGER)
-    assert (every["gain.script"].figures["speedup"], every["gain.script"].figures["rungs"]) == (
+    assert (every["gain.script"].figures["speedup"], every["gain.script"].figures["changes"]) == (
         2.0,
         ("fused optimizer",),
     )
@@ -99,14 +101,14 @@ def test_the_table_has_samples_per_second_where_there_is_another_step():
     titles = list(table.columns)
     cells = {each.key: each.cells for each in table.rows}["larger batch"]
     assert cells[titles.index("samples per second [95 %]")].plain == "1.50× [1.45–1.55]"
-    assert cells[titles.index("verdict")].plain == "another step, not judged"
+    assert cells[titles.index("verdict")].plain == "another step, not compared"
     assert [cells[titles.index(title)].value for title in ("step (ms) [95 %]", "speed-up [95 %]")] == [None, None]
     (table,) = make_tables([BASELINE, FUSED], "terminal")
     assert "samples per second [95 %]" not in table.columns
 
 
 def test_another_step_is_no_bar_beside_the_steps():
-    charts, _ = script_ladder([BASELINE, FUSED, LARGER]).blocks
+    charts, _ = ladder([BASELINE, FUSED, LARGER]).blocks
     falls, *_ = charts.charts[0].plot.args
     assert [fall.name for fall in falls] == ["baseline", "fused optimizer"]
 
@@ -118,14 +120,14 @@ def test_a_wrong_rung_has_its_reason_and_no_time():
     wrong = cells["compiled model"]
     assert wrong[titles.index("verdict")].plain == "wrong: the gradients off by 0.3"
     assert wrong[titles.index("step (ms) [95 %]")].value is None
-    assert cells["fused optimizer"][titles.index("verdict")].plain == "kept"
+    assert cells["fused optimizer"][titles.index("verdict")].plain == "accepted"
 
 
 def test_the_page_has_a_section_with_budgets():
-    section = script_ladder([BASELINE, FUSED, WRONG])
+    section = ladder([BASELINE, FUSED, WRONG])
     assert section is not None
     assert len(section.blocks) == 2
-    assert script_ladder([]) is None
+    assert ladder([]) is None
 
 
 def test_what_no_second_epoch_was_seen_of_is_said():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.report.changes import drifted, final
 from tests.report.subjects.test_peak_findings import owned
 from tests.report.test_findings import SETTINGS, rung, step
 from trainstep.base.stats import RUN_SPREAD
@@ -13,14 +14,12 @@ from trainstep.report.subjects.steps import analysed_step
 from trainstep.rows import (
     AllocationRow,
     CeilingRow,
-    ControlRow,
     FamilyRow,
     MemoryTimelineRow,
     OwnerRow,
     PeakRow,
     PieceRow,
     ProfileRow,
-    RungRow,
     SweepRow,
 )
 from trainstep.rows.records import Times
@@ -75,8 +74,8 @@ def piece(name, ms, tflop, gb_s=None):
         ("noise.throttled-steps", [step(throttled_by="nothing")], False),
         ("noise.throttled-steps", [step(throttled_by="temperature")], True),
         ("noise.throttled-steps", [replace(step(throttled_by="temperature"), status="wrong")], False),
-        ("noise.unsteady-rungs", [wild(0.1)], False),
-        ("noise.unsteady-rungs", [wild(0.11)], True),
+        ("noise.unsteady-changes", [wild(0.1)], False),
+        ("noise.unsteady-changes", [wild(0.11)], True),
         ("noise.unsteady-steps", [step(step_low_ms=None, step_high_ms=200.0)], False),
         ("noise.unsteady-steps", [step(step_low_ms=None, step_high_ms=None)], False),
         ("noise.unsteady-steps", [step(step_low_ms=1.0, step_high_ms=None)], False),
@@ -86,10 +85,10 @@ def piece(name, ms, tflop, gb_s=None):
         ("noise.same-step", [step(), baseline(49.0, 51.0)], True),
         ("noise.same-step", [step(), baseline(95.0, 99.5), baseline(49.0, 51.0)], False),
         ("noise.same-step", [step(step_low_ms=(1 + APART) * 90.0), baseline(80.0, 90.0)], False),
-        ("noise.control", [ControlRow(first_ms=1.0, again_ms=1.0, ratio=1.0, ratio_low=1.0, ratio_high=1.1)], False),
-        ("noise.control", [ControlRow(first_ms=1.0, again_ms=1.0, ratio=1.0, ratio_low=0.9, ratio_high=1.0)], False),
-        ("noise.control", [ControlRow(first_ms=1.0, again_ms=1.1, ratio=1.1, ratio_low=1.01, ratio_high=1.2)], True),
-        ("noise.control", [ControlRow(first_ms=1.0, again_ms=0.9, ratio=0.9, ratio_low=0.8, ratio_high=0.99)], True),
+        ("noise.control", [baseline(49.0, 51.0), final(**drifted("first", 1.0, 1.0, 1.0, 1.1))], False),
+        ("noise.control", [baseline(49.0, 51.0), final(**drifted("first", 1.0, 1.0, 0.9, 1.0))], False),
+        ("noise.control", [baseline(49.0, 51.0), final(**drifted("first", 1.0, 1.1, 1.01, 1.2))], True),
+        ("noise.control", [baseline(49.0, 51.0), final(**drifted("first", 1.0, 0.9, 0.8, 0.99))], True),
         ("noise.beyond-arithmetic", product(0.5, "forward", 105.0), True),
         ("noise.beyond-arithmetic", product(0.5, "forward", 104.0), False),
         ("noise.beyond-arithmetic", product(0.01, "loss", 200.0), True),
@@ -166,8 +165,13 @@ def test_the_step_with_the_longest_warm_up_is_the_one_analysed():
 
 
 def test_the_worst_of_several_unsteady_rungs_is_shown_and_every_kind_of_row_is_looked_at():
-    rows = [wild(0.6), wild(1.2), wild(0.2), replace(wild(0.1), times={}, verdict="wrong", status="wrong", kept=False)]
-    assert figures(*rows)["noise.unsteady-rungs"] == {
+    rows = [
+        wild(0.6),
+        wild(1.2),
+        wild(0.2),
+        replace(wild(0.1), times={}, verdict="wrong", status="wrong", accepted=False),
+    ]
+    assert figures(*rows)["noise.unsteady-changes"] == {
         "rows": 3, "of": 3, "worst": "baseline", "width": pytest.approx(1.2), "low_ms": 20.0, "ms": 50.0,
         "high_ms": 80.0,
     }  # fmt: skip
@@ -178,14 +182,14 @@ def test_the_worst_of_several_unsteady_rungs_is_shown_and_every_kind_of_row_is_l
 
 @pytest.mark.parametrize(("width", "words"), [(0.5, "Small differences need more --steps"), (0.51, "measure again")])
 def test_an_interval_of_more_than_half_of_its_median_is_not_believed(width, words):
-    (told,) = [each for each in findings([wild(width)]) if each.id == "noise.unsteady-rungs"]
+    (told,) = [each for each in findings([wild(width)]) if each.id == "noise.unsteady-changes"]
     assert words in told.sentence
 
 
 def test_what_slowed_a_gpu_is_counted_by_reason():
     reasons = ("temperature", "nothing", "power cap", "temperature", None)
     rows = [rung(f"r{at}", throttled_by=reason) for at, reason in enumerate(reasons)]
-    assert figures(*rows)["noise.throttled-rungs"] == {
+    assert figures(*rows)["noise.throttled-changes"] == {
         "rows": 3, "of": 4, "slowed": ("r0", "r2", "r3"), "temperature": 2, "power cap": 1
     }  # fmt: skip
 
@@ -239,8 +243,8 @@ def test_faster_is_an_interval_above_one(low, id):
 
 
 def test_the_proof_is_of_the_rungs_asked_for_alone():
-    rows = [PROFILE, family("elementwise", 0.5), RungRow(rung="bf16 autocast", verdict="faster", gain=2.0, kept=True),
-            RungRow(rung="compiled blocks", verdict="slower", gain=0.5, kept=False)]  # fmt: skip
+    rows = [PROFILE, family("elementwise", 0.5), rung("bf16 autocast"),
+            rung("compiled blocks", "slower", False, gain=0.5)]  # fmt: skip
     (found,) = [each for each in findings(rows) if each.id == "kernels.unfused"]
     assert {name: value for name, value in found.figures.items() if "gain" in name} == {"gain of compiled blocks": 0.5}
     assert found.sentence.endswith("compiled blocks made the step 2.00× slower.")
@@ -355,10 +359,10 @@ def test_a_recording_that_failed_or_knows_no_owner_says_nothing():
 def test_the_rung_that_saved_most_memory_against_what_it_was_built_on(peaks, proof):
     rungs = [rung(str(at), peak_gib=peak) for at, peak in enumerate(peaks)]
     found = figures(*OWNED, *rungs)["memory.owners"]
-    told = tuple(found[name] for name in ("rung", "before_gib", "after_gib")) if "rung" in found else None
+    told = tuple(found[name] for name in ("change", "before_gib", "after_gib")) if "change" in found else None
     assert told == proof
-    apart = [replace(each, kept=False, status="wrong") if at == 1 else each for at, each in enumerate(rungs)]
-    assert figures(*OWNED, *apart)["memory.owners"].get("rung") != "1"
+    apart = [replace(each, accepted=False, status="wrong") if at == 1 else each for at, each in enumerate(rungs)]
+    assert figures(*OWNED, *apart)["memory.owners"].get("change") != "1"
 
 
 @pytest.mark.parametrize(("error", "id"), [(0.05, "memory.predicted"), (-0.06, "memory.prediction-off")])

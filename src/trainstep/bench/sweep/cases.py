@@ -22,6 +22,7 @@ from trainstep.base.errors import UsageError
 from trainstep.bench.cases import expand
 from trainstep.rows import (
     AttentionRow,
+    ChangeRow,
     CheckpointingRow,
     CollectiveRow,
     MemoryTimelineRow,
@@ -29,17 +30,16 @@ from trainstep.rows import (
     PeakRow,
     PlanRow,
     ProfileRow,
-    RungRow,
     StepRow,
     SweepRow,
 )
 from trainstep.rows.records import Row, Scalar, Status, of_kind, read_records, write_whole
 
 ROW_KINDS: Mapping[str, tuple[type[Row], ...]] = {
-    "analyze": (RungRow,),
+    "analyze": (ChangeRow,),
     "bench attention": (AttentionRow,),
     "bench collectives": (CollectiveRow,),
-    "bench ladder": (RungRow,),
+    "bench ladder": (ChangeRow,),
     "bench parallel": (ParallelRow,),
     "bench step": (StepRow,),
     "memory": (PeakRow, CheckpointingRow, MemoryTimelineRow),
@@ -55,6 +55,10 @@ OWN_FLAGS = ("out", "debug", "help", "h", "from", "command", "row")
 
 Parser = Callable[[Sequence[str]], object]
 """The command line's parser: raises `UsageError`, or prints and exits, where words are wrong."""
+
+
+_NAMED = {"changes": "rungs"}
+"""Flag → its name when identities were first computed from it: folders of earlier sweeps keep theirs."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,10 @@ class Case:
         Not of the version: a commit does not void what was measured, and rows carry theirs.
         """
         texts = ((name, str(value), isinstance(value, bool)) for name, value in self._settings_then.items())
-        told = [self.command, sorted((name, text.lower() if is_bool else text) for name, text, is_bool in texts)]
+        told = [
+            self.command,
+            sorted((_NAMED.get(name, name), text.lower() if is_bool else text) for name, text, is_bool in texts),
+        ]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
 
     @property

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainstep.base.errors import OUT_OF_MEMORY, UsageError
 from trainstep.bench.sweep.cases import ROW_KINDS, Case
-from trainstep.rows import SweepRow
+from trainstep.rows import FINAL, SweepRow
 from trainstep.rows.records import Row, Scalar, Status, make_row, of_kind, read_records
 
 NOTHING_RAN = 1  # exit code of a command whose rows all say why they have no result; also Python's after a traceback
@@ -49,7 +49,7 @@ def _written(case: Case) -> list[Row]:
     except UsageError:
         return []  # none, or cut short by a crash: the failure's row tells
     kinds = [kind for kind in ROW_KINDS[case.command] if of_kind(records, kind)]
-    return of_kind(records, kinds[0]) if kinds else []
+    return [row for row in of_kind(records, kinds[0]) if row.case.get("change") != FINAL] if kinds else []
 
 
 def _told_apart(rows: Sequence[Row]) -> list[str | None]:
@@ -57,7 +57,7 @@ def _told_apart(rows: Sequence[Row]) -> list[str | None]:
     if len(rows) < 2:
         return [None] * len(rows)
     names = [name for name in rows[0].case if len({row.case.get(name) for row in rows}) > 1]
-    naming = ("rung", "scheme", "strategy")  # of which each implies all else that differs
+    naming = ("change", "scheme", "strategy")  # of which each implies all else that differs
     short = [name for name in names if name in naming] or names
     return [", ".join(str(row.case.get(name)) for name in short) or str(index) for index, row in enumerate(rows)]
 

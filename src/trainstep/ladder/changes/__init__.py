@@ -1,6 +1,6 @@
-"""What the ladder changes in a script from outside, in the script's process.
+"""The changes that ladders try, one or a tight family a file: each `Change` that stands in a file here is tried.
 
-`rungs` lists the changes, `reasons` says for which scripts one is nothing. Most replace an argument or a setting there;
-those that look for their places as the script runs have files of their own. Attention (`written_out`, `masks`) and a
-head with its loss (`head_loss`, `logits`) are found by results that nobody has computed yet (`uncomputed`).
+A change of a script is a function of the `Trial` under way. It replaces a constructor's default, a setting of torch's,
+or something about a model that is about to be called for the first time. Code that has to find its own places in the
+script is in `ladder/places/`.
 """

@@ -44,7 +44,7 @@ class Trial:
         self.on_first_call: list[Callable[[Any], object]] = []
         """Called with each model that is about to be called in training for the first time."""
         self.places: dict[str, dict[str, str]] = {}
-        """Rung → line of code → how that was changed, of the rungs that find their places themselves."""
+        """Change → line of code → how that was changed, of the changes that find their places themselves."""
 
     def begin(self) -> None:
         """Before the script: seeds, and what replaces its sources."""

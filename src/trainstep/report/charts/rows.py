@@ -36,11 +36,11 @@ Outcome = Literal["baseline", "kept", "left", "slower", "failed"]
 
 @dataclass(frozen=True)
 class Fall:
-    """One row of the waterfall: from the time kept so far to this rung's own."""
+    """One row of the waterfall: from the time accepted so far to this change's own."""
 
     name: str
     start: float  # The time kept before; 0 where there is none
-    end: float | None  # This rung's time; None where it has none
+    end: float | None  # This change's time; None where it has none
     outcome: Outcome
     label: str
     tip: str
@@ -69,7 +69,7 @@ def bars(rows: Sequence[Bar], axis: str, *, limit: float | None = None) -> figur
 
 
 def waterfall(rows: Sequence[Fall], axis: str) -> figure:
-    """The ladder: bars from the kept time to each rung's, a cross where it has no time."""
+    """The ladder: bars from the accepted time to each change's, a cross where it has no time."""
     reach = [x for row in rows for x in (row.start, row.end, row.high) if x is not None]
     plot = _rows_figure([row.name for row in rows], [row.label for row in rows], axis, reach)
     kept = 0.0

@@ -24,7 +24,6 @@ from trainstep.report.subjects import (
     precision,
     ratios,
     run,
-    script_ladder,
     steps,
     sweep,
     training,
@@ -35,7 +34,7 @@ from trainstep.rows import KINDS, SweepRow
 from trainstep.rows.records import Row, of_kind
 
 SUBJECTS = (
-    run, script_ladder, steps, ratios, kernels, ladder, attention, fused, collectives, parallel, training, memory, fit,
+    run, steps, ratios, kernels, ladder, attention, fused, collectives, parallel, training, memory, fit,
     precision, plan, sweep, workload, noise,
 )  # fmt: skip
 """In the order of the page."""

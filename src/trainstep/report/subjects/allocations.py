@@ -14,21 +14,21 @@ from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, foun
 from trainstep.report.charts.allocations import allocation_chart, layout_data, roles
 from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import as_float, gib, number, numeric, unit_of
-from trainstep.report.subjects.ladder_findings import base_name, climbs
+from trainstep.report.subjects.climbs import of_steps
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.report.tables import define, make_table, outcome_table
-from trainstep.rows import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow, StepRow
+from trainstep.rows import AllocationRow, MemoryTimelineRow, OwnerRow, StepRow
 from trainstep.rows.records import Row, Scalar, belonging, of_kind
 
 MOST = 0.5  # Owners are named, the largest first, until together they own more than this share of the peak
 WORTH = 0.05  # Share of the peak from which a part of the model is worth a change that shrinks it alone
 FUSED_OPTIMIZER, FUSED_ATTENTION, CHUNKED_LOSS = "the fused optimizer", "a fused attention", "a chunked loss"
 _TRIED = {
-    FUSED_OPTIMIZER: ("fused optimizer",),
-    FUSED_ATTENTION: ("fused attention", "our FlashAttention"),
-    CHUNKED_LOSS: ("chunked loss", "fused loss"),
+    FUSED_OPTIMIZER: "memory.optimizer",
+    FUSED_ATTENTION: "memory.attention",
+    CHUNKED_LOSS: "memory.loss",
 }
-"""Advice → the rungs that try it, whose result then takes its place."""
+"""Advice → what changes that try it answer, whose result then takes its place."""
 UNFUSED_OPTIMIZER = (None, "adamw-foreach")  # None: a user's own, whose form is not known
 UNFUSED = ("eager", "eager-compiled", "sdpa-math")  # Attention that keeps its scores for backward
 ATTENTION = frozenset({"attention", "Softmax"})
@@ -189,32 +189,33 @@ def peak_findings(records: Sequence[Row]) -> list[Finding]:
     if phase == "optimizer" and step.optimizer in UNFUSED_OPTIMIZER and 1 - without / step.peak_gib >= WORTH:
         remedies, figures["without_gib"] = [FUSED_OPTIMIZER], without  # what is there at rest is there without it too
         said += "; the other phases peak at {without_gib:gib}"
-    results = {each: _results(records, _TRIED.get(each, ()), step.workload) for each in remedies}
+    results = {each: _results(records, _TRIED.get(each, "nothing"), step.workload) for each in remedies}
     remedies = tuple(each for each in remedies if not results[each])
     said += f", so {listed(remedies, 'or')} {'shrinks' if len(remedies) == 1 else 'shrink'} it." if remedies else "."
-    proof = {rung: peaks for each in results.values() for rung, peaks in each.items()}
+    proof = {change: peaks for each in results.values() for change, peaks in each.items()}
     if proof:
         told = [
-            f"{rung} took the peak from {gib(before)} to {gib(after)}"
+            f"{change} took the peak from {gib(before)} to {gib(after)}"
             if abs(after - before) > RUN_SPREAD * before
-            else f"{rung} left the peak at {gib(after)}"
-            for rung, (before, after) in proof.items()
+            else f"{change} left the peak at {gib(after)}"
+            for change, (before, after) in proof.items()
         ]
         said += literal(f" On the ladder, {listed(told)}.")
-    figures |= {f"peak with {rung}": after for rung, (_, after) in proof.items()}
+    figures |= {f"peak with {change}": after for change, (_, after) in proof.items()}
     return [found("memory.peak", said, **figures, remedies=remedies)]
 
 
-def _results(rows: Sequence[Row], names: Sequence[str], workload: str | None) -> dict[str, tuple[float, float]]:
-    """The peak before and after each of these rungs, of its last try on ladders of this workload."""
+def _results(rows: Sequence[Row], answers: str | None, workload: str | None) -> dict[str, tuple[float, float]]:
+    """The peak before and after each change that answers this, or any, of its last try on ladders of this workload."""
     found = {}
-    for climb in climbs(rows).values():
+    for climb in of_steps(rows):
         before: float | None = None
-        for row in climb:
+        for row in climb.rows:
             if row.status == "ok" and row.peak_gib is not None:
-                if before is not None and base_name(row) in names and row.workload in (None, workload):
-                    found[base_name(row)] = before, row.peak_gib
-                before = row.peak_gib if row.kept else before
+                is_meant = answers is None or answers in (row.answers or ())
+                if before is not None and is_meant and row.workload in (None, workload):
+                    found[row.names[0]] = before, row.peak_gib
+                before = row.peak_gib if row.accepted else before
     return found
 
 
@@ -294,17 +295,16 @@ def owner_findings(records: Sequence[Row]) -> list[Finding]:
 
 
 def _proof(records: Sequence[Row], workload: str | None) -> tuple[str, dict[str, Scalar]]:
-    """The rung of the ladder that made the peak smaller by most, against the rung it was built on."""
-    names = [base_name(row) for row in of_kind(records, RungRow)]
+    """The change that made the peak smaller by most, against what it was built on."""
     smaller: list[dict[str, Scalar]] = [
-        {"rung": rung, "before_gib": before, "after_gib": after}
-        for rung, (before, after) in _results(records, names, workload).items()
+        {"change": change, "before_gib": before, "after_gib": after}
+        for change, (before, after) in _results(records, None, workload).items()
         if before - after > RUN_SPREAD * before
     ]
     if not smaller:
         return "", {}
     best = max(smaller, key=lambda each: numeric(each["before_gib"]) - numeric(each["after_gib"]))
-    return " On the ladder, {rung} took the peak from {before_gib:gib} to {after_gib:gib}.", best
+    return " On the ladder, {change} took the peak from {before_gib:gib} to {after_gib:gib}.", best
 
 
 RULES = (peak_findings, owner_findings)

@@ -1,4 +1,4 @@
-"""What a profile says, in sentences; a suggestion is followed by the rung of the ladder that tried it, if one did."""
+"""What a profile says, in sentences; a suggestion is followed by the change of the ladder that tried it, if one did."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainstep.base.precision import PRECISIONS
 from trainstep.base.stats import RUN_SPREAD
 from trainstep.report.blocks import Finding, found, listed, literal
 from trainstep.report.numbers import numeric
-from trainstep.report.subjects.ladder_findings import advised
+from trainstep.report.subjects.climbs import advised
 from trainstep.rows import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow
 from trainstep.rows.records import Row, Scalar, belonging, of_kind
 
@@ -26,7 +26,6 @@ EXPOSED = 0.05
 IDLE = 0.10  # Share of the step in which the device may have nothing to do before it is remarked on
 _PLAIN = re.compile(r"array|char|float|double|int|long|bool|true|false|TensorList\w*Metadata")
 """Template arguments that do not say what a kernel does."""
-_COMPILED = ("compiled blocks", "compiled model")
 _FUSABLE = ("elementwise", "normalisation", "reduction", "copy")
 _SIMT, _TRANSFER = "FP32 SIMT matmul", "transfer"
 
@@ -177,8 +176,7 @@ def _matmuls(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) ->
     said = "{share:share} of the kernel time are float32 products on the ordinary units, not on tensor cores"
     entry = PRECISIONS.get(profile.precision or "fp32")  # None for one that only another version knows
     if entry is not None and entry.rate == "fp32":
-        advice, rungs = ": TF32 or bf16 moves them there.", ("TF32 matmuls", "bf16 autocast")
-        end, gains = advised(advice, records, rungs, profile.workload)
+        end, gains = advised(": TF32 or bf16 moves them there.", records, "kernels.float32-products", profile.workload)
         said += end
     else:
         where, gains = _where(own, [_SIMT]), {}
@@ -200,8 +198,7 @@ def _softmax(own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
     if fewer < AS_SMALL * ratio:  # as slow as its arithmetic is small
         return [found("kernels.softmax", f"{said}.", fewer_flop=fewer, faster=ratio)]
     copy = next((row.gb_s for row in of_kind(records, CeilingRow) if row.operation == "copy"), None)
-    rungs = ("fused attention", "our FlashAttention")
-    end, figures = advised("; a fused attention removes it.", records, rungs, softmax.workload)
+    end, figures = advised("; a fused attention removes it.", records, "kernels.softmax", softmax.workload)
     rate, is_bound = "", False
     if softmax.main_gb_s and copy:
         rate = " (it moves {gb_s:n} GB/s, {of_copy:.0%} of a large copy here)"
@@ -229,7 +226,7 @@ def _memory_bound(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row
         return [found("kernels.unfused-though-compiled", said, share=share, families=present)]
     saves = "saves" if profile.compile == "off" else "would save, where it is not used yet,"
     advice = f", which torch.compile {saves} by fusing them."
-    end, gains = advised(advice, records, _COMPILED, profile.workload)
+    end, gains = advised(advice, records, "kernels.unfused", profile.workload)
     said += end
     return [found("kernels.unfused", said, share=share, families=present, **gains)]
 
@@ -247,7 +244,7 @@ def _optimizer(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) 
     if profile.optimizer in (None, "adamw-foreach"):
         unknown = ", where it is not used yet," if profile.optimizer is None else ""
         advice = f": its fused form{unknown} reads and writes everything once."
-        end, gains = advised(advice, records, ("fused optimizer",), profile.workload)
+        end, gains = advised(advice, records, "kernels.optimizer-unfused", profile.workload)
         said += end
         return [found("kernels.optimizer-unfused", said, **figures, **gains)]
     fused = ", fused already" if profile.optimizer == "adamw-fused" else ""
@@ -260,7 +257,7 @@ def _idle(profile: ProfileRow, records: Sequence[Row]) -> list[Finding]:
         return []
     end, figures = ". Fewer, larger kernels help.", dict[str, Scalar]()
     if profile.compile in (None, "off"):
-        end, figures = advised(end, records, _COMPILED, profile.workload)
+        end, figures = advised(end, records, "kernels.idle", profile.workload)
     said = (
         "The device has nothing to do for {idle_share:share} of the step ({idle_ms:ms} of {step_ms:ms}, without the "
         f"profiler): the host launches more slowly than the kernels run{end}"

@@ -1,47 +1,57 @@
-"""The ladder: its rungs, what they gain, and the proof that they compute the same."""
+"""Ladders, of workloads and of scripts: their changes, what they gain, and the proof that training is the same."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from trainstep.base.stats import WITHIN_RUN
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Section, span
+from trainstep.report.blocks import (
+    Block,
+    Chart,
+    Charts,
+    Finding,
+    Section,
+    found,
+    listed,
+    literal,
+    span,
+)
 from trainstep.report.charts import SERIES
 from trainstep.report.charts.lines import Series, lines
 from trainstep.report.charts.rows import Fall, Outcome, waterfall
 from trainstep.report.columns import Cell, Column, ratio_cell, value_cell
 from trainstep.report.numbers import NONE, gib, number, numeric, power_of_ten, typeset
-from trainstep.report.subjects import ladder_findings
-from trainstep.report.subjects.ladder_findings import BASELINE, climbs, control_name, kept_rungs
-from trainstep.report.tables import define, make_table
-from trainstep.rows import FIRST_THAT_FITS, ControlRow, RungRow
-from trainstep.rows.records import Row, of_kind
+from trainstep.report.subjects.climbs import Climb, after_precision, climbs, of_steps, times_agree
+from trainstep.report.tables import Definition, Place, Table, make_table
+from trainstep.rows import ANOTHER_STEP, BASELINE, FIRST_THAT_FITS, ChangeRow
+from trainstep.rows.records import Row, Scalar
 
-
-def _rung(row: Row) -> Cell:
-    return Cell(str(row.case["rung"]), is_text=True)
-
-
-def _limited(row: Row, name: str, allowed: str) -> Cell:
-    """An error, on the page with what is allowed, a part of which it is."""
-    error, budget = (value_cell(row, each, partial(number, digits=2)) for each in (name, allowed))
-    if error.value is None or budget.value is None:
-        return error
-    return replace(error, of=budget, tone="bad" if _used(row, name) > 1 else "")
-
-
+# Tables.
 _LIMITS = {
     "loss_error": "",
     "gradient_error": "error_budget",
     "worst_gradient_error": "worst_allowed",
     "float32_error": "float32_allowed",
     "update_error": "update_allowed",
+    "losses_error": "losses_allowed",
+    "moved_error": "moved_allowed",
 }
 """Column of an error → that of what is allowed."""
+
+
+def _limited(row: Row, name: str) -> Cell:
+    """An error, on the page with what is allowed, a part of which it is."""
+    error, budget = (value_cell(row, each, partial(number, digits=2)) for each in (name, _LIMITS[name]))
+    if error.value is None:
+        return error
+    if budget.value is None:
+        is_known = name in ("losses_error", "moved_error")
+        return replace(error, note="not compared: rounding alone does as much", tone="quiet") if is_known else error
+    return replace(error, of=budget, tone="bad" if not numeric(error.value) <= numeric(budget.value) else "")
 
 
 def _used(row: Row, name: str) -> float:
@@ -50,21 +60,27 @@ def _used(row: Row, name: str) -> float:
     return numeric(error) / numeric(allowed) if error is not None and allowed else 0.0
 
 
-def _limit(title: str, name: str, *, page: bool = True) -> Column:
-    return Column(title, lambda row: _limited(row, name, _LIMITS[name]), brief=False, page=page)
+def _limit(title: str, name: str, *, brief: bool = False, page: bool = True) -> Column:
+    return Column(title, lambda row: _limited(row, name), brief=brief, page=page)
 
 
 def _verdict(row: Row) -> Cell:
-    """The verdict: in files its word, on the page what followed from it."""
-    called, kept = str(row.values.get("verdict", row.status)), bool(row.values.get("kept"))
-    cell = Cell("no clear gain, not kept", called, "verdict", tone="quiet", is_text=True, in_files=called)
+    """The verdict, and what followed from it."""
+    called, accepted = str(row.values.get("verdict", row.status)), bool(row.values.get("accepted"))
+    cell = Cell(called, called, "verdict", is_text=True, in_files=called)
     if row.status != "ok":
-        return replace(cell, text=row.status, note=row.reason, tone="bad")
+        cell = replace(cell, note=row.reason, in_files=f"{called}: {row.reason}", tone="bad")
+        return replace(cell, tone="quiet") if called == "not tried" else cell
     if called in (BASELINE, FIRST_THAT_FITS):
-        return replace(cell, text=called)
-    if kept:
-        return replace(cell, text="kept" if called == "faster" else "kept: no slower, and smaller", tone="good")
-    return replace(cell, text="slower, not kept", tone="bad") if called == "slower" else cell
+        return cell
+    if called == ANOTHER_STEP:
+        return replace(cell, in_files=f"{called}, not compared", note="not compared")
+    if accepted:
+        words = "accepted: no slower, and smaller" if called == "inconclusive" else "accepted"
+        note = f"of {number(row.values['updates'])} updates, in one epoch" if row.values.get("in_first_epoch") else ""
+        return replace(cell, text=words, in_files=words, note=note, tone="good")
+    words = "slower, rejected" if called == "slower" else "no clear gain, rejected"
+    return replace(cell, text=words, in_files=words, tone="bad" if called == "slower" else "quiet")
 
 
 def _slowed(row: Row) -> Cell:
@@ -73,46 +89,72 @@ def _slowed(row: Row) -> Cell:
     return Cell("" if reason in (None, "nothing") else str(reason), reason, "throttled_by", tone="bad", is_text=True)
 
 
-LADDER = define(
-    RungRow,
-    "The ladder: one change per rung, each checked beside the plain step before it is timed",
-    *map(columns.files_only, columns.SETTINGS[:3]),
-    Column("rung", _rung),
-    columns.median("step (ms) [95 %]", "step"),
-    columns.ratio("speed-up", "speedup"),
-    columns.ratio("against the rung before", "gain", brief=False),
-    columns.value("peak (GiB)", "peak_gib"),
-    columns.value("utilisation (%)", "utilisation", brief=False, page=False),
-    replace(_limit("gradient error", "gradient_error"), brief=True),
-    columns.value("budget", "error_budget", digits=2, page=False),
-    *columns.values(
-        {
-            title: name
-            for error in ("float32", "update")
-            for title, name in ((f"{error} error", f"{error}_error"), (f"{error} budget", f"{error}_allowed"))
-        },
-        digits=2,
-        brief=False,
-        page=False,
-    ),
-    columns.value("power (W)", "power_w", brief=False),
-    Column("slowed by", _slowed),
-    Column("verdict", _verdict),
-    Column("kept", lambda row: "yes" if row.values.get("kept") else "no", brief=False, page=False),
-    Column("reason", lambda row: row.reason, brief=False, page=False),
-    key=lambda row: str(row.case["rung"]),
-    is_strong=lambda row: bool(row.values.get("kept")),
+def _change(row: Row) -> str:
+    return str(row.case["change"])
+
+
+_WHICH = Column("change", lambda row: Cell(_change(row), is_text=True))
+
+
+def _columns(rows: Sequence[Row]) -> list[Column]:
+    ratio = partial(columns.ratio, between_runs=any(row.values.get("between_runs") for row in rows))
+    return [
+        *map(columns.files_only, columns.SETTINGS[:3]),
+        _WHICH,
+        columns.median("step (ms) [95 %]", "step"),
+        ratio("speed-up", "speedup"),
+        ratio("against what was accepted", "gain", brief=False),
+        ratio("samples per second", "throughput"),
+        *columns.values({"before (samples/s)": "samples_per_s_before", "samples/s": "samples_per_s"}, brief=False),
+        *columns.values(
+            {"before (samples)": "samples_per_step_before", "samples a step": "samples_per_step"}, brief=False
+        ),
+        columns.count("runs", "runs"),
+        columns.value("peak (GiB)", "peak_gib"),
+        columns.value("utilisation (%)", "utilisation", brief=False, page=False),
+        _limit("gradient error", "gradient_error", brief=True),
+        columns.value("budget", "error_budget", digits=2, page=False),
+        *columns.values(
+            {
+                title: name
+                for error in ("float32", "update", "losses", "moved")
+                for title, name in ((f"{error} error", f"{error}_error"), (f"{error} budget", f"{error}_allowed"))
+            },
+            digits=2,
+            brief=False,
+            page=False,
+        ),
+        columns.value("power (W)", "power_w", brief=False),
+        Column("slowed by", _slowed),
+        Column("verdict", _verdict),
+        Column("accepted", lambda row: "yes" if row.values.get("accepted") else "no", brief=False, page=False),
+        Column("lines", lambda row: getattr(row, "lines", ""), brief=False, page=False),
+    ]
+
+
+LADDER = Definition(
+    ChangeRow,
+    "The ladder: one change at a time, each checked before it is timed",
+    _columns,
+    key=_change,
+    is_strong=lambda row: bool(row.values.get("accepted")),
+    name="ladder",
 )
-
-
-CONTROL = define(
-    ControlRow,
-    "Rungs measured again at the end of the ladder: the interval of their ratio should contain 1",
-    *columns.SETTINGS,
-    *columns.values({"first (ms)": "first_ms", "again (ms)": "again_ms"}),
-    columns.ratio("again / first", "ratio"),
-    columns.ratio("over the first rung, in turns", "speedup"),
-    columns.OUTCOME,
+DRIFT = Definition(
+    ChangeRow,
+    "Measured again at the end of the ladder: the interval of a ratio to its first time should contain 1",
+    [
+        *columns.SETTINGS,
+        columns.word("first", "first"),
+        *columns.values({"at first (ms)": "first_ms", "again (ms)": "first_again_ms"}),
+        columns.ratio("again / at first", "first_drift"),
+        columns.word("final configuration", "top"),
+        *columns.values({"final, at first (ms)": "top_ms", "final, again (ms)": "top_again_ms"}),
+        columns.ratio("final, again / at first", "top_drift"),
+        columns.ratio("final over first, in turns", "speedup"),
+        columns.OUTCOME,
+    ],
+    name="drift",
 )
 
 
@@ -124,96 +166,118 @@ def _most_used(row: Row) -> Cell:
 
 
 def _in_float32(row: Row) -> Cell:
-    cell = _limited(row, "float32_error", "float32_allowed")
-    why = row.values.get("not_in_float32")
+    cell, why = _limited(row, "float32_error"), row.values.get("not_in_float32")
     return replace(cell, note=f"not compared: {why}", tone="quiet") if why else cell
 
 
-ERRORS = define(
-    RungRow,
-    "Relative errors and what is allowed of each, against the plain step",
-    Column("Rung", _rung),
-    columns.value("Loss", "loss_error", digits=2),
-    _limit("Gradients", "gradient_error"),
-    _limit("Worst parameter or row", "worst_gradient_error"),
-    Column("Which", lambda row: Cell(str(row.values.get("worst_parameter") or NONE), is_text=True, tone="quiet")),
-    Column("The same in float32", _in_float32),
-    _limit("Updates", "update_error"),
-    Column("Used at most", _most_used),
-    columns.value("Compared", "compared"),
-    key=lambda row: str(row.case["rung"]),
+ERRORS = Definition(
+    ChangeRow,
+    "Relative errors and what is allowed of each",
+    [
+        replace(_WHICH, title="Change"),
+        columns.value("Loss", "loss_error", digits=2),
+        _limit("Gradients", "gradient_error"),
+        _limit("Worst parameter or row", "worst_gradient_error"),
+        Column("Which", lambda row: Cell(str(row.values.get("worst_parameter") or NONE), is_text=True, tone="quiet")),
+        Column("The same in float32", _in_float32),
+        _limit("Updates", "update_error"),
+        _limit("Losses", "losses_error"),
+        _limit("Weights at the end", "moved_error"),
+        Column("Used at most", _most_used),
+        columns.value("Compared", "compared"),
+    ],
+    key=_change,
     name="errors",
 )
-TABLES = (LADDER, CONTROL)
+TABLES = (LADDER,)
 
 
-RULES = ladder_findings.RULES
+def _drifts(rows: Sequence[Row], place: Place = "files") -> list[Table]:
+    """What was measured again at the end of ladders of steps."""
+    finals = [climb.final for climb in of_steps(rows) if climb.final is not None]
+    return [make_table(DRIFT, finals, place)] if finals else []
 
+
+DERIVED = (_drifts,)
+
+
+# Sections of the page.
 _OUTCOMES = (
     ("baseline", "neutral", "baseline"),
-    ("kept", "accent", "kept"),
-    ("left", "hollow", "no clear gain, not kept"),
-    ("slower", "hatched", "slower, not kept"),
+    ("kept", "accent", "accepted"),
+    ("left", "hollow", "no clear gain, rejected"),
+    ("slower", "hatched", "slower, rejected"),
     ("failed", "cross", "wrong or could not run"),
 )  # Outcome, swatch and words of the waterfall's key
+_OF_SCRIPT = (
+    "The script itself is run for each change, or for several, which are made from outside on what was accepted. Its "
+    "first update's gradients, its losses and its weights at the end are compared with the script as it is; allowed is "
+    "twice what random roundings do to the script, plus one rounding. What is wrong is not timed. Ratios are between "
+    "runs, which take turns; brackets are 95 % intervals. A larger batch is another step: it is not compared, and has "
+    "samples per second in place of a speed-up."
+)
 
 
 def ladder(rows: Sequence[Row]) -> Section | None:
-    """One change per rung, ladder by ladder, and the rungs that were measured again."""
+    """One change at a time, ladder by ladder, and what was measured again."""
     every = climbs(rows)
     if not every:
         return None
-    blocks: list[Block] = []
-    for place, (name, climb) in enumerate(every.items()):
+    blocks, leads = list[Block](), dict[str, None]()
+    for place, climb in enumerate(every):
         suffix = f"-{place}" if place else ""
-        table = replace(LADDER, caption=f"{LADDER.caption}: {name}") if name else LADDER
-        blocks += [Charts([_waterfall(climb, name, suffix)]), make_table(table, climb, "page", name=f"ladder{suffix}")]
-    if controls := of_kind(rows, ControlRow):
-        which = Column("Rung", lambda row: Cell(control_name(row, rows), is_text=True))  # type: ignore[arg-type]
-        again = replace(CONTROL, columns=(which, *CONTROL.columns))  # type: ignore[misc]
-        blocks.append(make_table(again, controls, "page"))
-    rungs = of_kind(rows, RungRow)
-    lead = (
-        f"One change per rung, each built from the same seed. {_checks(rungs)} A wrong or slower rung is not built "
-        "upon. Speed-up is against the baseline, gain against the rung kept before; brackets are 95 % intervals."
-    )
-    lead += "" if kept_rungs(rungs) else " No rung could run here."
+        table = replace(LADDER, caption=f"{LADDER.caption}: {climb.name}") if climb.name else LADDER
+        shown = [*climb.rows, *(each for each in (climb.final, climb.patched) if each is not None)]
+        chart = _waterfall(climb, suffix)
+        blocks += [Charts([chart])] if chart is not None else []
+        blocks.append(make_table(table, shown, "page", name=f"ladder{suffix}"))
+        leads[_OF_SCRIPT if climb.is_script else _of_steps(every)] = None
+    blocks += _drifts(rows, "page")
+    lead = " ".join(leads)
+    lead += "" if any(climb.accepted for climb in every) else " Nothing could run here."
     return Section("ladder", "Ladder", "The ladder", lead, blocks)
 
 
-def _checks(rungs: Sequence[RungRow]) -> str:
-    """What was checked of these rungs, in words: those of earlier versions were checked for less."""
-    if all(row.update_error is None for row in rungs):
-        return "Its loss and gradients on the first batch were compared with the first rung’s before it was timed."
+def _of_steps(every: Sequence[Climb]) -> str:
     return (
-        "Before it is timed it is judged beside the plain step: in float32, in its own precision per parameter and "
+        f"One change at a time, each built from the same seed. {_checks(every)} A wrong or slower one is not built "
+        "upon. Speed-up is against the baseline, gain against what was accepted before; brackets are 95 % intervals."
+    )
+
+
+def _checks(every: Sequence[Climb]) -> str:
+    """What was checked of these changes, in words: those of earlier versions were checked for less."""
+    if all(row.update_error is None for climb in every if not climb.is_script for row in climb.rows):
+        return "Its loss and gradients on the first batch were compared with the first one’s before it was timed."
+    return (
+        "Before it is timed it is compared with the plain step: in float32, in its own precision per parameter and "
         "row, and by updates of its optimizer; after that once more with trained weights."
     )
 
 
-def _waterfall(rungs: Sequence[RungRow], name: str, suffix: str) -> Chart:
+def _waterfall(climb: Climb, suffix: str) -> Chart | None:
     falls, before = [], 0.0
-    for row in rungs:
-        falls.append(_fall(row, before))
-        before = row.step_ms or before if row.kept else before
+    for row in climb.rows:
+        if row.verdict not in (ANOTHER_STEP, "not tried"):
+            falls.append(_fall(row, before))
+            before = row.step_ms or before if row.accepted else before
     shown = {fall.outcome for fall in falls}
-    caption = "Each bar runs from the time kept so far to the rung’s own; thin lines carry the kept time on."
     return Chart(
         f"ladder{suffix}",
-        f"From the plain step to the recommended one{f': {name}' if name else ''}",
-        caption,
+        f"From the first to the final configuration{f': {climb.name}' if climb.name else ''}",
+        "Each bar runs from the time accepted so far to the change’s own; thin lines carry the accepted time on.",
         partial(waterfall, falls, "ms per step"),
         [(swatch, words) for outcome, swatch, words in _OUTCOMES if outcome in shown],
     )
 
 
-def _fall(row: RungRow, before: float) -> Fall:
+def _fall(row: ChangeRow, before: float) -> Fall:
     outcome: Outcome = "slower" if row.verdict == "slower" else "left"
     if row.status != "ok":
         outcome = "failed"
-    elif row.verdict == "baseline":
+    elif row.verdict == BASELINE:
         outcome = "baseline"
-    elif row.kept:
+    elif row.accepted:
         outcome = "kept"
     label = f"{number(row.step_ms)} ms"
     if outcome == "failed":
@@ -222,56 +286,60 @@ def _fall(row: RungRow, before: float) -> Fall:
         label += f" · {NONE if row.speedup is None else f'{row.speedup:.2f}×'}"
     step = row.times.get("step")
     low, high = (step.low, step.high) if step else (None, None)
-    return Fall(row.rung, before, row.step_ms, outcome, label, _tip(row), low, high)
+    return Fall(row.change, before, row.step_ms, outcome, label, _tip(row), low, high)
 
 
-def _tip(row: RungRow) -> str:
+def _tip(row: ChangeRow) -> str:
     if row.status != "ok":
         return f"{row.status}: {row.reason}"
-    told = [f"step {span(row, 'step')}"]
-    for name, words in (("speedup", "speed-up"), ("gain", "against the kept rung before")):
+    told, where = [f"step {span(row, 'step')}"], "between runs" if row.between_runs else WITHIN_RUN
+    for name, words in (("speedup", "speed-up"), ("gain", "against what was accepted before")):
         cell = ratio_cell(row, name)
         if row.verdict not in (BASELINE, FIRST_THAT_FITS) and cell.value is not None:
-            told.append(f"{words} {cell.plain} {WITHIN_RUN if cell.low else '(too few samples)'}")
+            told.append(f"{words} {cell.plain} {where if cell.low else '(too few samples)'}")
     if row.peak_gib is not None:
         told.append(f"peak memory {gib(row.peak_gib)}")
     return "\n".join([*told, _verdict(row).text])
 
 
 def correctness(rows: Sequence[Row]) -> Section | None:
-    """Losses of the kept rungs over the same batches, and how far gradients and updates are off; ladder by ladder."""
+    """Losses of what was accepted over the same batches, and how far gradients and updates are off; by ladder."""
     every, blocks = climbs(rows), list[Block]()
-    for place, (name, climb) in enumerate(every.items()):
+    for place, climb in enumerate(every):
         suffix = f"-{place}" if place else ""
-        kept = [row for row in kept_rungs(climb) if row.samples.get("training_loss")]
-        checked = [row for row in climb if row.gradient_error is not None]
-        if kept or len(checked) > 1:
+        accepted = [row for row in climb.accepted if row.samples.get("training_loss")]
+        checked = [row for row in climb.rows if row.gradient_error is not None]
+        if accepted or len(checked) > 1:
             beside = dict.fromkeys(row.reference for row in checked if row.reference)
-            of = [name] * bool(name) + [f"held against {each}" for each in beside]
+            of = [climb.name] * bool(climb.name) + [f"compared with {each}" for each in beside]
             table = replace(ERRORS, caption=": ".join([f"{ERRORS.caption}", *of]))
-            blocks += [Charts(_loss_charts(kept, suffix))] if kept else []
+            blocks += [Charts(_loss_charts(accepted, suffix))] if accepted else []
             blocks += [make_table(table, checked, "page", name=f"errors{suffix}")] if checked else []
     if not blocks:
         return None
-    lead = f"A step that computes something else is no faster. {_checks(of_kind(rows, RungRow))} "
-    if all(row.worst_allowed is None for row in of_kind(rows, RungRow)):
-        lead += "Allowed is twice the error of the first rung in that precision, plus one rounding; of that first "
-        lead += "rung, what independent roundings add up to."
-    else:
-        lead += "Allowed is twice what the plain step was measured to be off by in that precision, plus one rounding."
+    lead = "A step that computes something else is no faster."
+    if own := [climb for climb in every if not climb.is_script]:
+        lead += f" {_checks(own)}"
+        if all(row.worst_allowed is None for climb in own for row in climb.rows):
+            lead += " Allowed is twice the error of the first step in that precision, plus one rounding; of that first "
+            lead += "step, what independent roundings add up to."
+        else:
+            lead += (
+                " Allowed is twice what the plain step was measured to be off by in that precision, plus one rounding."
+            )
     return Section("correctness", "Correctness", "Is it still the same training?", lead, blocks)
 
 
-def _loss_charts(kept: Sequence[RungRow], suffix: str) -> list[Chart]:
-    length = min(len(row.samples["training_loss"]) for row in kept)
+def _loss_charts(accepted: Sequence[ChangeRow], suffix: str) -> list[Chart]:
+    length = min(len(row.samples["training_loss"]) for row in accepted)
     steps = [float(index + 1) for index in range(length)]
-    styles = [_line_style(index, len(kept)) for index in range(len(kept))]
+    styles = [_line_style(index, len(accepted)) for index in range(len(accepted))]
     curves = [
-        Series(row.rung, steps, row.samples["training_loss"][:length], *style)
-        for row, style in zip(kept, styles, strict=True)
+        Series(row.change, steps, row.samples["training_loss"][:length], *style)
+        for row, style in zip(accepted, styles, strict=True)
     ]
     legend = [(f"line {one.role} {one.dash}", one.name) for one in curves]
-    title, caption = "Training loss of every kept rung", "Same seed, same batches: right curves lie on one another."
+    title, caption = "Training loss of everything accepted", "Same seed, same batches: right curves lie on one another."
     charts = [Chart(f"losses{suffix}", title, caption, partial(lines, curves, "batch", "loss"), legend)]
     if len(curves) > 1:
         apart = [
@@ -300,4 +368,154 @@ def _line_style(index: int, count: int) -> tuple[str, float, str]:
     return SERIES[(index - 1) % len(SERIES)], 1.8, ("dashed", "dotted", "dotdash", "dashdot")[index % 4]
 
 
+# Findings.
+def baseline(rows: Sequence[Row]) -> Iterator[Finding]:
+    """A ladder without a baseline, which comes before all else."""
+    for climb in of_steps(rows):
+        first = climb.first
+        if first.status not in ("ok", "out of memory"):
+            said = "the baseline failed ({status}): {reason}. "
+            said += "There is nothing to compare with, and no change was tried."
+            said = climb.whose + said if climb.name else f"T{said[1:]}"
+            yield found("gain.no-baseline", said, status=first.status, reason=first.reason or None)
+        elif first.status != "ok" and climb.accepted:
+            said = "the baseline is too large ({reason}): speed-ups are over {first}, the first that fits."
+            said = climb.whose + said if climb.name else f"T{said[1:]}"
+            yield found("gain.too-large", said, reason=first.reason, first=climb.accepted[0].change)
+
+
+def gain(rows: Sequence[Row]) -> Iterator[Finding]:
+    """What the accepted changes of each ladder bring together, and what was checked of them."""
+    for climb in climbs(rows):
+        if climb.is_script:
+            yield from _gain_of_script(climb)
+        elif climb.accepted:
+            yield _withheld(climb) if climb.is_disputed else _gain(climb)
+
+
+def _withheld(climb: Climb) -> Finding:
+    said = (
+        "No speed-up is claimed: in turns with {first} at the end, {top} was {again:.2f}× as fast "
+        f"({columns.INTERVAL} {{again_low:.2f}}–{{again_high:.2f}}), and by the gains up to it {{speedup:.2f}}× "
+        "({speedup_low:.2f}–{speedup_high:.2f}). The machine changed meanwhile; run again on a quieter one."
+    )
+    first, top, final = climb.accepted[0], climb.accepted[-1], climb.final
+    assert final is not None, "which disputes it"
+    figures: dict[str, Scalar] = {"speedup": top.speedup, "speedup_low": top.speedup_low}
+    figures |= {"speedup_high": top.speedup_high, "again": final.speedup}
+    figures |= {"again_low": final.speedup_low, "again_high": final.speedup_high}
+    return found("gain.withheld", climb.whose + said, first=first.change, top=top.change, **figures)
+
+
+def _gain(climb: Climb) -> Finding:
+    first, last, there = climb.accepted[0], climb.accepted[-1], climb.there
+    if first is last:
+        which, fits = ("the baseline", {}) if first.change == BASELINE else ("{first}", {"first": first.change})
+        said = f"No change on the ladder made the step faster: {which} is the best found."
+        return found("gain.none", climb.whose + said, **fits)
+    named = tuple(row.change for row in there)
+    low, high, is_one = numeric(last.speedup_low), numeric(last.speedup_high), len(named) == 1
+    names = literal(listed(named))
+    interval = f"({columns.INTERVAL} {{speedup_low:.2f}}–{{speedup_high:.2f}})"
+    known: dict[str, Scalar] = {"speedup": last.speedup, "speedup_low": low, "speedup_high": high}
+    if low <= 1:
+        called, both = "smaller", None not in (first.peak_gib, last.peak_gib)
+        said = f"no difference in time that these samples can show {interval}, accepted for what else "
+        said += "it saves" if is_one else "they save"
+        said = f": {said}" + (": peak memory {peak_before_gib:gib} → {peak_after_gib:gib}" if both else "")
+    else:
+        called = "faster"
+        said = f" {'makes' if is_one else 'make'} the step {{speedup:.2f}}× faster {interval}"
+        said += ": {before_ms:ms} → {after_ms:ms}" if times_agree(climb) else _MOVED
+        if (later := after_precision(climb)) is not None:
+            said += " ({after_precision:.2f}× of it after {precision_change})"
+            known |= later
+    set_by = {id(row): names for row, names in zip(climb.accepted[1:], climb.settings, strict=True)}
+    unchecked = tuple(row.change for row in there if "optimizer" in set_by[id(row)] and row.update_error is None)
+    what = "loss and gradients" if last.update_error is None else "loss, gradients and updates"
+    said = (
+        f"{names[0].upper()}{names[1:]}{said}, with {what} within the error budget (gradients off by "
+        "{gradient_error:.1g} of {error_budget:.1g} allowed)"
+    )
+    said += "; the updates of {unchecked:list} were not checked." if unchecked else "."
+    known |= {"gradient_error": numeric(last.gradient_error), "error_budget": numeric(last.error_budget)}
+    known |= {"before_ms": first.step_ms, "after_ms": last.step_ms}
+    known |= {"peak_before_gib": first.peak_gib, "peak_after_gib": last.peak_gib}
+    return found(f"gain.{called}", climb.whose + said, changes=named, unchecked=unchecked, **known)
+
+
+_MOVED = (
+    ", each change in turns with what was accepted before it (between them the machine changed: the first took "
+    "{before_ms:ms} when it was tried, the last {after_ms:ms})"
+)
+
+
+def rejected(rows: Sequence[Row]) -> Iterator[Finding]:
+    """The changes that were accepted nowhere, each by its last try, and why."""
+    for climb in of_steps(rows):
+        for row in {row.names[0]: row for row in climb.rows if row.change != BASELINE}.values():
+            if row.status != "ok":
+                why, said = row.status.replace(" ", "-"), f" ({row.status}): {{reason}}"
+            elif row.verdict == "slower":
+                why, said = "slower", f" makes the step {1 / numeric(row.gain):.2f}× slower here"
+            elif row.verdict == "inconclusive" and not row.accepted:
+                why, said = "inconclusive", " makes no difference that these samples can show"
+            else:
+                continue
+            figures: dict[str, Scalar] = {"change": row.change, "gain": row.gain, "reason": row.reason or None}
+            yield found(f"ladder.{why}", f"Not used: {climb.whose}{{change}}{said}.", **figures)
+
+
+def _gain_of_script(climb: Climb) -> Iterator[Finding]:
+    """What was accepted, what it brings together, the lines to add for it, another step, and the patch."""
+    if climb.first.status != "ok":
+        return
+    last, there = climb.top, climb.there
+    names = tuple(row.change for row in there)
+    if last is None:
+        yield found("gain.script_none", "No change from outside made the script faster: it is the best found.")
+    elif last.speedup_low is not None and last.speedup_low > 1:
+        figures: dict[str, Scalar] = {"speedup": last.speedup, "low": last.speedup_low, "high": last.speedup_high}
+        said = (
+            f"Proven: with {literal(listed(names))} the script's steps are {{speedup:.2f}}× faster (between runs, "
+            "{low:.2f}–{high:.2f}), and its first gradients, losses and weights are within their budgets."
+        )
+        if (seen := next((row for row in reversed(there) if row.in_first_epoch), None)) is not None:
+            figures["updates"] = seen.updates
+            said += " Proven for {updates:n} updates; the loader has not begun a second epoch."
+        yield found("gain.script", said, changes=names, **figures)
+    else:
+        said = f"With {literal(listed(names))} together no gain was certain between runs."
+        yield found("gain.script_open", said, changes=names)
+    for row in there if last is not None else ():
+        yield found("gain.line", f"{{change}}: {literal(row.lines)}", change=row.change)
+    for row in climb.rows:
+        if row.verdict == ANOTHER_STEP and row.throughput_low is not None:
+            yield _throughput(row)
+    patched = climb.patched
+    if patched is not None and patched.status == "ok" and patched.accepted:
+        said = "The patched script, run with nothing from outside, is {speedup:.2f}× faster ({low:.2f}–{high:.2f})."
+        figures = {"low": patched.speedup_low, "high": patched.speedup_high}
+        yield found("gain.patch", said, speedup=patched.speedup, **figures)
+
+
+def _throughput(row: ChangeRow) -> Finding:
+    """What another step brings in samples per second: never a speed-up."""
+    figures: dict[str, Scalar] = {
+        "throughput": row.throughput,
+        "low": row.throughput_low,
+        "high": row.throughput_high,
+        "before": row.samples_per_step_before,
+        "samples": row.samples_per_step,
+    }
+    step = "{change}: another step, of {samples:.4g} samples in place of {before:.4g},"
+    ratio = "{throughput:.2f}× (between runs, {low:.2f}–{high:.2f})"
+    if numeric(row.throughput_low) > 1:
+        said = f"{step} computes {ratio} as many per second; whether it learns as well is not known. "
+        return found("gain.throughput", said + literal(row.lines), change=row.change, **figures)
+    said = f"{step} was not shown to compute more of them per second: {ratio}."
+    return found("gain.throughput_open", said, change=row.change, **figures)
+
+
+RULES = (baseline, gain, rejected)
 SECTIONS = (ladder, correctness)

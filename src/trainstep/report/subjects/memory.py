@@ -17,13 +17,13 @@ from trainstep.report.columns import Column
 from trainstep.report.numbers import NONE, as_float, gib, number, unit_of
 from trainstep.report.subjects import allocations
 from trainstep.report.subjects.allocations import phase_peaks
+from trainstep.report.subjects.climbs import changes
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import define, make_table
 from trainstep.rows import (
     CheckpointingRow,
     PeakRow,
     ResidualRow,
-    RungRow,
     WorkloadRow,
 )
 from trainstep.rows.records import Row, Scalar, by_case, of_kind
@@ -60,13 +60,13 @@ CHECKPOINTING = define(
 
 
 def memory(records: Sequence[Row]) -> Section | None:
-    """Peaks by phase and by rung, over what is there at rest."""
+    """Peaks by phase and by change, over what is there at rest."""
     step = analysed_step(records)
-    rungs = [row for row in of_kind(records, RungRow) if row.peak_gib is not None or row.status != "ok"]
+    tried = [row for row in changes(records) if row.peak_gib is not None or row.status != "ok"]
     has_peak = step is not None and step.peak_gib is not None
-    if not has_peak and not any(row.peak_gib is not None for row in rungs):
+    if not has_peak and not any(row.peak_gib is not None for row in tried):
         return None
-    largest = max(row.peak_gib or 0 for row in [*rungs, *([step] if step else [])])
+    largest = max(row.peak_gib or 0 for row in [*tried, *([step] if step else [])])
     unit, scale = unit_of(largest)
 
     def bar(name: str, peak: float | None, rest: float, row: Row) -> Bar:
@@ -82,12 +82,14 @@ def memory(records: Sequence[Row]) -> Section | None:
         drawn = [bar(name, peak, step.at_rest_gib or 0, step) for name, peak in phase_peaks(step).items()]
         plot = partial(bars, drawn, unit)
         charts.append(Chart("memory-phases", "Peak by phase, of the analysed step", "", plot, legend))
-    if len(rungs) > 1:
-        device = max((as_float(row.environment.get("device_memory_gib")) or 0 for row in rungs), default=0)
+    if len(tried) > 1:
+        device = max((as_float(row.environment.get("device_memory_gib")) or 0 for row in tried), default=0)
         limit = device * scale if device and largest > NEARLY_FULL * device else None
         caption = "The dashed line is all the device has." if limit else ""
-        drawn = [bar(row.rung, row.peak_gib, row.at_rest_gib or 0, row) for row in rungs]
-        charts.append(Chart("memory-rungs", "Peak by rung", caption, partial(bars, drawn, unit, limit=limit), legend))
+        drawn = [bar(row.change, row.peak_gib, row.at_rest_gib or 0, row) for row in tried]
+        charts.append(
+            Chart("memory-changes", "Peak by change", caption, partial(bars, drawn, unit, limit=limit), legend)
+        )
     blocks: list[Block] = [Charts(charts)]
     if step is not None:
         known = ("parameters_gib", "optimizer_state_gib", "at_rest_gib", "peak_gib")

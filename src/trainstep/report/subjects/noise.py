@@ -1,4 +1,4 @@
-"""Whether the machine was quiet enough for what was measured: intervals, the GPU's throttling, rungs measured again."""
+"""Whether the machine was quiet enough for what was measured: intervals, the GPU's throttling, steps measured again."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from trainstep.report.blocks import Finding, found, in_ms, listed
 from trainstep.report.numbers import numeric
-from trainstep.report.subjects.ladder_findings import climbs, control_name, kept_rungs, with_controls
+from trainstep.report.subjects.climbs import changes, of_steps
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.rows import (
     AttentionRow,
     CeilingRow,
+    ChangeRow,
     CheckpointingRow,
     CollectiveRow,
-    ControlRow,
     FamilyRow,
     FitRow,
     ParallelRow,
     ProfileRow,
-    RungRow,
     StepRow,
     SweepRow,
 )
@@ -39,8 +38,9 @@ SEEN = 0.01  # Share of its phase from which a family has a row on the page
 def _groups(rows: Sequence[Row]) -> dict[str, list[tuple[str, Row]]]:
     """What was timed, by what a sentence calls it, each row with its name; of a warm-up study, its last window."""
     step, found = analysed_step(rows), dict[str, list[tuple[str, Row]]]()
+    tried = {id(row) for row in changes(rows)}
     for row in rows:
-        many = TIMED.get(type(row))
+        many = TIMED.get(type(row)) if not isinstance(row, ChangeRow) or id(row) in tried else None
         if many is not None and row.status == "ok" and (step is None or row is step or not isinstance(row, StepRow)):
             found.setdefault(many, []).append((_name(row), row))
     return found
@@ -48,7 +48,7 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[tuple[str, Row]]]:
 
 TIMED: Mapping[type[Row], str] = {
     StepRow: "steps",
-    RungRow: "rungs",
+    ChangeRow: "changes",
     CheckpointingRow: "checkpointing policies",
     FitRow: "choices of activations",
     AttentionRow: "cases of attention",
@@ -60,7 +60,7 @@ _WHOLE = ("step", "both", "time")  # the time of a row that its phases are parts
 
 
 def _name(row: Row) -> str:
-    for name in ("rung", "scheme", "collective", "impl", "form", "checkpointing", "workload"):
+    for name in ("change", "scheme", "collective", "impl", "form", "checkpointing", "workload"):
         if (value := row.case.get(name)) is not None:
             return str(value)
     return TIMED[type(row)]
@@ -119,34 +119,32 @@ def throttled(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def measured_again(rows: Sequence[Row]) -> list[Finding]:
-    """Rungs that were timed for longer than was asked for."""
-    again = tuple(row.rung for row in of_kind(rows, RungRow) if (row.attempts or 1) > 1)
-    said = (
-        "Timed for longer than asked, since the first samples left the comparison with the rung before open: {rungs:n}."
-    )
-    return [found("noise.measured-again", said, rungs=again)] if again else []
+    """Changes that were timed for longer than was asked for."""
+    again = tuple(row.change for row in changes(rows) if (row.attempts or 1) > 1)
+    said = "Timed for longer than asked, since the first samples left a gain open: {changes:n}."
+    return [found("noise.measured-again", said, changes=again)] if again else []
 
 
-def control(rows: Sequence[Row]) -> list[Finding]:
-    """Rungs, the first or the top, that took another time at the end of the ladder than when they were tried."""
-    told = []
-    for own in [with_controls(climb, rows) for climb in climbs(rows).values()] or [list(rows)]:
-        controls, kept = of_kind(own, ControlRow), kept_rungs(own)
-        in_turns = any(row.speedup is not None for row in controls) and all(row.in_turns is not False for row in kept)
+def drift(rows: Sequence[Row]) -> Iterator[Finding]:
+    """The first or the final configuration, if it took another time at the end of the ladder than when it was tried."""
+    for climb in of_steps(rows):
+        if (final := climb.final) is None:
+            continue
+        in_turns = final.speedup is not None and all(row.in_turns is not False for row in climb.accepted)
         said = (
-            "The machine changed while it was measured: {rung} took {first_ms:ms} at first and {again_ms:ms} at the "
+            "The machine changed while it was measured: {change} took {first_ms:ms} at first and {again_ms:ms} at the "
             "end of the ladder. "
         )
         said += (
-            "Gains are of steps taken in turns; times of different rungs are no more certain than that."
+            "Gains are of steps taken in turns; times of different changes are no more certain than that."
             if in_turns
             else "Speed-ups are no more certain than that; run again on a quieter machine."
         )
-        for row in controls:
-            if row.ratio_low is not None and row.ratio_high is not None and not row.ratio_low <= 1 <= row.ratio_high:
-                figures = {"first_ms": row.first_ms, "again_ms": row.again_ms, "ratio": row.ratio}
-                told.append(found("noise.control", said, rung=control_name(row, own), **figures))
-    return told
+        for end in ("first", "top"):
+            low, high = (final.values.get(f"{end}_drift_{side}") for side in ("low", "high"))
+            if low is not None and high is not None and not numeric(low) <= 1 <= numeric(high):
+                names = {"first_ms": f"{end}_ms", "again_ms": f"{end}_again_ms", "ratio": f"{end}_drift", "change": end}
+                yield found("noise.control", said, **{name: final.values[own] for name, own in names.items()})
 
 
 def same_step_twice(rows: Sequence[Row]) -> list[Finding]:
@@ -162,7 +160,7 @@ def same_step_twice(rows: Sequence[Row]) -> list[Finding]:
     candidates: dict[str, Sequence[Row]] = {
         "the phases": [step],
         "the profile": of_kind(rows, ProfileRow),
-        "the ladder's baseline": [row for row in of_kind(rows, RungRow) if row.verdict == "baseline"],
+        "the ladder's baseline": [row for row in changes(rows) if row.verdict == "baseline"],
     }
     ends = {
         name: (numeric(row.values["step_ms"]), *enclosed)
@@ -211,4 +209,4 @@ def beyond_arithmetic(rows: Sequence[Row]) -> list[Finding]:
     return [found("noise.beyond-arithmetic", said, **beyond)]
 
 
-RULES = (unsteady, throttled, measured_again, control, same_step_twice, beyond_arithmetic)
+RULES = (unsteady, throttled, measured_again, drift, same_step_twice, beyond_arithmetic)

@@ -15,9 +15,9 @@ from trainstep.report.charts.lines import Series, dots, lines
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell, Column, median_cell, value_cell
 from trainstep.report.numbers import number, numeric
-from trainstep.report.subjects.ladder_findings import advised, tried
+from trainstep.report.subjects.climbs import advised, changes, tried
 from trainstep.report.tables import Table, TableRow, define, make_table
-from trainstep.rows import CeilingRow, FamilyRow, RungRow, StepRow, WorkloadRow
+from trainstep.rows import CeilingRow, ChangeRow, FamilyRow, StepRow, WorkloadRow
 from trainstep.rows.records import Row, Scalar, Times, of_kind
 
 
@@ -85,18 +85,18 @@ def analysed_step(rows: Sequence[Row]) -> StepRow | None:
 
 
 def is_same_step(step: Row, other: Row) -> bool:
-    """Whether `other` (a profile, a rung, an allocation timeline) is of the step with the settings of `step`."""
-    own = {name: value for name, value in other.case.items() if name != "rung"}
+    """Whether `other` (a profile, a change, an allocation timeline) is of the step with the settings of `step`."""
+    own = {name: value for name, value in other.case.items() if name != "change"}
     return bool(own) and all(name in step.case and step.case[name] == value for name, value in own.items())
 
 
 def not_finite(rows: Sequence[Row]) -> list[Finding]:
     """The first row whose training loss stops being a number; files have None for such a loss."""
-    for row in [*full_steps(rows), *of_kind(rows, RungRow)]:
+    for row in [*full_steps(rows), *changes(rows)]:
         losses = row.samples.get("training_loss", ())
         broken = next((at for at, loss in enumerate(losses, start=1) if loss is None or not math.isfinite(loss)), None)
         if broken is not None:
-            which = row.rung if isinstance(row, RungRow) else f"{row.workload} in {row.precision}"
+            which = row.change if isinstance(row, ChangeRow) else f"{row.workload} in {row.precision}"
             said = (
                 "The loss is not finite from step {step} of {steps} on ({row}): the steps that are timed do not train. "
                 "Look at the learning rate, the batch and the initial weights."
@@ -176,7 +176,7 @@ def utilisation(rows: Sequence[Row]) -> list[Finding]:
         entry = PRECISIONS.get(str(step.precision))  # None for one that only another version knows
         is_wide, end = entry is not None and not entry.is_half, "."
         if is_wide:
-            lower = (*(["TF32 matmuls"] * (step.precision == "fp32")), "bf16 autocast")
+            lower = f"utilisation.high-{step.precision}"
             end, gains = advised("; a lower precision moves that limit.", rows, lower, step.workload)
             figures |= gains
         judged += end
@@ -225,8 +225,8 @@ def launch_bound(rows: Sequence[Row]) -> list[Finding]:
     issue, forward = step.times["forward_issue"].median, step.times["forward"].median
     if issue < LAUNCH_BOUND_ISSUE * forward:
         return []
-    is_compiled, rungs = step.compile != "off", ("compiled blocks", "compiled model")
-    result, gains = ("", {}) if is_compiled else tried(rows, rungs, step.workload)
+    is_compiled = step.compile != "off"
+    result, gains = ("", {}) if is_compiled else tried(rows, "launches.bound", step.workload)
     compiling = "" if is_compiled or result else ", torch.compile"
     said = (
         "The host needs {forward_issue_ms:ms} to launch the forward pass, which takes {forward_ms:ms}: launches set "

@@ -10,7 +10,7 @@ from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, fact, 
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import number
-from trainstep.report.subjects.ladder_findings import kept_rungs
+from trainstep.report.subjects.climbs import of_steps
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import define, make_table
 from trainstep.rows import CeilingRow, WorkloadRow
@@ -74,19 +74,20 @@ def _flop_chart(parts: dict[str, int | float]) -> Chart:
 
 
 def _ceiling_chart(rows: Sequence[Row], ceilings: Sequence[CeilingRow]) -> Chart:
-    """Each precision's product, and what the fastest kept step in that precision reaches of it."""
+    """Each precision's product, and what the fastest accepted step in that precision reaches of it."""
     step = analysed_step(rows)
     drawn = []
     for row in ceilings:
         rate = row.tflops or 0
-        ran = [each for each in (*kept_rungs(rows), *([step] if step else [])) if each.precision == row.precision]
+        accepted = [each for climb in of_steps(rows) for each in climb.accepted]
+        ran = [each for each in (*accepted, *([step] if step else [])) if each.precision == row.precision]
         best = max((each.achieved_tflops for each in ran if each.achieved_tflops is not None), default=None)
         tip = f"a large product reaches {number(rate)} TFLOP/s"
-        tip += f"\nthe fastest kept step reaches {number(best)}, {best / rate:.0%} of it" if best and rate else ""
+        tip += f"\nthe fastest accepted step reaches {number(best)}, {best / rate:.0%} of it" if best and rate else ""
         share = f" · {best / rate:.0%}" if best and rate else ""
         drawn.append(Bar(operation(row), rate, f"{number(rate)}{share}", tip, second=best, role="neutral"))
     title = "How close the step comes to the device’s matrix products"
-    caption = "The percentage is what the fastest kept step in that precision reaches of it."
+    caption = "The percentage is what the fastest accepted step in that precision reaches of it."
     legend = [("neutral", "a large matrix product alone"), ("accent", "the whole step")]
     return Chart("ceilings", title, caption, partial(bars, drawn, "TFLOP/s"), legend)
 

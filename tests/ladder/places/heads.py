@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainstep.ladder.changes.head_loss import HeadLoss
+from trainstep.ladder.places.head_loss import HeadLoss
 from trainstep.step.model.transformer import chunked_cross_entropy
 
 BATCH, LENGTH, WIDTH, WORDS = 2, 6, 5, 11

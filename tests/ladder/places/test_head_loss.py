@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 
-from tests.ladder.changes.heads import BATCH, IDS, LENGTH, WIDTH, WORDS, Model, finder_in, model_of, plain
+from tests.ladder.places.heads import BATCH, IDS, LENGTH, WIDTH, WORDS, Model, finder_in, model_of, plain
 from trainstep.base.errors import UnsupportedError
-from trainstep.ladder.changes.logits import COMPUTED_TOO, Logits
+from trainstep.ladder.places.logits import COMPUTED_TOO, Logits
 
 SOME = IDS.clone()
 SOME[0, :3] = -100

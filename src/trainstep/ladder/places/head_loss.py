@@ -20,8 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from trainstep.base.errors import UnsupportedError
-from trainstep.ladder.changes.logits import Head, Logits, Product
-from trainstep.ladder.changes.uncomputed import CASTS, SELF, Dtypes, cast_to, is_transformed
+from trainstep.ladder.places.logits import Head, Logits, Product
+from trainstep.ladder.places.uncomputed import CASTS, SELF, Dtypes, cast_to, is_transformed
 from trainstep.observe.lines import line_of_call
 from trainstep.step.blocks import find_blocks
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from trainstep.base.errors import UnsupportedError
 from trainstep.fused import eager
-from trainstep.ladder.changes.uncomputed import is_transformed
+from trainstep.ladder.places.uncomputed import is_transformed
 from trainstep.observe.lines import line_of_call
 
 Note = Callable[[str, str], object]

@@ -1,4 +1,4 @@
-"""Results that stand for calls which a script has made and nobody has computed yet: what rungs that find their places
+"""Results that stand for calls which a script has made and nobody has computed yet: what changes that find their places
 as the script runs have in common.
 
 Such a tensor is known by its shape, dtype and device. What is done with it is either taken note of, which makes a

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.ladder.changes.heads import IDS, WORDS, finder_in, model_of, plain
+from tests.ladder.places.heads import IDS, WORDS, finder_in, model_of, plain
 from trainstep.base.errors import UnsupportedError
-from trainstep.ladder.changes.logits import Logits
+from trainstep.ladder.places.logits import Logits
 
 TOO_LATE = "looks at logits that were not computed, .* after it has changed"
 

@@ -16,7 +16,7 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from trainstep.base.errors import UnsupportedError
-from trainstep.ladder.changes.uncomputed import KNOWN, Call, Uncomputed, after, as_written, known, state_of
+from trainstep.ladder.places.uncomputed import KNOWN, Call, Uncomputed, after, as_written, known, state_of
 from trainstep.observe.lines import line_of_call
 
 COMPUTED_TOO = "its logits are computed all the same"

@@ -18,8 +18,8 @@ import numpy
 import pytest
 import torch
 
-from trainstep.ladder.changes import late_reads
-from trainstep.ladder.changes.late_reads import AT_ONCE, LATE, Later, LateReads
+from trainstep.ladder.places import late_reads
+from trainstep.ladder.places.late_reads import AT_ONCE, LATE, Later, LateReads
 
 
 class Reading:

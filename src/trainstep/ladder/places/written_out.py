@@ -20,8 +20,8 @@ from torch import Tensor
 
 from trainstep.attention.scoring import with_positive_scale
 from trainstep.base.errors import UnsupportedError
-from trainstep.ladder.changes.masks import Mask, Masks, is_number, mask_of
-from trainstep.ladder.changes.uncomputed import (
+from trainstep.ladder.places.masks import Mask, Masks, is_number, mask_of
+from trainstep.ladder.places.uncomputed import (
     CASTS,
     KNOWN,
     SELF,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from trainstep.base.errors import UnsupportedError
-from trainstep.ladder.changes.written_out import Finder
+from trainstep.ladder.places.written_out import Finder
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 3, 8, 4
 CAUSAL = torch.tril(torch.ones(16, 16, dtype=torch.float64))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from trainstep.ladder.changes import rungs
+from trainstep.ladder.changes import attention, checkpointing, compiling, ddp, layout, loaders, optimizer, precision
 
 
 class Trial:
@@ -34,7 +34,7 @@ def trial(monkeypatch):
 
 
 def test_optimizers_are_fused_where_the_script_says_nothing(trial):
-    rungs.fused_optimizers(trial)
+    optimizer.fused_optimizers(trial)
     weights = [nn.Parameter(torch.ones(2))]
     for kind in (torch.optim.AdamW, torch.optim.Adam, functools.partial(torch.optim.SGD, lr=0.1)):
         assert kind(weights).defaults["fused"]
@@ -49,7 +49,7 @@ def test_loaders_with_few_workers_get_more(trial, monkeypatch):
         def __iter__(self):
             return iter(range(4))
 
-    rungs.workers(trial)
+    loaders.workers(trial)
     data = TensorDataset(torch.arange(8))
     for loader in (DataLoader(data), DataLoader(data, num_workers=1), DataLoader(data, 2, False, None, None, 0)):
         assert loader.num_workers == 3
@@ -73,7 +73,7 @@ class OfEpoch(Dataset):
 
 def test_workers_see_what_the_script_does_to_its_data_between_epochs(trial, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
-    rungs.workers(trial)
+    loaders.workers(trial)
     data = OfEpoch()
     loader, found = DataLoader(data, batch_size=4), []
     for data.epoch in range(2):
@@ -87,7 +87,7 @@ def test_loaders_make_batches_of_twice_as_many_samples_once(trial):
         def __iter__(self):
             return iter(range(4))
 
-    rungs.larger_batch(trial)
+    loaders.larger_batch(trial)
     data = TensorDataset(torch.arange(8))
     assert [DataLoader(data).batch_size, DataLoader(data, 3).batch_size] == [2, 6]
     assert DataLoader(data, batch_size=6).batch_size == 6, "made anew of the arguments of one that is larger already"
@@ -126,7 +126,7 @@ def gradients(change, trial):
 
 
 def test_checkpointed_blocks_keep_less_and_drop_the_same(trial):
-    (plain, much), (own, little) = gradients(None, trial), gradients(rungs.checkpointed_blocks, trial)
+    (plain, much), (own, little) = gradients(None, trial), gradients(checkpointing.checkpointed_blocks, trial)
     assert all(map(torch.equal, plain, own))
     assert any(each.count_nonzero() < each.numel() for each in plain), "something was dropped"
     assert little < much / 2
@@ -134,7 +134,7 @@ def test_checkpointed_blocks_keep_less_and_drop_the_same(trial):
 
 
 def test_autocast_is_around_the_model_and_results_are_float32(trial):
-    rungs.bf16_autocast(trial)
+    precision.bf16_autocast(trial)
     seen = []
 
     class Model(nn.Module):
@@ -155,7 +155,7 @@ def test_autocast_is_around_the_model_and_results_are_float32(trial):
 
 
 def test_channels_last_leaves_parameters_where_optimizers_have_them(trial):
-    rungs.channels_last(trial)
+    layout.channels_last(trial)
     model = nn.Conv2d(3, 4, 3)
     before = model.weight
     trial.sees(model)
@@ -166,7 +166,7 @@ def test_channels_last_leaves_parameters_where_optimizers_have_them(trial):
 def test_what_is_compiled_is_compiled_once_for_any_size(trial, monkeypatch):
     monkeypatch.setattr(torch, "compile", torch.compile)  # put back
     torch.compiler.reset()
-    rungs.any_sizes(trial)
+    compiling.any_sizes(trial)
     counts = []
     function = torch.compile(lambda x: x.sin() + 1, dynamic=False, backend=counting(counts))
     decorated = torch.compile(backend=counting(counts))(lambda x: x.cos() + 1)
@@ -226,7 +226,7 @@ def test_our_attention_takes_what_the_kernels_take(shapes, options, is_ours, tri
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     expected = F.scaled_dot_product_attention(*leaves, **options)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    rungs.our_attention(trial)
+    attention.our_attention(trial)
     found = F.scaled_dot_product_attention(*leaves, **options)
     assert seen == ([shapes[1]] if is_ours else []), "and keys are not expanded"
     torch.testing.assert_close(found, expected)
@@ -235,7 +235,7 @@ def test_our_attention_takes_what_the_kernels_take(shapes, options, is_ours, tri
 
 
 @pytest.mark.parametrize(
-    ("change", "name"), [(rungs.bucket_views, "gradient_as_bucket_view"), (rungs.static_graph, "static_graph")]
+    ("change", "name"), [(ddp.bucket_views, "gradient_as_bucket_view"), (ddp.static_graph, "static_graph")]
 )
 def test_ddp_is_given_what_it_was_not(trial, monkeypatch, change, name):
     given = []
@@ -250,7 +250,7 @@ def test_ddp_is_given_what_it_was_not(trial, monkeypatch, change, name):
 def test_ddp_is_given_larger_buckets_where_it_was_given_none(trial, monkeypatch):
     given = []
     monkeypatch.setattr(DistributedDataParallel, "__init__", taken(given))
-    rungs.larger_buckets(trial)
+    ddp.larger_buckets(trial)
     module = nn.Linear(2, 2)
     DistributedDataParallel(module)
     DistributedDataParallel(module, bucket_cap_mb=5)

@@ -1,0 +1,39 @@
+"""Lines that a reader writes for a change.
+
+A ladder's rows carry the lines of the changes that it tried, so that a report needs to know no change. A finding whose
+action no ladder tried has none of these rows: its line stands here, and the change takes it from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that a reader writes for a change."""
+
+    code: str
+    where: str = ""
+    """Where it goes, or what it takes the place of."""
+
+    @property
+    def text(self) -> str:
+        """Both, in one line."""
+        return f"{self.code} ({self.where})" if self.where else self.code
+
+
+TF32 = Line('torch.set_float32_matmul_precision("high")', "once, before the first step")
+FUSED_ATTENTION = Line(
+    "F.scaled_dot_product_attention(q, k, v, is_causal=…)",
+    "in place of attention that is written out; is_causal as your model has it",
+)
+FUSED_OPTIMIZER = Line(
+    "torch.optim.AdamW(model.parameters(), …, fused=True)", "Adam, SGD and Adagrad take the argument too"
+)
+COMPILED_BLOCKS = Line("for block in blocks: block.compile()", "the model's own list of blocks")
+COMPILED_MODEL = Line("model.compile()", "after the model is on its device")
+LOADER_WORKERS = Line(
+    "DataLoader(…, num_workers=min(4, len(os.sched_getaffinity(0))))",
+    "where the loader is made; persistent_workers=True too where nothing changes the data set between epochs",
+)

@@ -1,0 +1,404 @@
+"""The ladder of a script: the script itself is run anew for each change, which is made from outside.
+
+The script as it is comes first, twice: what it does not repeat by itself cannot be compared with a change. A run is
+compared (`judge`) with the script as it is, in another precision and under random roundings, each run when the check
+asks for it; one that is wrong is never timed. One that is right takes turns with what was accepted before, B A A B (the
+run that was compared is the first B), every run a process of its own, and its gain is a ratio between runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainstep.base.advice import Line
+from trainstep.base.errors import OUT_OF_MEMORY
+from trainstep.base.precision import PrecisionName
+from trainstep.base.stats import ratio_of_runs, summarize, verdict
+from trainstep.check.reference import DRAWS
+from trainstep.ladder.change import Change
+from trainstep.ladder.judge import ScriptJudge, ScriptVerdict
+from trainstep.ladder.ladder import Refused, Tried, is_open, ratio_fields
+from trainstep.ladder.larger import (
+    lines_of,
+    ms_per_sample,
+    throughput_fields,
+    why_memory_limits_not,
+    why_no_room,
+    why_not_told,
+)
+from trainstep.ladder.single import Script, Taken
+from trainstep.ladder.trial.capture import Captured
+from trainstep.observe.loaders import share_of_waiting
+from trainstep.observe.log import RankLog
+from trainstep.rows import ANOTHER_STEP, FINAL, PATCHED, ChangeRow
+from trainstep.rows.records import Times
+
+NOT_REPRODUCIBLE = "not reproducible"
+MOST_ROUNDS = 3
+"""Times that B A A B is run, at most."""
+AsShown = Callable[[Sequence[Taken]], list[Sequence[float]]]
+"""Runs → the time of each that is compared with those of others."""
+
+
+def not_judged(why: str, verdict: str = "not judged", **values: Any) -> Refused:
+    """Something cannot be compared with the script as it is: why, as a sentence, and the verdict in two words."""
+    return Refused("failed", why, verdict, **values)
+
+
+def seen_of(log: RankLog) -> dict[str, Any]:
+    """What a whole run shows beside its settings: whether numbers are read, why code is compiled again, and how much
+    of its steps waits for data."""
+    return {
+        "reads": any(place["call"] == "item" for place in log.lines.values()),
+        "recompiles": any(each["reason"] and each["step"] > 1 for each in log.recompilations),
+        "waiting": share_of_waiting(log.steps),
+    }
+
+
+def times(runs: Sequence[Taken]) -> list[Sequence[float]]:
+    """Milliseconds of a step of each run, by its total."""
+    return [(run.ms_per_step,) for run in runs]
+
+
+def in_turns(
+    run: Callable[[bool], Taken], rounds: int, *, begun: Taken | None = None, as_shown: AsShown = times
+) -> tuple[list[Taken], list[Taken]]:
+    """Runs of A and of B, of which failed ones are left out, until the difference is clear or small.
+
+    Args:
+        run: runs B where it is given True, and A else.
+        rounds: how often B A A B is run, at most: a machine that grows slower meanwhile does so for both alike.
+        begun: the first B, where it has been run.
+        as_shown: the times of runs that are compared.
+    """
+    taken: tuple[list[Taken], list[Taken]] = ([], [begun] if begun else [])
+    for number in range(rounds):
+        for is_b in (False, False, True) if begun and number == 0 else (True, False, False, True):
+            found = run(is_b)
+            if found.step_ms and not found.failure:
+                taken[is_b].append(found)
+        if min(map(len, taken)) < 2 or not is_open(ratio_of_runs(as_shown(taken[0]), as_shown(taken[1]))):
+            break
+    return taken
+
+
+@dataclass(kw_only=True)
+class TriedRun(Tried):
+    """A run of the script that is right."""
+
+    taken: Taken
+
+
+class ScriptRunner:
+    """Runs a script with changes, and has it run again for what they are compared with.
+
+    Args:
+        script: runs it.
+        rounds: how often a change and what was accepted take turns, at most.
+        are_named: whether somebody asked for the changes: they are tried even where memory speaks against them.
+    """
+
+    tries_all_again = False
+
+    def __init__(self, script: Script, rounds: int = MOST_ROUNDS, *, are_named: bool = False) -> None:
+        self.script, self.rounds, self.are_named = script, rounds, are_named
+        self.first: Taken | None = None
+        self.code = 0  # the first run's exit code
+        self.settings: Mapping[str, Any] = {}
+        self.drops = False
+        """Whether it drops something at random; runs are compared with each other without."""
+        self.judge: ScriptJudge | None = None  # once the script was seen to repeat itself
+        self._own: PrecisionName = "fp32"
+        self._precisions: dict[PrecisionName, Change] = {}  # which change brings it
+
+    def skipped(self, change: Change) -> str:
+        """Why it does not apply to the script."""
+        return change.skipped(self.settings)
+
+    def excludes(self, change: Change, other: Change) -> bool:
+        """Whether a change takes the other's place."""
+        return other.name in change.instead_of
+
+    def runs_left(self, changes: Sequence[Change], *, at_once: bool = False) -> tuple[int, int]:
+        """About how many runs, at least and at most, the changes take that may be something for the script."""
+        tried = [each for each in changes if not self.skipped(each)]
+        several, narrow = len(tried) > 1, sum(each.precision is not None for each in tried)
+        turns = 4 * (len(tried) + several)  # B A A B, and the final configuration
+        most = self.rounds * (turns + 4 * several) + (DRAWS + 1) * narrow
+        if at_once and several:
+            return 4 + (DRAWS + 1) * narrow, most + 4 * self.rounds
+        return turns + (DRAWS + 1) * narrow, most
+
+    def measure(self, name: str, made: Sequence[Change], top: Tried | None) -> TriedRun:
+        """Run it with the changes, compare it, and time it in turns with the top."""
+        if top is None:
+            return self._begin()
+        assert isinstance(top, TriedRun)
+        if made[0].trades and not self.are_named and (why := why_memory_limits_not(top.taken.captured)):
+            raise Refused("unsupported", why, "not tried")
+        before = [each for each in top.changes if not any(self.excludes(new, each) for new in made)]
+        taken, captured = self._ran(self.script.run(name, [*before, *made]))
+        if not (found := _found_places(made, taken)):
+            raise Refused("unsupported", "; ".join(dict.fromkeys(each.nothing for each in made)), "not tried")
+        changes = [*before, *found]
+        checked = self._compared(changes, captured, top.taken.captured)
+        others, own = self._in_turns(name, top.changes, changes, begun=taken)
+        tried = self._tried(changes, taken, checked, own)
+        tried.made, tried.gain = found, ratio_of_runs(times(others), times(own))
+        if tried.gain.interval is not None:
+            tried.saved_ms = statistics.median(run.ms_per_step for run in others) * (1 - 1 / tried.gain.interval.high)
+        return tried
+
+    def another_step(self, change: Change, bases: Sequence[Tried]) -> dict[str, Any]:
+        """Run it where memory has room, and tell its samples per second, if its losses are finite."""
+        known = [base for base in bases if isinstance(base, TriedRun)]
+        top, fitting = known[0], [each for each in known if not why_no_room(each.taken.captured)]
+        if not fitting and not self.are_named:
+            raise Refused("unsupported", why_no_room(top.taken.captured), "not tried")
+        for base in fitting or known:
+            together = [*base.changes, change]
+            taken = self.script.run(change.name, together)
+            if not OUT_OF_MEMORY.search(taken.failure):
+                break
+        _, captured = self._ran(taken)
+        if broken := captured.what_is_not_finite:
+            raise Refused("wrong", broken)
+        if why := why_not_told(top.taken, taken):
+            raise Refused("unsupported", why, "not tried")
+        before, own = self._in_turns(change.name, top.changes, together, begun=taken, as_shown=ms_per_sample)
+        further = [each.line.text for each in together if each not in top.changes and each is not change]
+        return {
+            "verdict": ANOTHER_STEP,
+            "runs": len(own),
+            "code": "; ".join([*further, lines_of(change.line.text, self.settings)]),
+            "peak_gib": captured.peak_gib,
+            "samples": {"training_loss": list(captured.losses)},
+            **throughput_fields(before, own, ratio_of_runs(ms_per_sample(before), ms_per_sample(own))),
+        }
+
+    def row(self, name: str, values: Mapping[str, Any]) -> ChangeRow:
+        """Its row."""
+        environment = self.first.log.facts.get("environment", {}) if self.first else {}
+        case = {"workload": self.script.command.name, "change": name, "environment": environment, "between_runs": True}
+        return ChangeRow(**{**case, **values})
+
+    def proof(self, first: Tried, top: Tried, accepted: int) -> ChangeRow | None:
+        """All that was accepted in turns with the script as it is, where several gains were multiplied."""
+        if len(top.changes) < 2 or accepted < 2:
+            return None
+        assert isinstance(top, TriedRun)
+        try:
+            before, own = self._in_turns(FINAL, (), top.changes)
+        except Refused as refused:
+            return self.row(FINAL, refused.values)
+        ratio, lines = ratio_of_runs(times(before), times(own)), "; ".join(each.line.text for each in top.changes)
+        values = self._tried(top.changes, top.taken, None, own).values | ratio_fields("speedup", ratio)
+        return self.row(FINAL, {**values, "verdict": verdict(ratio), "accepted": True, "code": lines})
+
+    def check_sources(self, sources: Mapping[str, str], written: Sequence[Change]) -> ChangeRow:
+        """A row for the script with other sources and nothing changed from outside: compared, then timed against it.
+
+        Args:
+            sources: path → text.
+            written: the changes that the sources have.
+        """
+        taken = self.script.run(PATCHED, sources=sources, without_dropout=self.drops)
+        try:
+            _, captured = self._ran(taken)
+            found = self._right(self._judge.judge(captured, self._precision(written)))
+            before, own = self._in_turns(PATCHED, (), (), sources, begun=None if self.drops else taken)
+        except Refused as refused:
+            return self.row(PATCHED, refused.values)
+        ratio = ratio_of_runs(times(before), times(own))
+        values = self._tried([], taken, found, own).values | ratio_fields("speedup", ratio)
+        return self.row(PATCHED, {**values, "verdict": verdict(ratio), "accepted": verdict(ratio) == "faster"})
+
+    def _begin(self) -> TriedRun:
+        """Run it as it is, twice, and see whether it repeats itself."""
+        first = self.script.run("the script as it is")
+        self.code = first.code
+        if first.captured is None or first.failure:
+            raise Refused("failed", first.failure, **self._tried([], first, None, ()).values)
+        self.first = first
+        self.settings = first.log.facts["settings"] | seen_of(first.log)
+        self._own, self.drops = _precision_of(self.settings), any(model["drops"] for model in self.settings["models"])
+        try:
+            repeat = self._repeated(first.captured)
+        except Refused as refused:
+            raise Refused(**{**self._tried([], first, None, ()).values, **refused.values}) from None
+        return self._tried([], first, repeat, ())
+
+    def _repeated(self, first: Captured) -> ScriptVerdict:
+        if broken := first.what_is_not_finite:
+            raise not_judged(f"{broken}: nothing can be held against a script that does not train")
+        reference = self._captured("the script as it is, without dropout") if self.drops else first
+        again = self._captured("the same again")
+        if again.weights != reference.weights:
+            raise not_judged(
+                "two runs from the same seeds start from other weights: they are drawn from another seed, or the "
+                "second run resumes what the first one wrote, which --cwd-copy prevents",
+                NOT_REPRODUCIBLE,
+            )
+        judge = ScriptJudge(reference, [again], self._own, self._draw)
+        repeat = judge.of_repeat()
+        if not repeat.is_judged:
+            raise not_judged(
+                "what rounding alone does to its first gradients is "
+                f"{repeat.gradients.gradient_allowed:.2g} of them: no change could be told from it"
+            )
+        if not repeat.is_right:
+            raise not_judged(
+                f"two runs from the same seeds differ by more than rounding: {repeat}. Look for data or noise that is "
+                "drawn from another seed (numpy's default_rng, the clock), or for threads that race",
+                NOT_REPRODUCIBLE,
+            )
+        self.judge = judge
+        return repeat
+
+    @property
+    def _judge(self) -> ScriptJudge:
+        assert self.judge is not None, "the script was run again"
+        return self.judge
+
+    def _ran(self, taken: Taken) -> tuple[Taken, Captured]:
+        """The run, and what it left; `Refused` where it failed."""
+        if taken.failure or taken.captured is None:
+            raise Refused("out of memory" if OUT_OF_MEMORY.search(taken.failure) else "failed", taken.failure)
+        return taken, taken.captured
+
+    def _compared(self, changes: Sequence[Change], captured: Captured, accepted: Captured | None) -> ScriptVerdict:
+        """What is found of a run with these changes; `Refused` where it is wrong, or nothing can be told of it.
+
+        Args:
+            captured: what it left.
+            accepted: what the run left that it was changed from.
+        """
+        if self.drops:
+            captured, accepted = self._captured(f"{changes[-1].name}, without dropout", changes), None
+        self._precisions |= {each.precision: each for each in changes if each.precision}
+        precision = self._precision(changes)
+        found = self._judge.judge(captured, precision, accepted)
+        if not found.is_judged:
+            raise not_judged(f"what {precision}'s rounding alone does to its first gradients is as large as they are")
+        return self._right(found)
+
+    def _right(self, found: ScriptVerdict) -> ScriptVerdict:
+        if not found.is_right:
+            raise Refused("wrong", str(found), **self._columns(found))
+        return found
+
+    def _precision(self, changes: Sequence[Change]) -> PrecisionName:
+        return next((each.precision for each in reversed(changes) if each.precision), self._own)
+
+    def _captured(
+        self, what: str, changes: Sequence[Change] = (), rounding: tuple[PrecisionName, int] | None = None
+    ) -> Captured:
+        taken = self.script.run(what, changes, rounding=rounding, without_dropout=self.drops)
+        if taken.captured is None:
+            raise not_judged(f"{what} could not be run: {taken.failure}")
+        return taken.captured
+
+    def _draw(self, precision: PrecisionName, seed: int | None) -> Captured:
+        """The script in a precision, by itself or under random roundings."""
+        change = [self._precisions[precision]] if precision != self._own else []
+        if seed is None:
+            return self._captured(f"the script in {precision}", change)
+        return self._captured(f"roundings of {precision} at random, {seed + 1}", change, (precision, seed))
+
+    def _in_turns(
+        self,
+        what: str,
+        before: Sequence[Change],
+        own: Sequence[Change],
+        sources: Mapping[str, str] = {},
+        *,
+        begun: Taken | None = None,
+        as_shown: AsShown = times,
+    ) -> tuple[list[Taken], list[Taken]]:
+        """Runs of what was accepted before and of its own."""
+
+        def run(is_own: bool) -> Taken:
+            words = what if is_own else "what was accepted before" if before else "the script as it is"
+            changes, text = (own, sources) if is_own else (before, {})
+            is_judged = not self.settings["on_gpu"]  # on a CPU what is copied slows the steps, so it is in all runs
+            return self.script.run(f"{words}, timed", changes, sources=text, is_judged=is_judged)
+
+        taken = in_turns(run, self.rounds, begun=begun, as_shown=as_shown)
+        if not all(taken):
+            raise not_judged(
+                f"{what}: when it took turns with what was accepted before, no run of one side came to its end"
+            )
+        return taken
+
+    def _tried(
+        self, changes: Sequence[Change], taken: Taken, found: ScriptVerdict | None, own: Sequence[Taken]
+    ) -> TriedRun:
+        """A run that may be a row.
+
+        Args:
+            taken: the run that was compared.
+            found: what was found of it.
+            own: all runs that were timed; by default that one.
+        """
+        runs = list(own) or ([taken] if taken.step_ms else [])
+        peak = taken.captured.peak_gib if taken.captured is not None else None
+        values = self._columns(found) if found is not None else {}
+        if runs:
+            by_run = [run.ms_per_step for run in runs]
+            samples: dict[str, Any] = {"step": [each for run in runs for each in run.step_ms], "runs": by_run}
+            values |= {
+                "times": {"step": Times.of(summarize(by_run))},
+                "n": len(samples["step"]),
+                "samples": samples,
+                "first_step_ms": statistics.median([run.first_step_ms or 0.0 for run in runs]),
+                "peak_gib": peak,
+                "runs": len(runs),
+            }
+            if taken.captured is not None:
+                samples["training_loss"] = list(taken.captured.losses)
+                values |= {"updates": len(taken.captured.losses), "in_first_epoch": taken.is_in_first_epoch}
+        step_ms = taken.ms_per_step if taken.step_ms else 0.0
+        return TriedRun(changes=list(changes), made=[], values=values, peak=peak, step_ms=step_ms, taken=taken)
+
+    def _columns(self, found: ScriptVerdict) -> dict[str, Any]:
+        """The fields of a row that say what was found; a budget that says nothing is left out."""
+        own, losses, moved = found.gradients, found.losses, found.moved
+        return {
+            "loss_error": own.loss,
+            "gradient_error": own.gradient,
+            "error_budget": own.gradient_allowed,
+            "worst_gradient_error": own.worst,
+            "worst_allowed": own.worst_allowed,
+            "worst_parameter": own.worst_name,
+            "update_error": found.update.error if found.update else None,
+            "update_allowed": found.update.allowed if found.update else None,
+            "losses_error": losses.error,
+            "losses_allowed": losses.allowed if losses.is_judged else None,
+            "moved_error": moved.error,
+            "moved_allowed": moved.allowed if moved.is_judged else None,
+            "compared": "without dropout" if self.drops else None,
+        }
+
+
+def _found_places(made: Sequence[Change], taken: Taken) -> list[Change]:
+    """The changes that found something to change; those that look for it with the lines where it is."""
+    found = []
+    for change in made:
+        places = taken.log.facts.get("places", {}).get(change.name, {})
+        where = ", ".join(f"{line}: {how}" for line, how in sorted(places.items()))
+        if places or not change.nothing:
+            found.append(replace(change, line=Line(f"{change.line.text} ({where})")) if change.nothing else change)
+    return found
+
+
+def _precision_of(settings: Mapping[str, Any]) -> PrecisionName:
+    """What a script computes in."""
+    half: dict[str, PrecisionName] = {"bfloat16": "bf16", "float16": "fp16"}
+    named = [*settings["autocast"], *(name for model in settings["models"] for name in model["dtypes"])]
+    for name, precision in half.items():
+        if name in named:
+            return precision
+    return "tf32" if settings["on_gpu"] and settings["matmul"] != "highest" else "fp32"
