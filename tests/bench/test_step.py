@@ -74,6 +74,30 @@ def test_the_warmup_study_is_windows_of_one_run():
     assert cold[0] == records[0].values["first_step_ms"] == records[3].values["first_step_ms"]
 
 
+@pytest.mark.parametrize(
+    ("warmups", "order"),
+    [((0,), ["timed", "checked"]), ((2, 0), ["timed", "checked"]), ((1,), ["checked", "timed"])],
+)
+def test_a_check_comes_after_a_cold_run(warmups, order, monkeypatch):
+    """Before it, the check would take the first step of the process."""
+    seen = []
+
+    def noted(what, function):
+        return lambda *args, **named: seen.append(what) or function(*args, **named)
+
+    monkeypatch.setattr(bench_step, "measure_step", noted("timed", measure_step))
+    monkeypatch.setattr(StepCheck, "judge", noted("checked", StepCheck.judge))
+    rows = list(run_cases(step_cases([SOURCE], SMALL, warmups=warmups, steps=2)))
+    assert seen == order
+    assert all(row.gradient_error is not None and row.status == "ok" for row in rows)
+
+
+def test_a_cold_run_that_fails_the_check_has_no_times(monkeypatch):
+    monkeypatch.setattr(bench_step.Verdict, "is_right", property(lambda _: False))
+    rows = list(run_cases(step_cases([SOURCE], SMALL, warmups=(0, 1), steps=2)))
+    assert [(row.status, row.times) for row in rows] == [("wrong", {})] * 2
+
+
 def test_a_judge_that_has_its_reference_takes_the_plain_step_no_second_time():
     built = []
 

@@ -109,7 +109,8 @@ def run_cases(cases: Iterable[StepCase], *, check: bool = True, judge: StepCheck
     Neighbours that differ only in their warm-up share one run: each row is the window of it that such a case would have
     been, first step included for a warm-up of 0. Before a configuration is first timed it is judged beside the plain
     step of its workload (`check.step`), and with it all others of the grid that have the same plain step. `judge` does
-    that for those whose plain step is its own.
+    that for those whose plain step is its own. With a warm-up of 0 the check comes after the run, as it would warm the
+    process. Only the first run of a process has a cold first step, so `bench step` gives every such case a process.
     """
     every = list(cases)
     verdicts: Judged = {}
@@ -117,14 +118,16 @@ def run_cases(cases: Iterable[StepCase], *, check: bool = True, judge: StepCheck
         alike = list(group)
         run = max(alike, key=lambda case: case.warmup)
         key = run.source, run.config
-        if check and key not in verdicts:
-            verdicts |= _judge_alike(run, every, judge)
-        found = verdicts.get(key)
         measure = partial(
             measure_step, run.source, run.config, run.mode, run.warmup, run.steps, sustained=run.sustained
         )
+        is_cold = key not in verdicts and any(case.warmup == 0 for case in alike)
+        before = attempt(measure) if is_cold else None
+        if check and key not in verdicts:
+            verdicts |= _judge_alike(run, every, judge)
+        found = verdicts.get(key)
         is_wrong = isinstance(found, Verdict) and not found.is_right
-        result = Failure("wrong", str(found)) if is_wrong else attempt(measure)
+        result = Failure("wrong", str(found)) if is_wrong else before or attempt(measure)
         for case in alike:
             yield _record(case, result, found)
 

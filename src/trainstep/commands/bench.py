@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, subcommand
 
@@ -38,6 +38,9 @@ from trainstep.commands.options import (
 )
 from trainstep.commands.output import run_and_report
 
+if TYPE_CHECKING:
+    from trainstep.rows.records import Scalar
+
 _OF_GRIDS = {
     name: "; ".join(
         [shown(value), *(f"--grid {grid}: {shown(axes[name])}" for grid, axes in GRIDS.items() if name in axes)]
@@ -64,7 +67,8 @@ class _StepCases(Common):
     mode: commas(StepMode) = ("step",)  # type: ignore[valid-type]
     """forward (without gradients), forward-backward, or the whole step with the optimizer."""
     warmup: commas(int) = (5,)  # type: ignore[valid-type]
-    """Steps before the timed ones. Several values share one run, each row being its window."""
+    """Steps before the timed ones. Several values share one run, each row being its window. With 0 among them every
+    case runs in a fresh process, which checks the step after it has timed it."""
     steps: int = 10
     """Timed steps per case."""
     sustained: FlagCreatePairsOff[bool] = False
@@ -80,16 +84,24 @@ class BenchStep(_StepCases):
     repeat: int = 1
     """Passes over the whole grid; from 2 on, the passes are compared with each other."""
     out: Path = Path("results/bench-step")
-    """Folder for results.jsonl, tables/ and report.html."""
+    """Folder for results.jsonl, tables/ and report.html; with 0 among the warm-ups runs/ too, each run's output."""
 
     def run(self) -> int:
         from trainstep.bench.step import run_cases, step_cases
+        from trainstep.bench.sweep.alone import cold_records
 
         models = sources(self.size, self.workload, self.data)
         axes = axes_of(self.grid | own_precisions(models[0], self.grid), StepConfig())
         times: dict[str, Any] = {"warmups": self.warmup, "steps": self.steps, "sustained": self.sustained}
-        cases = step_cases(models, axes, modes=self.mode, repeat=self.repeat, **times)
-        return run_and_report(run_cases(cases, check=not self.no_check), self.out, "bench step", total=len(cases))
+        cases, check = step_cases(models, axes, modes=self.mode, repeat=self.repeat, **times), not self.no_check
+        if 0 in self.warmup and len(cases) > 1:  # a single case has this process, in which nothing ran yet
+            data: dict[str, Scalar] = {} if self.data is None else {"data": str(self.data)}
+            names = [{"size": size} for size in self.size] or [{"workload": self.workload} if self.workload else {}]
+            flags = {model: {**name, **data} for model, name in zip(models, names, strict=True)}
+            records = cold_records(cases, lambda case: flags[case.source], self.out, check=check)
+        else:
+            records = run_cases(cases, check=check)
+        return run_and_report(records, self.out, "bench step", total=len(cases))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from trainstep.base.errors import UsageError
 from trainstep.base.stats import ratio_of_runs, run_deviation, smallest_found, verdict
-from trainstep.bench.sweep.cases import Case
-from trainstep.bench.sweep.run import run_here
+from trainstep.bench.sweep.alone import step_alone
 from trainstep.rows import RatioRow, StepRow
-from trainstep.rows.records import Scalar, make_row, of_kind, read_records
+from trainstep.rows.records import Scalar, make_row
 
 FEWEST = 5
 """Rounds before the first look at the interval: below, it is narrow by chance too often."""
@@ -136,12 +135,4 @@ def ratio_row(flag: str, old: Arm, new: Arm, before: Sequence[StepRow], after: S
 
 def run_alone(arm: Arm, number: int, out: Path) -> StepRow:
     """One run: `bench step` in a process of its own, whose output and rows stay in a folder of `out`."""
-    flags = {**arm.settings} if arm.is_checked else {**arm.settings, "no-check": True}
-    case = Case("bench step", flags, out.resolve() / "runs" / str(number))
-    (_,) = run_here([case])
-    ended = case.finished()
-    assert ended, "a case that has ended has a row"
-    if ended[-1].status == "ok":
-        (row,) = of_kind(read_records(case.folder / "results.jsonl"), StepRow)
-        return row
-    return make_row(StepRow, {}, {}, status=ended[-1].status, reason=ended[-1].reason)
+    return step_alone(arm.settings if arm.is_checked else {**arm.settings, "no_check": True}, out, number)
