@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import io
 import itertools
 import unicodedata
@@ -11,6 +12,7 @@ from markdown_it import MarkdownIt
 from trainstep.report.blocks import found, literal
 from trainstep.report.formats import to_csv, to_latex, to_markdown, to_typst, write_tables
 from trainstep.report.subjects import TABLES, make_tables
+from trainstep.report.subjects.sweep import axis_tables
 from trainstep.report.tables import make_table, text_table
 from trainstep.report.terminal import to_terminal
 from trainstep.rows import StepRow, SweepRow, row_of
@@ -142,6 +144,38 @@ def test_a_sweep_over_sizes_has_their_shapes():
     ]
     for table in make_tables(rows):
         assert table.caption.endswith("small 768×3072×12×12, 2025/xl 1600×6400×48×25"), table.name
+
+
+def sized(kind, gib):
+    """A row of this kind, all of whose sizes in GiB are this large."""
+    fields = [each for each in dataclasses.fields(kind) if each.name not in ("samples", "environment", "series")]
+    given = {each.name: "x" for each in fields if each.default is each.default_factory is dataclasses.MISSING}
+    return kind(**given | {each.name: gib for each in fields if each.name.endswith("_gib")})
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TABLES if "_gib" in str(kind.__dataclass_fields__)])
+def test_columns_of_small_sizes_are_in_mib_everywhere(kind):
+    """The header has the unit, so that all cells of a column have it. The largest size decides."""
+    for place in ("files", "terminal", "page"):
+        small, mixed, large = (
+            make_table(TABLES[kind], [sized(kind, size) for size in sizes], place)
+            for sizes in ([0.05, 0.0999], [0.05, 0.1], [0.2, 30.0])
+        )
+        assert mixed.columns == large.columns
+        assert small.columns == [title.replace("(GiB)", "(MiB)") for title in large.columns]
+        assert "GiB" not in " ".join([*small.columns, small.caption])
+        columns = zip(small.columns, *small.texts(), strict=True)
+        sizes = [list(map(float, texts)) for title, *texts in columns if title not in large.columns]
+        assert sizes or place == "terminal", "of a script's ladder the terminal shows no memory"
+        assert all(each == pytest.approx([51.2, 102.3], rel=5e-3) for each in sizes)
+
+
+@pytest.mark.parametrize(("gib", "head"), [(0.05, "MiB"), (0.5, "GiB")])
+def test_a_sweep_of_memory_has_the_unit_that_fits(gib, head):
+    rows = [row_of("sweep", {"command": "memory", "batch": n}, {"peak_gib": n * gib / 2, "number": n}) for n in (1, 2)]
+    (table,) = axis_tables(rows)
+    assert table.caption == f"Peak memory by batch, {head}"
+    assert table.texts()[-1][-1] == {"MiB": "51.2", "GiB": "0.500"}[head]
 
 
 def test_brief_tables_have_fewer_columns():

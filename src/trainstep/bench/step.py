@@ -127,7 +127,9 @@ def run_cases(cases: Iterable[StepCase], *, check: bool = True, judge: StepCheck
             verdicts |= _judge_alike(run, every, judge)
         found = verdicts.get(key)
         is_wrong = isinstance(found, Verdict) and not found.is_right
-        result = Failure("wrong", str(found)) if is_wrong else before or attempt(measure)
+        if is_wrong:
+            before = Failure("wrong", str(found))
+        result = attempt(measure) if before is None else before
         for case in alike:
             yield _record(case, result, found)
 

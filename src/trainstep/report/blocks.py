@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainstep.base.errors import printable
 from trainstep.report.columns import Cell, median_cell
-from trainstep.report.numbers import as_float, gib, number, numeric
+from trainstep.report.numbers import as_float, gib, number, numeric, unit_of
 from trainstep.report.tables import Table
 from trainstep.rows.records import Row, Scalar
 
@@ -237,7 +237,7 @@ def in_ms(value: object) -> str:
 
 def in_gib(value: float) -> str:
     """`1.23 GiB`, or MiB where that reads better."""
-    return f"{value:,.2f} GiB" if value >= 1 else f"{number(value * 1024)} MiB"
+    return f"{value:,.2f} GiB" if unit_of(value)[0] == "GiB" else gib(value)
 
 
 def listed(names: Sequence[str], joined: str = "and") -> str:

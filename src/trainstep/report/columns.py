@@ -13,8 +13,11 @@ from typing import Literal
 from trainstep.base.config import CASE, settings_with
 from trainstep.base.stats import WITHIN_RUN
 from trainstep.report import numbers
-from trainstep.report.numbers import as_float, number, typeset
+from trainstep.report.numbers import as_float, number, typeset, unit_of
 from trainstep.rows.records import Row, Scalar
+
+COLUMN_GIB = 0.1
+"""A column of sizes is in MiB where its largest is below this."""
 
 INTERVAL = f"95 % interval {WITHIN_RUN}"
 """What a sentence calls the interval of a ratio that one run a side gave."""
@@ -63,6 +66,16 @@ class Column:
     setting: bool = False  # Whether it says what was run: when it is the same in several rows, it moves to the caption
     files: bool = True  # Whether files (and the terminal, if brief) have it
     page: bool = True  # Whether the page shows it
+    in_mib: Callable[[Row], Cell] | None = None  # Of a title that ends in `(GiB)`: one row's cell in MiB
+
+    def in_unit(self, rows: Sequence[Row]) -> Column:
+        """The column for these rows: in MiB where no size reaches `COLUMN_GIB`."""
+        if self.in_mib is None:
+            return self
+        largest = max((as_float(self.of(row).value) or 0.0 for row in rows), default=0.0)
+        if not largest or unit_of(largest, COLUMN_GIB)[0] == "GiB":
+            return self
+        return replace(self, title=self.title.replace("(GiB)", "(MiB)"), cell=self.in_mib)
 
     def of(self, row: Row) -> Cell:
         """The cell of a row."""
@@ -95,13 +108,16 @@ def ratio_cell(row: Row, name: str) -> Cell:
 
 
 def value(title: str, name: str, digits: int = 3, brief: bool = True, *, scale: float = 1, page: bool = True) -> Column:
-    """One of the row's values; a share in per cent where the title ends in `(%)`."""
-    factor = 100 if title.endswith("(%)") else scale
+    """One of the row's values; a share in per cent where the title ends in `(%)`, a small size in MiB."""
 
-    def text(value: Scalar) -> str:
-        return number(value * factor if isinstance(value, float) and factor != 1 else value, digits)
+    def scaled(factor: float) -> Callable[[Row], Cell]:
+        def text(value: Scalar) -> str:
+            return number(value * factor if isinstance(value, float) and factor != 1 else value, digits)
 
-    return Column(title, lambda row: value_cell(row, name, text), brief, page=page)
+        return lambda row: value_cell(row, name, text)
+
+    in_mib = scaled(1024) if title.endswith("(GiB)") else None
+    return Column(title, scaled(100 if title.endswith("(%)") else scale), brief, page=page, in_mib=in_mib)
 
 
 def count(title: str, name: str, brief: bool = True, *, page: bool = True) -> Column:

@@ -42,12 +42,13 @@ def gib(value: Scalar) -> str:
     size = as_float(value)
     if size is None:
         return NONE
-    return f"{number(size)} GiB" if size >= 1 else f"{number(size * 1024)} MiB"
+    unit, scale = unit_of(size)
+    return f"{number(size * scale)} {unit}"
 
 
-def unit_of(largest_gib: float) -> tuple[str, float]:
-    """The unit in which sizes up to this are told, and how many of it a GiB has."""
-    return ("GiB", 1.0) if largest_gib >= 1 else ("MiB", 1024.0)
+def unit_of(largest_gib: float, least_gib: float = 1.0) -> tuple[str, float]:
+    """The unit of sizes up to the largest, and how many of it a GiB has: MiB where the largest is below `least_gib`."""
+    return ("GiB", 1.0) if largest_gib >= least_gib else ("MiB", 1024.0)
 
 
 def typeset(text: str) -> str:

@@ -104,7 +104,7 @@ def tabulate(name: str, caption: str, columns: Sequence[Column], rows: Sequence[
     """
     made = {
         column: [column.of(row) for row in rows]
-        for column in columns
+        for column in (each.in_unit(rows) for each in columns)
         if (column.page if place == "page" else column.files and (column.brief or place == "files"))
     }
     shown = {column: cells for column, cells in made.items() if {cell.plain for cell in cells} - {"–", ""}}

@@ -35,12 +35,12 @@ _LINES = ("workload", *settings_with(CASE, without=("context",)), "mode")
 
 PEAKS = define(
     PeakRow,
-    "Peak memory by phase, GiB",
+    "Peak memory by phase",
     *columns.SETTINGS,
     columns.case("mode", "mode"),
-    columns.value("at rest", "at_rest_gib"),
-    *(columns.value(name, f"{name}_peak_gib") for name in ("forward", "loss", "backward", "optimizer")),
-    *columns.values({"peak": "peak_gib", "predicted": "predicted_gib"}, digits=4),
+    columns.value("at rest (GiB)", "at_rest_gib"),
+    *(columns.value(f"{name} (GiB)", f"{name}_peak_gib") for name in ("forward", "loss", "backward", "optimizer")),
+    *columns.values({"peak (GiB)": "peak_gib", "predicted (GiB)": "predicted_gib"}, digits=4),
     columns.value("prediction off by (%)", "prediction_error", digits=2),
     columns.value("not predicted", "not_predicted"),
     columns.OUTCOME,
@@ -119,12 +119,13 @@ def _by_context(rows: Sequence[PeakRow], contexts: Sequence[int]) -> Chart:
     for row in rows:
         if row.context is not None and row.peak_gib is not None:
             lines.setdefault(tuple(row.case.get(name) for name in told), {})[row.context] = row.peak_gib
+    unit, scale = unit_of(max((peak for known in lines.values() for peak in known.values()), default=0))
     series = []
     for (group, known), role in zip(lines.items(), itertools.cycle(KINDS), strict=False):
         name = ", ".join(str(part) for part in group if part is not None) or "peak"
         x, y = zip(*sorted(known.items()), strict=True)
-        series.append(Series(name, x, y, role, texts=[gib(peak) for peak in y]))
-    plot, caption = partial(curves, contexts, series, "context", "GiB"), "A case that did not fit has no point."
+        series.append(Series(name, x, [peak * scale for peak in y], role, texts=[gib(peak) for peak in y]))
+    plot, caption = partial(curves, contexts, series, "context", unit), "A case that did not fit has no point."
     return Chart("peaks-by-context", "Peak by context", caption, plot, key_of(series))
 
 

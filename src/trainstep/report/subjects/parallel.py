@@ -11,7 +11,7 @@ from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, foun
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.charts.traces import LEGEND, overlap_chart
 from trainstep.report.columns import Cell, Column
-from trainstep.report.numbers import NONE, number, numeric
+from trainstep.report.numbers import NONE, gib, number, numeric, unit_of
 from trainstep.report.tables import define, make_table
 from trainstep.rows import (
     ParallelFamilyRow,
@@ -300,7 +300,8 @@ def _timed(rows: Sequence[ParallelRow]) -> list[Block]:
     charts = [Chart("parallel-step", "Step on the slowest rank", "", partial(bars, steps, "ms per step"), legend)]
     if any(row.peak_gib is not None for row in rows):
         legend = [("neutral", "weights, gradients and optimizer state"), ("accent", "all else, at the peak")]
-        drawn = partial(bars, [_memory_bar(*each) for each in zip(names, rows, strict=True)], "GiB")
+        unit, scale = unit_of(max(row.peak_gib or 0 for row in rows))
+        drawn = partial(bars, [_memory_bar(*each, scale) for each in zip(names, rows, strict=True)], unit)
         charts.append(Chart("parallel-memory", "Memory of a rank", "", drawn, legend))
     return [Charts(charts), make_table(SCHEMES, rows, "page")]
 
@@ -333,7 +334,7 @@ def _step_bar(name: str, row: ParallelRow) -> Bar:
     return Bar(name, step, f"{number(step)} ms", tip, low=times.low, high=times.high, base=base)
 
 
-def _memory_bar(name: str, row: ParallelRow) -> Bar:
+def _memory_bar(name: str, row: ParallelRow, scale: float) -> Bar:
     peak = row.peak_gib
     if peak is None:
         return Bar(name, None, NONE, row.reason or "not measured")
@@ -342,8 +343,8 @@ def _memory_bar(name: str, row: ParallelRow) -> Bar:
         "gradients": row.before_step_gradients_gib or 0,
         "optimizer state": row.before_step_optimizer_state_gib or 0,
     }
-    tip = "\n".join([f"peak {number(peak)} GiB", *(f"{kind} {number(size)}" for kind, size in kept.items())])
-    return Bar(name, peak, f"{number(peak)} GiB", tip, base=min(sum(kept.values()), peak))
+    tip = "\n".join([f"peak {gib(peak)}", *(f"{kind} {gib(size)}" for kind, size in kept.items())])
+    return Bar(name, peak * scale, gib(peak), tip, base=min(sum(kept.values()), peak) * scale)
 
 
 def _traced(rows: Sequence[ParallelTraceRow]) -> list[Block]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from trainstep.report import columns
@@ -41,7 +42,7 @@ _MESH = (
 )
 _PARTS = ("weights", "gradients", "optimizer_state", "activations", "buffers", "peak")
 _SPLIT = columns.values({f"{name.rpartition('_')[2]} (GiB)": f"{name}_gib" for name in _PARTS})
-_ROOM = Column("room for tensors (GiB)", lambda row: number(row.values.get("tensors_gib"), 4), setting=True)
+_ROOM = replace(columns.value("room for tensors (GiB)", "tensors_gib", 4), setting=True)
 """The same in every row, so it stands in the caption, where "fits" is explained by it."""
 
 TABLES = (

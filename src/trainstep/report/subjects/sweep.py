@@ -14,7 +14,7 @@ from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, foun
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves, dots, key_of, lines
 from trainstep.report.columns import Cell, Column, interval_cell
-from trainstep.report.numbers import NONE, as_float, count, number, numeric
+from trainstep.report.numbers import NONE, as_float, count, number, numeric, unit_of
 from trainstep.report.tables import Definition, Table, TableRow, make_table, with_shapes
 from trainstep.rows import SweepRow
 from trainstep.rows.records import Row, Scalar, of_kind
@@ -34,13 +34,17 @@ class Measure:
     title: str
     value: str  # Its name in the row, ending in its unit
     unit: str = "ms"
+    scale: float = 1.0  # How many of the unit one of the row's is
 
     def cell(self, row: SweepRow | None) -> Cell:
         """The row's value with its interval; why there is none; a dash where there is no row."""
         if row is None or row.status != "ok":
             return Cell(row.status if row else NONE)
         stem, _, unit = self.value.rpartition("_")
-        return interval_cell(row, self.value, f"{stem}_low_{unit}", f"{stem}_high_{unit}")
+        return interval_cell(row, self.value, f"{stem}_low_{unit}", f"{stem}_high_{unit}", self._text)
+
+    def _text(self, value: Scalar) -> str:
+        return number(value * self.scale if isinstance(value, float) else value)
 
 
 _TIMES = (("step", "step"), ("both", "forward and backward"), ("time", "call"))
@@ -87,7 +91,8 @@ def measures_of(rows: Sequence[SweepRow]) -> list[Measure]:
     """What these rows have: a time, and peak memory."""
     predicted = "predicted " if is_predicted(rows) else ""
     times = [Measure(f"{predicted}{title}", f"{phase}_ms") for phase, title in _TIMES]
-    memory = Measure(f"{predicted}peak memory", "peak_gib", "GiB")
+    largest = max((as_float(row.values.get("peak_gib")) or 0.0 for row in rows), default=0.0)
+    memory = Measure(f"{predicted}peak memory", "peak_gib", *unit_of(largest, columns.COLUMN_GIB))
     has = {name for row in rows for name, value in row.values.items() if as_float(value) is not None}
     return [*[each for each in times if each.value in has][:1], *([memory] if memory.value in has else [])]
 
@@ -269,7 +274,8 @@ def _drawn(axis: Axis, drawn: Sequence[Line], measure: Measure) -> tuple[Callabl
             [end and as_float(end.value) for end in ends]
             for ends in zip(*((each.low, each.high) for each in cells), strict=True)
         )
-        sizes, texts = [numeric(cell.value) for cell in cells], [f"{cell.plain} {measure.unit}" for cell in cells]
+        sizes = [numeric(cell.value) * measure.scale for cell in cells]
+        texts = [f"{cell.plain} {measure.unit}" for cell in cells]
         series.append(Series(name, places, sizes, role, markers=True, low=low, high=high, texts=texts))
     title, legend = axis.name.replace("_", " "), key_of(series)
     if not axis.is_numeric:
