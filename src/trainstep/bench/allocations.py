@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from trainstep.base.config import StepConfig
+from trainstep.base.config import StepConfig, StepMode
 from trainstep.base.errors import UnsupportedError
 from trainstep.bench.memory import UNFOLLOWED
 from trainstep.bench.step import WARMUP, case_columns
@@ -35,8 +35,8 @@ LARGEST = 12  # rows of the largest allocations
 STACK = 8  # frames of a stack that are shown
 
 
-def record_step(source: WorkloadSource, config: StepConfig) -> Recording:
-    """Build the workload, take `WARMUP` steps, and record the next.
+def record_step(source: WorkloadSource, config: StepConfig, mode: StepMode = "step") -> Recording:
+    """Build the workload, take `WARMUP` steps, and record the next, all of them in this mode.
 
     Raises:
         UnsupportedError: compiled code on a CPU, whose allocations cannot be followed.
@@ -48,25 +48,28 @@ def record_step(source: WorkloadSource, config: StepConfig) -> Recording:
     losses: list[Callable[..., Tensor]] = [workload.loss]
     step = TrainingStep(dataclasses.replace(workload, loss=lambda *args: losses[-1](*args)), config)
     for _ in range(WARMUP):
-        step(step.next_batch())
+        step(step.next_batch(), mode=mode)
     batch = step.next_batch()
     watch = StepWatch(step.module, [step.optimizer], sees_modules=config.compile == "off")
     losses.append(watch.loss_of(workload.loss))
-    take = partial(step, batch, phase=watch.phase)
+    take = partial(step, batch, mode=mode, phase=watch.phase)
     on_gpu = device.type == "cuda"
     with uncompiled():  # modules and lines are seen in eager code only
         found = record_on_cuda(take, watch, batch, device) if on_gpu else record_on_cpu(take, watch, batch)
     return dataclasses.replace(found, is_uncompiled=step.compiles_by_itself)
 
 
-def allocation_records(source: WorkloadSource, config: StepConfig, snapshot: Path | None = None) -> Iterator[Row]:
+def allocation_records(
+    source: WorkloadSource, config: StepConfig, mode: StepMode = "step", snapshot: Path | None = None
+) -> Iterator[Row]:
     """The timeline of one step, who owns its peak, and the largest allocations.
 
     Args:
+        mode: forward alone (without gradients), forward and backward, or a whole step.
         snapshot: where to write the step's memory snapshot, if anywhere.
     """
-    case, environment = case_columns(source, config), describe(resolve_device(config.device))
-    found = attempt(partial(record_step, source, config))
+    case, environment = case_columns(source, config) | {"mode": mode}, describe(resolve_device(config.device))
+    found = attempt(partial(record_step, source, config, mode))
     if isinstance(found, Failure):
         yield failed_row(MemoryTimelineRow, case, found, environment)
         return

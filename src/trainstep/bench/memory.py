@@ -111,14 +111,12 @@ def checkpointing_records(
 def _predicted_peak(
     source: WorkloadSource, config: StepConfig, mode: StepMode
 ) -> PeakBytes | TracedStep | Failure | None:
-    """The predicted peak: of a full step of the built-in model by formula, where there is one, else None; of a user's
-    step from its trace, or why there is none."""
+    """The predicted peak: of the built-in model by formula, where there is one, else None; of a user's step from its
+    trace, or why there is none."""
     if source.model is None:  # after measuring: what a model keeps of fake tensors in its globals is then no matter
         return attempt(partial(trace_step, source, config, mode))
-    if mode != "step":
-        return None
     try:
-        return peak_bytes(source.model, config, on_cuda=resolve_device(config.device).type == "cuda")
+        return peak_bytes(source.model, config, on_cuda=resolve_device(config.device).type == "cuda", mode=mode)
     except UnsupportedError:
         return None
 

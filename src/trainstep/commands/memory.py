@@ -30,7 +30,7 @@ class Memory(OneModel):
     peaks: FlagCreatePairsOff[bool] = False
     """The peak of forward alone and of a full step, phase by phase, predicted and measured."""
     timeline: FlagCreatePairsOff[bool] = False
-    """Every allocation of a full step: who owns the peak, the largest with the line that made them, a drawing, and a
+    """Every allocation of a step: who owns the peak, the largest with the line that made them, a drawing, and a
     snapshot for pytorch.org/memory_viz."""
     residuals: FlagCreatePairsOff[bool] = False
     """What forward keeps for backward: the largest by module and operation, eager and compiled. And the gradients that
@@ -55,7 +55,8 @@ class Memory(OneModel):
     """Checkpointing policies: any of none, every-K (for the input of every K blocks), selective, recursive. With
     --checkpointing those to compare (by default all, with a choice of K around the best); else those to show."""
     mode: commas(StepMode) = ("forward", "step")  # type: ignore[valid-type]
-    """What --peaks measures: forward (without gradients), forward-backward, or the whole step with the optimizer."""
+    """What --peaks and --timeline measure: forward (without gradients), forward-backward, or the whole step with the
+    optimizer."""
     memory_gib: float | None = None
     """GiB that a step may take, for naming the best policy; by default what the GPU has, on a CPU no limit."""
     step: MemoryGrid = field(default_factory=dict)
@@ -98,9 +99,10 @@ class Memory(OneModel):
         if self.peaks or not self._chosen:
             yield from peak_records(source, shown, self.mode)
         if self.timeline or not self._chosen:
-            for number, config in enumerate(shown, start=1):
-                name = "snapshot.pickle" if len(shown) == 1 else f"snapshot-{number}.pickle"
-                yield from allocation_records(source, config, self.out / name)
+            cases = list(itertools.product(shown, self.mode))
+            for number, (config, mode) in enumerate(cases, start=1):
+                name = "snapshot.pickle" if len(cases) == 1 else f"snapshot-{number}.pickle"
+                yield from allocation_records(source, config, mode, self.out / name)
         if self.residuals:
             for config in shown:
                 yield from residual_records(source, config)

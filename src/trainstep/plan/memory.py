@@ -30,6 +30,16 @@ The peak is the largest of these moments:
     embedding       the end of backward: all gradients, and that of the residual stream
     optimizer       weights, gradients, state, and for the foreach AdamW another w·P (the denominators)
 
+Without gradients nothing is kept, and every cast of a weight stays until forward ends. The peak is in the last block,
+or at the head:
+    rotation        the block's input and its norm's result 2rT; q, k, v and the turned q 4eT; the turned k in float32
+                    beside its halves 8T, and k in float32 4T where it is in half precision
+    scores          2rT, 3eT and two score matrices 2eC with two masks 2S² (CUDA autocast: 2C, and in float32 8C)
+    weighted sum    2rT, 3eT, the probabilities, v in order and the result 2eT
+    output          2rT, 3eT, the result twice and its projection 3eT
+    feed-forward    the block's input, its middle and its norm's result 3rT; silu(gate), up and their product 3eA
+    head            rT, its cast, and the logits e·N·V
+
 Left out, as it is below one percent: step counters, token ids, the CUDA libraries' workspaces (some tens of MiB).
 Imports no torch.
 """
@@ -39,7 +49,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from trainstep.base.config import ModelConfig, OptimizerImpl, StepConfig, blocks_per_checkpoint, keeps_whole_blocks
+from trainstep.base.config import (
+    ModelConfig,
+    OptimizerImpl,
+    StepConfig,
+    StepMode,
+    blocks_per_checkpoint,
+    keeps_whole_blocks,
+)
 from trainstep.base.errors import UnsupportedError
 from trainstep.base.precision import PRECISIONS, PrecisionName
 
@@ -150,8 +167,8 @@ class PeakBytes:
         return max(self.moments, key=self.moments.__getitem__)
 
 
-def peak_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> PeakBytes:
-    """The peak of a whole training step (mode "step"), its optimizer's state in place.
+def peak_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool, mode: StepMode = "step") -> PeakBytes:
+    """The peak of a step: of a whole one its optimizer's state is in place, of others there is none.
 
     Raises:
         UnsupportedError: compiled code, another loss than the dense, fused operators, checkpointing other than none and
@@ -167,8 +184,11 @@ def peak_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> PeakBy
             "and checkpointing none or every-K"
         )
     sizes, block = _Sizes(model, step, on_cuda), block_bytes(model, step, on_cuda=on_cuda)
-    static = static_bytes(model.num_parameters, step.precision, step.optimizer)
+    static = static_bytes(model.num_parameters, step.precision, step.optimizer if mode == "step" else "sgd")
     rest = static.at_rest + 4 * step.context * model.head_dim
+    if mode == "forward":
+        moments = {name: rest + size for name, size in _without_gradients(model, step, on_cuda=on_cuda).items()}
+        return PeakBytes(static, moments, dict.fromkeys(moments, 0))
     layers, e, logits = model.num_layers, sizes.element, sizes.logits
     head = model.vocab_size * model.d_model
     casts = 2 * (layers * (4 * model.d_model**2 + 3 * model.d_model * model.d_ff)) if sizes.autocast else 0
@@ -199,8 +219,33 @@ def peak_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> PeakBy
         made += attention_gradients + feed_forward_gradients
     gradients |= {"embedding": static.gradients, "optimizer": static.gradients}
     moments["embedding"] = rest + static.gradients + sizes.residual * sizes.stream
-    moments["optimizer"] = rest + static.gradients + (static.weights if step.optimizer == "adamw-foreach" else 0)
+    if mode == "step":
+        moments["optimizer"] = rest + static.gradients + (static.weights if step.optimizer == "adamw-foreach" else 0)
     return PeakBytes(static, moments, gradients)
+
+
+def _without_gradients(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> dict[str, int]:
+    """Bytes beyond those at rest at each moment of a forward pass that keeps nothing."""
+    sizes = _Sizes(model, step, on_cuda)
+    e, r, stream, scores = sizes.element, sizes.residual, sizes.stream, sizes.scores
+    in_float32 = sizes.autocast and on_cuda
+    cast = 2 if sizes.autocast else 0  # bytes of a weight's cast, and of each element of an input's
+    square, wide, head = model.d_model**2, model.d_model * model.d_ff, model.vocab_size * model.d_model
+    block = cast * (4 * square + 3 * wide)
+    inside = 2 * r * stream + 3 * e * stream
+    attention = {"rotation": inside + e * stream + 8 * stream + (4 * stream if e == 2 else 0)}
+    attention["output"] = inside + 3 * e * stream
+    if step.attention == "eager":
+        attention["scores"] = inside + (10 * scores if in_float32 else 2 * e * scores + 2 * step.context**2)
+        attention["weighted sum"] = inside + (6 if in_float32 else e) * scores + 2 * e * stream
+    else:
+        attention["fused attention"] = inside + e * stream + 4 * sizes.tokens * model.num_heads
+    before = (model.num_layers - 1) * block
+    moments = {name: before + cast * 3 * square + size for name, size in attention.items()}
+    feed_forward = 3 * r * stream + 3 * e * sizes.wide
+    moments["feed-forward"] = before + cast * (4 * square + 2 * wide) + feed_forward
+    moments["head"] = before + block + cast * (head + stream) + r * stream + e * sizes.logits
+    return moments
 
 
 def best_blocks_per_checkpoint(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> int:

@@ -21,6 +21,7 @@ class PeakRow(StepSettings, Peaks, kind="peak"):
 class MemoryTimelineRow(StepSettings, kind="memory-timeline"):
     """Every allocation of a step; what the page draws is in the series."""
 
+    mode: str | None = setting(None)  # None in older rows, of a whole step
     device: int | None = setting(None)  # of an imported snapshot
     peak_gib: float | None = None
     peak_phase: str | None = None
@@ -39,6 +40,7 @@ class MemoryTimelineRow(StepSettings, kind="memory-timeline"):
 class OwnerRow(StepSettings, kind="owner"):
     """What one owner holds at the peak, or a part of it: the part has a module, an operation, a phase or a line."""
 
+    mode: str | None = setting(None)
     device: int | None = setting(None)
     owner: str = setting()
     module: str | None = setting(None)
@@ -59,6 +61,7 @@ class OwnerRow(StepSettings, kind="owner"):
 class AllocationRow(StepSettings, kind="allocation"):
     """One of the largest allocations; alike ones are one row."""
 
+    mode: str | None = setting(None)
     device: int | None = setting(None)
     rank: int = setting()  # 1 for the largest
     mib: float | None = None

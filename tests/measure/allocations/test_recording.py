@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.config import PHASES_OF_MODE, ModelConfig, StepConfig
 from trainstep.base.errors import UnsupportedError
 from trainstep.bench.allocations import record_step
+from trainstep.bench.memory import measure_peaks
 from trainstep.bench.residuals import measure_residuals
 from trainstep.bench.step import measure_step
 from trainstep.measure.allocations.recording import StepWatch, record_on_cpu
@@ -41,6 +42,19 @@ def test_the_timeline_s_peaks_are_those_of_the_other_instrument(changes):
     batch = 8 * 2 * 33  # int64 tokens and targets share one storage of batch · (context + 1)
     assert timeline.peak - peaks.peak in (0, batch), "the other instrument may not know of the batch"
     assert timeline.phase_of(timeline.peak_state) == max(peaks.by_phase, key=peaks.by_phase.get)
+
+
+@pytest.mark.parametrize("mode", PHASES_OF_MODE)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_timeline_is_that_of_the_mode(mode, precision):
+    config = dataclasses.replace(STEP, precision=precision)
+    timeline = record_step(TOY, config, mode).timeline
+    assert tuple(each.name for each in timeline.phases) == PHASES_OF_MODE[mode]
+    peaks = measure_peaks(TOY, config, mode)
+    assert timeline.peak - peaks.peak in (0, 8 * 2 * 33), "the other instrument may not know of the batch"
+    held = {each.owner for each in timeline.allocations}
+    assert ("gradients" in held) is (mode != "forward")
+    assert ("optimizer state" in held) is (mode == "step")
 
 
 def test_each_owner_has_the_bytes_that_arithmetic_gives():

@@ -49,6 +49,19 @@ def test_the_rows_of_a_step_add_up(toy_records: list[Row]) -> None:
     assert max(series["total"]) / 2**30 == timeline.peak_gib
 
 
+def test_each_mode_has_its_picture_and_tables(toy_records: list[Row]) -> None:
+    config = StepConfig(batch=2, context=64, device="cpu", optimizer="sgd")
+    forward = list(allocation_records(builtin_source("toy", MODEL, Path(__file__)), config, "forward"))
+    page = render([*forward, *toy_records])
+    for place, mode in enumerate(("forward", "step")):
+        assert f'id="chart-allocations-{place}"' in page
+        for caption in ("Live memory", "Who owns the peak", "The largest allocations"):
+            assert f"{caption}: mode {mode}" in page
+    (found,) = owner_findings([*forward, *toy_records])
+    assert found.figures == owner_findings(toy_records)[0].figures, "a whole step comes first"
+    assert owner_findings(forward)[0].figures["phase"] == "forward"
+
+
 def test_rows_survive_the_file(toy_records: list[Row], tmp_path: Path) -> None:
     write_whole(tmp_path / "results.jsonl", toy_records)
     again = read_records(tmp_path / "results.jsonl")

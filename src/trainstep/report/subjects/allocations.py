@@ -37,7 +37,7 @@ LOSS = frozenset({"(loss)", "head", "NllLoss", "LogSoftmax"})
 _NAMED = 3  # Owners of a recorded step's peak that are named
 
 _TELLING = ("workload", *settings_with(CASE))
-_SETTINGS = tuple(map(columns.files_only, (*columns.SETTINGS, columns.case("device", "device"))))
+_SETTINGS = tuple(map(columns.files_only, (*columns.SETTINGS, *columns.named("mode", "device"))))
 
 
 def owner_part(row: Row) -> str:
@@ -67,7 +67,7 @@ TIMELINES = define(
     MemoryTimelineRow,
     "Every allocation of one step",
     *(each for each in columns.SETTINGS if each.title in _TELLING),
-    columns.case("device", "device"),
+    *columns.named("mode", "device"),
     columns.value("at rest (GiB)", "at_rest_gib"),
     *columns.values({"peak (GiB)": "peak_gib", "by the allocator (GiB)": "allocator_gib"}, digits=4),
     columns.value("peak in", "peak_phase"),
@@ -268,8 +268,9 @@ def _maker(row: OwnerRow) -> str | None:
 
 
 def owner_findings(records: Sequence[Row]) -> list[Finding]:
-    """Who owns the peak of the first recorded step, and what the ladder made of it."""
-    step = next((row for row in of_kind(records, MemoryTimelineRow) if row.status == "ok"), None)
+    """Says who owns the peak of the first recorded step, a whole one if there is one, and the ladder's change of it."""
+    recorded = [row for row in of_kind(records, MemoryTimelineRow) if row.status == "ok"]
+    step = next((row for row in recorded if row.mode in (None, "step")), next(iter(recorded), None))
     if step is None or step.peak_phase is None or step.peak_gib is None:
         return []
     own = [(row, row.share) for row in belonging(records, OwnerRow, step) if row.share is not None]
