@@ -219,7 +219,7 @@ def test_a_tensor_that_is_changed_in_place_is_refused_by_name(policy, monkeypatc
         trained(policy, has_cache=True)
 
 
-outside = []
+outside = bytearray()  # memory that is not put back
 
 
 def adds_more_the_second_time(block, x):

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from trainstep.base.config import blocks_per_checkpoint
@@ -30,7 +31,8 @@ from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.checkpointing.keeping import FirstRun, Keeping, contexts_of
 from trainstep.checkpointing.offloading import Offloading
 from trainstep.checkpointing.policies import Policy, policy_of
-from trainstep.checkpointing.repeating import Repeated, unrepeatable
+from trainstep.checkpointing.repeating import Blocks, Repeated, unrepeatable
+from trainstep.checkpointing.writes import refusing_writes
 from trainstep.step.blocks import find_stacks
 
 Forward = Callable[..., Any]
@@ -52,6 +54,7 @@ class Checkpointing:
     def __init__(self, module: nn.Module, policy: str | Policy) -> None:
         self._latest = ""  # the block that was run again last
         self._groups: list[_Group] = []
+        self._blocks: list[Blocks] = []
         self.offloading = Offloading()
         if isinstance(policy, str):
             size, of_each = blocks_per_checkpoint(policy), policy_of(policy)
@@ -68,15 +71,29 @@ class Checkpointing:
         names = {block: name for name, block in module.named_modules()}
         if of_each is not None:
             self._apply(module, of_each, {names[block]: block for stack in stacks for block in stack})
-            return
-        for stack in stacks:
-            per_group = 1 if policy == "selective" else len(stack) if policy == "recursive" else size
-            assert per_group is not None, f"policy {policy} has no size"
-            for start in range(0, len(stack), per_group):
-                part = {names[block]: block for block in stack[start : start + per_group]}
-                run = functools.partial(self._run, part, Keeping(None) if policy == "selective" else None)
-                how = _halves if policy == "recursive" and len(part) > 1 else _whole
-                self._groups.append(_Group(part, functools.partial(how, run)))
+        else:
+            for stack in stacks:
+                self._apply_alike(policy, size, {names[block]: block for block in stack})
+        for outer in module.modules():
+            modules = set(outer.modules())
+            inside = [each for each in self._blocks if modules & set(each.named.values())]
+            if inside and outer._compiled_call_impl is not None:
+                object.__setattr__(outer, "_compiled_call_impl", refusing_writes(outer._compiled_call_impl, inside))
+
+    def _apply_alike(self, policy: str | Policy, size: int | None, stack: dict[str, nn.Module]) -> None:
+        per_group = 1 if policy == "selective" else len(stack) if policy == "recursive" else size
+        assert per_group is not None, f"policy {policy} has no size"
+        for start in range(0, len(stack), per_group):
+            part = dict([*stack.items()][start : start + per_group])
+            if policy == "recursive" and len(part) > 1:
+                self._groups.append(_Group(part, self._halves(part)))
+            else:
+                run = functools.partial(self._run, self._made(part), Keeping(None) if policy == "selective" else None)
+                self._groups.append(_Group(part, functools.partial(_whole, run)))
+
+    def _made(self, part: dict[str, nn.Module]) -> Blocks:
+        self._blocks.append(Blocks(part))
+        return self._blocks[-1]
 
     def _apply(self, module: nn.Module, policy: Policy, blocks: dict[str, nn.Module]) -> None:
         if unknown := [name for name in policy.blocks if name not in blocks]:
@@ -88,7 +105,7 @@ class Checkpointing:
         for name, own in policy.blocks.items():
             block = blocks[name]
             if own.recompute:
-                run = functools.partial(self._run, {name: block}, Keeping(own.kept) if own.kept else None)
+                run = functools.partial(self._run, self._made({name: block}), Keeping(own.kept) if own.kept else None)
                 self._groups.append(_Group({name: block}, functools.partial(_whole, run)))
             inside = [
                 outer for outer in compiled if outer is not block and any(block is each for each in outer.modules())
@@ -101,6 +118,26 @@ class Checkpointing:
         if any(own.host for own in policy.blocks.values()):
             for name, block in blocks.items():
                 self.offloading.install(name, block, policy.blocks[name].host if name in policy.blocks else ())
+
+    def _halves(self, part: dict[str, nn.Module]) -> Callable[..., Any]:
+        """Keep the inputs of both halves; backward runs a half again, which keeps the inputs of its halves, and so on.
+
+        log2(n) inputs are alive at a time, and a block is run once more for every level above it.
+        """
+        if len(part) == 1:
+            return _in_turn
+        middle = len(part) // 2
+        halves = []
+        for place in (slice(middle), slice(middle, None)):
+            half = dict([*part.items()][place])
+            halves.append((place, functools.partial(self._run, self._made(half), None), self._halves(half)))
+
+        def run(calls: Sequence[Forward], x: Any, *others: Any, **keywords: Any) -> Any:
+            for place, keep, inner in halves:
+                x = keep(functools.partial(inner, calls[place]), x, *others, **keywords)
+            return x
+
+        return run
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
@@ -116,22 +153,29 @@ class Checkpointing:
         except CheckpointError as error:
             raise unrepeatable(self._latest, error) from error
 
-    def _run(
-        self, blocks: dict[str, nn.Module], keeping: Keeping | None, function: Forward, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _run(self, blocks: Blocks, keeping: Keeping | None, function: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run `function`, keeping its arguments and what `keeping` says; under `no_grad` there is nothing to keep."""
         if torch.compiler.is_compiling():
             options: dict[str, Any] = (
                 {} if keeping is None else {"context_fn": functools.partial(contexts_of, keeping.names)}
             )
-            return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+            try:  # where the compiler gives up in here, it leaves all of this method to Python
+                return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+            finally:
+                pass
+        return self._run_eagerly(blocks, keeping, function, *args, **kwargs)
+
+    @_disable_dynamo
+    def _run_eagerly(
+        self, blocks: Blocks, keeping: Keeping | None, function: Forward, *args: Any, **kwargs: Any
+    ) -> Any:
         if not torch.is_grad_enabled():
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
         first = None if keeping is None else FirstRun(keeping)
         repeated = Repeated(blocks, args, kwargs, None if first is None else first.contexts, self._note)
         result = checkpoint(function, *args, use_reentrant=False, context_fn=repeated.contexts, **kwargs)
         if first is not None:
-            first.check(next(iter(blocks)))
+            first.check(blocks.first)
         return result
 
     def _note(self, block: str) -> None:
@@ -230,16 +274,3 @@ def _in_turn(calls: Sequence[Forward], x: Any, *others: Any, **keywords: Any) ->
 
 def _whole(run: Forward, calls: Sequence[Forward], *args: Any, **kwargs: Any) -> Any:
     return run(calls[0] if len(calls) == 1 else functools.partial(_in_turn, calls), *args, **kwargs)
-
-
-def _halves(run: Forward, calls: Sequence[Forward], x: Any, *others: Any, **keywords: Any) -> Any:
-    """Keep the inputs of both halves; backward runs a half again, which keeps the inputs of its halves, and so on.
-
-    log2(n) inputs are alive at a time, and a block is run once more for every level above it.
-    """
-    if len(calls) == 1:
-        return calls[0](x, *others, **keywords)
-    middle = len(calls) // 2
-    for half in (calls[:middle], calls[middle:]):
-        x = run(functools.partial(_halves, run, half), x, *others, **keywords)
-    return x

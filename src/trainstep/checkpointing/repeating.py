@@ -1,25 +1,29 @@
 """A call run a second time as it ran the first: what it may have read beside its tensors is put back for the while.
 
 Forward is a function of more than its arguments: it reads and leaves things in a key-value cache, in attributes and
-buffers of its modules, in random number generators. Running it again then does something else, as where a cache that
-is full by now gives attention twice the keys. So what a call can reach is looked at before and after it: the
-attributes and buffers of its modules, and all lists, dicts and objects in those and in its arguments. What it changed
-is changed back while it runs again, and restored to what it was before that. Tensors are the exception. They are not
-copied, buffers aside, so a call that changes one in place cannot be repeated and is refused.
+buffers of its modules, in random number generators, in globals. Running it again then does something else, as where a
+cache that is full by now gives attention twice the keys. So the state that a call can reach is read before and after
+it: attributes and buffers of its modules, variables that their code names (`trainstep.checkpointing.reaching`), arguments, and all
+lists, dicts, objects and generators in those. What it changed is changed back while it runs again, and restored to what
+it was before that.
+
+Tensors, parameters and numpy arrays are the exception. They are not copied, buffers aside, so a call that changes one
+in place cannot be repeated and is refused. So is a call that uses an iterator, which has no state to copy. torch counts
+changes in place, but for those through `.data`, and numpy counts none. Values are compared in a block's first call
+alone, in training and in evaluation, since that reads all weights and makes the host wait for the device.
 
 torch itself restores its own random numbers and autocast.
 """
 
 from __future__ import annotations
 
+import io
 import random
-import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,19 +31,66 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.base.errors import UnsupportedError
-from trainstep.step.randomness import DRAWING
+from trainstep.checkpointing.reaching import OWN, PLAIN, Reach, Variables, attributes_of, held, is_container, members
+from trainstep.checkpointing.sketching import Comparison, is_end
+from trainstep.checkpointing.writes import Untouched, refuse
+from trainstep.step.randomness import DRAWING, Source, is_same_state, source_of
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-_OWN = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
-"""Attributes that torch gives a module: parameters, hooks and the like, which a forward does not change."""
 _HERE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+
+
+class Blocks:
+    """Blocks that run together, and what calls of them have shown.
+
+    Args:
+        named: the modules by name, their `forward` not yet replaced.
+    """
+
+    def __init__(self, named: dict[str, nn.Module]) -> None:
+        self.named = named
+        self.first = next(iter(named))
+        self._forwards = [block.forward for block in named.values()]
+        self._reach: Reach | None = None
+        self.calls = 0
+        """How many calls have ended."""
+        self._looked: set[bool] = set()
+        self._compared: set[bool] = set()
+        self.written: set[tuple[nn.Module, str]] = set()
+        """Buffers that a call writes to without a trace."""
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the first of them is in training mode."""
+        return self.named[self.first].training
+
+    def is_new(self) -> bool:
+        """Whether no call has ended in this mode, training or evaluation."""
+        return self.is_training not in self._looked
+
+    def note_call(self) -> None:
+        """Count a call that has ended, with those inside it."""
+        self.calls += 1
+        self._looked.add(self.is_training)
+
+    def comparison(self) -> Comparison | None:
+        """Return what compares a call with its recomputation, until one of each mode agrees."""
+        mode = self.is_training
+        return None if mode in self._compared else Comparison(self.first, lambda: self._compared.add(mode))
+
+    def reach(self, arguments: list[Any]) -> Reach:
+        """Return the state outside of the modules that their code names; the first call's arguments count."""
+        if self._reach is None:
+            modules = [each for block in self.named.values() for each in block.modules()]
+            self._reach = Reach(modules, self._forwards, arguments)
+        return self._reach
 
 
 class Repeated:
     """One call of some blocks' forward, as `torch.utils.checkpoint` runs it, and runs it again.
 
     Args:
-        blocks: the modules that are run, by name.
+        blocks: the modules that are run.
         args, kwargs: what they are called with.
         context_fn: contexts to enter inside, as selective checkpointing's.
         note: called with the first block's name when it is run again.
@@ -47,19 +98,20 @@ class Repeated:
 
     def __init__(
         self,
-        blocks: dict[str, nn.Module],
+        blocks: Blocks,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         context_fn: Callable[[], Contexts] | None,
         note: Callable[[str], object],
     ) -> None:
-        self._block = next(iter(blocks))
+        self._blocks, self._block = blocks, blocks.first
         self._note = note
         self._inner = context_fn() if context_fn is not None else (nullcontext(), nullcontext())
+        self._comparison = blocks.comparison()
         self._before: _State | None = _State(blocks, args, kwargs)
         self._changed: list[tuple[Any, Any]] = []
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
-        self._generators: _Generators | None = None
+        self._drawn: list[tuple[Source, Any]] = []
 
     def contexts(self) -> Contexts:
         """What to enter around the first run, and around another."""
@@ -67,17 +119,15 @@ class Repeated:
 
     @contextmanager
     def _first(self) -> Iterator[None]:
-        generators = _Generators()
-        with self._inner[0]:
-            yield
         assert self._before is not None
+        self._before.note_sources()
+        with self._inner[0], nullcontext() if self._comparison is None else self._comparison.forward():
+            yield
         if place := self._before.tensor_changed():
-            raise UnsupportedError(
-                f"checkpointing: {self._block} changes {place} in place, so it cannot be run again on what it was; let "
-                "it work on a copy, or leave checkpointing off"
-            )
+            raise refuse(self._block, place)
         self._changed, self._buffers = self._before.changed(), self._before.changed_buffers()
-        self._generators = generators if generators.have_moved() else None
+        self._drawn = self._before.drawn()
+        self._blocks.note_call()
         self._before = None  # what is unchanged need not be held
 
     @contextmanager
@@ -90,11 +140,11 @@ class Repeated:
             for module, name, value in self._buffers:
                 stack.callback(module._buffers.__setitem__, name, module._buffers[name])
                 module._buffers[name] = value.clone()
-            if self._generators is not None:
-                stack.callback(_Generators().restore)
-                self._generators.restore()
+            for source, state in self._drawn:
+                stack.callback(source.restore_random_state, source.random_state())
+                source.restore_random_state(state)
             try:
-                with self._inner[1]:
+                with self._inner[1], nullcontext() if self._comparison is None else self._comparison.again():
                     yield
             except Exception as error:
                 if _is_about_something_else(error):
@@ -114,7 +164,7 @@ def unrepeatable(block: str, error: Exception) -> UnsupportedError:
 def _is_about_something_else(error: Exception) -> bool:
     """The end of a recomputation, as torch announces it; a lack of memory; an error that is named already."""
     is_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
-    return is_memory or isinstance(error, UnsupportedError) or type(error).__name__ == "_StopRecomputationError"
+    return is_memory or isinstance(error, UnsupportedError) or is_end(error)
 
 
 def _line_of(error: Exception) -> str:
@@ -140,41 +190,44 @@ class _Reentrant(AbstractContextManager[None]):
         return self._entered.pop().__exit__(*error)
 
 
-class _Generators:
-    """The states of Python's and numpy's random numbers, and of sources of our own."""
-
-    def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._own = [(source, source.random_state()) for source in DRAWING]
-
-    def have_moved(self) -> bool:
-        """Whether numbers were drawn since; where sources of our own are, always."""
-        if self._own:
-            return True
-        now = _Generators()
-        same_numpy = all(np.array_equal(a, b) for a, b in zip(self._numpy, now._numpy, strict=True))
-        return self._python != now._python or not same_numpy
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        for source, state in self._own:
-            source.restore_random_state(state)
-
-
 class _State:
-    """What some modules and arguments hold at this moment."""
+    """What some modules and arguments hold at this moment, and the variables that the modules' code names."""
 
-    def __init__(self, blocks: dict[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, blocks: Blocks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._blocks = blocks
+        self._is_new = blocks.is_new()
         self._held: list[tuple[Any, Any]] = []  # an object and its contents
-        self._tensors: list[tuple[str, Tensor, int]] = []
+        self._untouched = Untouched(reads_values=self._is_new)
         self._buffers: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
+        self._sources: list[Source] = []
+        self._states: list[tuple[Source, Any]] = []
         self._seen: set[int] = set()
+        reach = blocks.reach([*args, *kwargs.values()])
         for place, value in (*enumerate(args), *kwargs.items()):
             self._look(f"its argument {place}", value)
-        for block_name, block in blocks.items():
+        for block_name, block in blocks.named.items():
             for name, module in block.named_modules(prefix=block_name):
-                self._look_at_module(name, module)
+                self._look_at_module(name, module, reach.names)
+        for variables in reach.variables:
+            contents = variables.read()
+            self._held.append((variables, contents))
+            for key, value in contents.items():
+                if type(value) not in PLAIN:
+                    self._look(variables.place(key), value)
+        for where, value in reach.values:
+            self._look(where, value)
+
+    def note_sources(self) -> None:
+        """Note where all sources of random numbers are."""
+        own = (source_of(random), source_of(np.random), *self._sources)
+        self._states = [(each, each.random_state()) for each in own if each is not None]
+        self._own_states = [(each, each.random_state()) for each in DRAWING]
+
+    def drawn(self) -> list[tuple[Source, Any]]:
+        """Return the sources that drew since, with their states then; sources of our own always."""
+        return self._own_states + [
+            (source, state) for source, state in self._states if not is_same_state(state, source.random_state())
+        ]
 
     def changed(self) -> list[tuple[Any, Any]]:
         """The objects that hold something else by now, with what they held."""
@@ -184,55 +237,68 @@ class _State:
         """The buffers that were written to, with their values before.
 
         `torch.nn.functional.batch_norm` writes to running statistics without a trace, whosever they are: to vectors.
+        A block's first call shows which of the others are written to so.
         """
+        if self._is_new:
+            self._blocks.written.update(
+                (module, name) for module, name, buffer, _, value in self._buffers if not torch.equal(buffer, value)
+            )
         return [
             (module, name, value)
             for module, name, buffer, version, value in self._buffers
             if buffer._version != version
             or module._buffers.get(name) is not buffer
             or (buffer.dim() == 1 and buffer.is_floating_point())
+            or (module, name) in self._blocks.written
         ]
 
     def tensor_changed(self) -> str:
-        """Where a tensor is that was changed in place; empty if there is none."""
-        return next((place for place, tensor, version in self._tensors if tensor._version != version), "")
+        """Where a tensor or an array is that was changed in place; empty if there is none."""
+        return next((place for place, _ in self._untouched.written()), "")
 
-    def _look_at_module(self, name: str, module: nn.Module) -> None:
+    def _look_at_module(self, name: str, module: nn.Module, named: set[str]) -> None:
         attributes = _read(module)
         self._held.append((module, attributes))
         for key, value in attributes.items():
-            self._look(f"{name}.{key}", value)
+            if type(value) not in PLAIN:
+                self._look(f"{name}.{key}", value, is_used=key in named)
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                self._seen.add(id(parameter))
+                self._untouched.add(f"{name}.{key}", parameter)
         for key, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_inference():
                 self._buffers.append((module, key, buffer, buffer._version, buffer.detach().clone()))
 
-    def _look(self, place: str, value: Any) -> None:
+    def _look(self, place: str, value: Any, *, is_used: bool = True) -> None:
         ahead = [value]
         while ahead:
             each = ahead.pop()
-            if id(each) in self._seen:
+            if type(each) in PLAIN or id(each) in self._seen:
                 continue
-            if isinstance(each, Tensor):
-                if not isinstance(each, nn.Parameter) and not each.is_inference():
-                    self._seen.add(id(each))
-                    self._tensors.append((place, each, each._version))
+            if isinstance(each, (Tensor, np.ndarray)):
+                self._seen.add(id(each))
+                self._untouched.add(place, each)
             elif isinstance(each, (tuple, frozenset)):
                 ahead += each
-            elif _is_container(each):
+            elif (source := source_of(each)) is not None:
                 self._seen.add(id(each))
-                contents = _read(each)
-                self._held.append((each, contents))
-                ahead += contents.values() if isinstance(contents, dict) else contents
+                self._sources.append(source)
+            elif is_container(each):
+                self._seen.add(id(each))
+                self._held.append((each, _read(each)))
+                ahead += members(each)
+            elif inner := held(each):
+                ahead += inner
+            elif is_used and isinstance(each, (Iterator, random.SystemRandom)) and not isinstance(each, io.IOBase):
+                raise self._uncopied(place, each)
 
-
-def _is_container(value: Any) -> bool:
-    """A collection, or an object of a class of the user's or a library's own; not torch's, nor ours."""
-    if isinstance(value, (dict, list, set, deque, SimpleNamespace)):
-        return True
-    if isinstance(value, (nn.Module, type)) or callable(value) or not hasattr(value, "__dict__"):
-        return False
-    library = type(value).__module__.partition(".")[0]
-    return library not in ("torch", "trainstep", "numpy") and library not in sys.stdlib_module_names
+    def _uncopied(self, place: str, value: Any) -> UnsupportedError:
+        return UnsupportedError(
+            f"checkpointing: {self._blocks.first} uses {place}, a {type(value).__name__}, which cannot be put back for "
+            "running the block again; take the next value outside of the block and pass it in, or leave checkpointing "
+            "off"
+        )
 
 
 def _read(target: Any) -> Any:
@@ -242,8 +308,8 @@ def _read(target: Any) -> Any:
     if isinstance(target, (list, set, deque)):
         return list(target)
     if isinstance(target, nn.Module):
-        return {name: value for name, value in vars(target).items() if name not in _OWN}
-    return dict(vars(target))
+        return {name: value for name, value in vars(target).items() if name not in OWN}
+    return target.read() if isinstance(target, Variables) else attributes_of(target)
 
 
 def _write(target: Any, contents: Any) -> None:
@@ -254,11 +320,13 @@ def _write(target: Any, contents: Any) -> None:
     elif isinstance(target, (list, deque)):
         target.clear()
         target.extend(contents)
+    elif isinstance(target, Variables):
+        target.write(contents)
     else:
-        attributes = vars(target)
         for name in _read(target):
-            del attributes[name]
-        attributes.update(contents)
+            object.__delattr__(target, name)
+        for name, value in contents.items():
+            object.__setattr__(target, name, value)
 
 
 def _is_same(before: Any, now: Any) -> bool:

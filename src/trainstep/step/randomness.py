@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +24,46 @@ class Source(Protocol):
 
 DRAWING: list[Source] = []
 """Those that draw at this moment: a call that runs again draws from them what it drew before."""
+
+
+@dataclass(frozen=True)
+class _Generator:
+    """A generator of torch's, numpy's or Python's, by the functions that return its state and set it."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+    def random_state(self) -> Any:
+        return self.read()
+
+    def restore_random_state(self, state: Any) -> None:
+        self.write(state)
+
+
+def source_of(value: Any) -> Source | None:
+    """Return the source that a generator is, or a module with the functions of one; None for another object."""
+    if isinstance(value, np.random.Generator):
+        value = value.bit_generator
+    if isinstance(value, np.random.BitGenerator):
+        return _Generator(lambda: value.state, lambda state: setattr(value, "state", state))
+    if (isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)) or value is random:
+        return _Generator(value.getstate, value.setstate)
+    if isinstance(value, (torch.Generator, np.random.RandomState)) or value is np.random:
+        return _Generator(value.get_state, value.set_state)
+    return None
+
+
+def is_same_state(a: Any, b: Any) -> bool:
+    """Compare two states of one generator."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    try:
+        return bool(a == b)  # Python's 625 numbers at once
+    except ValueError:  # it holds an array
+        if isinstance(a, np.ndarray):
+            return np.array_equal(a, b)
+        pairs = zip(a.values(), b.values(), strict=True) if isinstance(a, dict) else zip(a, b, strict=True)
+        return all(is_same_state(one, other) for one, other in pairs)
 
 
 def seed_everything(seed: int) -> None:
