@@ -62,8 +62,8 @@ TRAINS = {
 RAISES = {
     "fsdp": {
         "changed by itself": "blocks.0.up.weight was changed in place",
-        "norms in the loss": "was used in the loss",
-        "head in the loss": "head.weight is sharded, and was read outside of forward",
+        "norms in the loss": "norm of first.weight, which is sharded: a rank has only its rows of it",
+        "head in the loss": "linear of head.weight, which is sharded: a rank has only its rows of it",
         "order by rank, later": "the ranks are not at the same point",
         "skipped, odd size": "rank 0 comes to gather blocks.2, rank 1 comes to gather blocks.3",
         "unused on one rank": "rank 0 comes to gather spare, rank 1 comes to gather head",
@@ -72,6 +72,7 @@ RAISES = {
         "forgotten finish": "call finish_gradient_synchronization() of FullyShardedDataParallel",
         "halved too early": "before finish_gradient_synchronization()",
         "plain optimizer's state": "has shape (8, 8), that of the whole parameter",
+        "own norms": "norm of first.weight, which is sharded",
         "get_state_dict": "use save_checkpoint",
     },
     "fsdp in pairs": {

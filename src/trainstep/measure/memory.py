@@ -121,6 +121,8 @@ def storages_of(value: object) -> list[torch.UntypedStorage]:
     if is_traceable_wrapper_subclass(wrapper):
         inner = wrapper.__tensor_flatten__()[0]
         return [storage for name in inner for storage in storages_of(getattr(wrapper, name))]
+    if hasattr(value, "to_local"):  # of parameters of FullyShardedDataParallel
+        return storages_of(value.to_local())
     if value.layout == torch.sparse_coo:
         return [*storages_of(value._indices()), *storages_of(value._values())]
     return [value.untyped_storage()]

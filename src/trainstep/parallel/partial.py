@@ -4,33 +4,27 @@ Where parameters or gradients are divided, code that does not know it (a norm in
 average by hand) computes with what the rank has, without an error and differently on every rank. These tensors go
 through `__torch_function__` before anything is computed:
 
-`StandIn`
-    has a shape and a dtype and no elements. What its owner does with a use is up to the owner: fill in the whole, or
-    raise.
-`RankGradient`, `RankValues`
-    have this rank's rows of a gradient, or of a parameter's values. Elementwise functions are those of the whole, row
-    by row, and run; everything else raises. An optimizer never sees them: before a step the rows of gradients are put
-    in their place as plain tensors.
+A `StandIn` has a shape and a dtype and no elements. Its owner decides what a use does: fill in the whole, compute with
+this rank's part (`fsdp.rows`), or raise.
 
 `before_optimizer_steps` lets a wrapper look at an optimizer before it steps: whether it is one that may be given parts,
-and whether gradients are complete.
+and whether gradients are complete. An optimizer steps on plain tensors: a stand-in among its parameters is exchanged
+for this rank's part while the step runs, and so is the key of its state.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
-
-from trainstep.base.errors import UsageError
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -58,9 +52,12 @@ _PROPERTIES = (
 _METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "__len__"),
-    *("__hash__", "type", "is_same_size", "is_shared"),
+    *("__hash__", "is_same_size", "is_shared"),
 )
-_FUNCTIONS = ("is_floating_point", "is_complex", "numel", "is_same_size", "is_signed", "result_type", "promote_types")
+_FUNCTIONS = (
+    *("is_floating_point", "is_complex", "numel", "is_same_size", "is_signed", "result_type", "promote_types"),
+    "_has_compatible_shallow_copy_type",
+)
 METADATA = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(Tensor, name)),
@@ -72,7 +69,13 @@ METADATA = frozenset(
 
 
 class StandIn(Tensor):
-    """A tensor of a shape and a dtype without elements; a subclass says in `use` what comes of computing with it."""
+    """A tensor of a shape and a dtype without elements; a subclass says in `use` what comes of computing with it.
+
+    Attributes:
+        updated: what an optimizer updates in its place, if it stands for a parameter.
+    """
+
+    updated: Tensor | None = None
 
     @classmethod
     def like(cls, tensor: Tensor) -> Any:
@@ -109,90 +112,6 @@ class StandIn(Tensor):
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
 
-class RankRows(Tensor):
-    """This rank's rows of what is divided among ranks. A subclass says of what, and what to do instead.
-
-    Attributes:
-        plain: the rows as a plain tensor, sharing memory.
-    """
-
-    plain: Tensor
-    _what: ClassVar[str]
-    _instead: ClassVar[str]
-
-    @classmethod
-    def mark(cls, rows: Tensor) -> Any:
-        marked = rows.as_subclass(cls)
-        marked.plain = rows
-        return marked
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain.__reduce_ex__(protocol)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = name_of(func)
-        if not cls._is_served(func, name):
-            raise UsageError(
-                f"{name} of a sharded parameter's {cls._what}: a rank has only its rows of it, so the result "
-                f"would be another one on every rank. {cls._instead}; for this rank's rows as they are, "
-                f"{cls._what}.as_subclass(torch.Tensor)"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            result = cls._called(func, name, args, kwargs or {})
-        return _marked(result, cls) if func not in METADATA else result
-
-    @classmethod
-    def _is_served(cls, func: Callable[..., Any], name: str) -> bool:
-        return _is_local(func)
-
-    @classmethod
-    def _called(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
-
-
-class RankValues(RankRows):
-    """This rank's rows of a parameter's values, as `data` of it has them."""
-
-    _what = "data"
-    _instead = "Take the whole from gather_full_parameters() of FullyShardedDataParallel"
-
-
-class RankGradient(RankRows):
-    """This rank's rows of a gradient. `for_wrapper` makes the class that one wrapper's gradients have."""
-
-    _what = "gradient"
-    _instead = "Clip with clip_grad_norm_ of FullyShardedDataParallel, which takes the norm over all ranks"
-    _group: dist.ProcessGroup
-    _is_complete: Callable[[], bool]
-
-    @classmethod
-    def for_wrapper(cls, group: dist.ProcessGroup, is_complete: Callable[[], bool]) -> type[RankGradient]:
-        """`is_complete`: whether all gradients are there, so that they may be changed."""
-        return type(cls.__name__, (cls,), {"_group": group, "_is_complete": staticmethod(is_complete)})
-
-    @classmethod
-    def _is_served(cls, func: Callable[..., Any], name: str) -> bool:
-        return name == _OVERFLOW_CHECK or super()._is_served(func, name)
-
-    @classmethod
-    def _called(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if changes(name) and name != "requires_grad_" and not cls._is_complete():
-            raise UsageError(
-                f"{name} on a gradient before finish_gradient_synchronization(): other gradients are still "
-                "on their way and would be left out; call it first"
-            )
-        result = super()._called(func, name, args, kwargs)
-        if name == _OVERFLOW_CHECK:  # one rank's rows may overflow alone: then no rank may step
-            dist.all_reduce(args[1], op=dist.ReduceOp.MAX, group=cls._group)
-        return result
-
-
-_OVERFLOW_CHECK = "_amp_foreach_non_finite_check_and_unscale_"
-
-
 _checks: weakref.WeakKeyDictionary[Any, Callable[[Any, torch.optim.Optimizer], None]] = weakref.WeakKeyDictionary()
 
 
@@ -207,12 +126,72 @@ def before_optimizer_steps(owner: Any, check: Callable[[Any, torch.optim.Optimiz
 
 @functools.cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_run_checks)
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
-def _run_checks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for owner, check in list(_checks.items()):
-        check(owner, optimizer)
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _put_updated(optimizer)
+    _run_checks(optimizer)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    try:
+        if any(each is not None for each in (*args[1:], kwargs.get("closure"))):  # its gradients came in the step
+            _run_checks(optimizer)
+    finally:
+        _put_back(optimizer)
+
+
+def _run_checks(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        for owner, check in list(_checks.items()):
+            check(owner, optimizer)
+    except BaseException:
+        _put_back(optimizer)
+        raise
+
+
+@contextmanager
+def updated_in(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Give the optimizer what it updates in the place of stand-ins."""
+    _put_updated(optimizer)
+    try:
+        yield
+    finally:
+        _put_back(optimizer)
+
+
+_put: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
+"""The stand-ins that an optimizer is to get back, each with what is updated in its place; empty between steps."""
+
+
+def _put_updated(optimizer: torch.optim.Optimizer) -> None:
+    _put_back(optimizer)  # after a step that raised
+    members = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    if put := [(each, own) for each in members if (own := getattr(each, "updated", None)) is not None]:
+        if optimizer not in _put:  # its state may have begun as the parameters are, as that of Adagrad does
+            for state in (optimizer.state[each] for each, _ in put if each in optimizer.state):
+                state.update({key: getattr(value, "plain", value) for key, value in state.items()})
+        _put[optimizer] = put
+        _exchange(optimizer, {id(each): own for each, own in put})
+
+
+def _put_back(optimizer: torch.optim.Optimizer) -> None:
+    if put := _put.get(optimizer):
+        _put[optimizer] = []
+        _exchange(optimizer, {id(own): each for each, own in put})
+
+
+def _exchange(optimizer: torch.optim.Optimizer, other: Mapping[int, Tensor]) -> None:
+    """Put other tensors in the place of those of these identities, with their state."""
+    for group in optimizer.param_groups:
+        group["params"] = [other.get(id(each), each) for each in group["params"]]
+    state = {other.get(id(each), each): own for each, own in optimizer.state.items()}
+    optimizer.state.clear()
+    optimizer.state.update(state)
 
 
 class Known:
@@ -245,74 +224,6 @@ def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer
     return kind in ELEMENTWISE or bool(getattr(optimizer, "is_elementwise", False))
 
 
-_LOCAL = frozenset(
-    [
-        "detach",
-        "detach_",
-        "clone",
-        "contiguous",
-        "copy_",
-        "zero_",
-        "fill_",
-        "_foreach_zero_",
-        "_foreach_copy_",
-        "cpu",
-        "cuda",
-        "to",
-        "type",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "view",
-        "reshape",
-        "flatten",
-        "ravel",
-        "view_as",
-        "t",
-        "squeeze",
-        "unsqueeze",
-        "view_as_real",
-        "register_hook",
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "untyped_storage",
-        "data_ptr",
-        "record_stream",
-        "as_subclass",
-        "__deepcopy__",
-        "__reduce_ex__",
-        "requires_grad",
-        "requires_grad_",
-    ]
-)
-"""Besides arithmetic, what mixes no elements."""
-
-
-@functools.cache
-def _is_local(func: Callable[..., Any]) -> bool:
-    """Whether each element of the result depends on the elements in its own place."""
-    if func in METADATA:
-        return True
-    name = name_of(func)
-    if name in _LOCAL or (func.__name__ == "__get__" and name in ("data", "grad")):
-        return True
-    name = _OPERATORS.get(name, name).removeprefix("_foreach_").rstrip("_")
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None or name in ("max", "min"):  # elementwise of two tensors, and of one a reduction
-        return False
-    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
-
-
-_OPERATORS = {f"__{start}{sign}__": sign for sign in ("add", "sub", "mul", "pow") for start in ("", "r", "i")}
-_OPERATORS |= {f"__{start}{sign}__": "div" for sign in ("truediv", "div") for start in ("", "r", "i")}
-_OPERATORS |= {"__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__invert__": "bitwise_not"}
-
-
 def changes(name: str) -> bool:
     """Whether a function of this name writes into a tensor it is given."""
     if name.startswith("__"):
@@ -322,15 +233,5 @@ def changes(name: str) -> bool:
 
 def name_of(func: Callable[..., Any]) -> str:
     """`norm`, `__add__`; of what gets or sets an attribute, the attribute's name."""
-    name = getattr(func, "__name__", str(func))
+    name = str(getattr(func, "_opname", getattr(func, "__name__", func)))
     return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
-
-
-def _marked(result: Any, cls: type[RankRows]) -> Any:
-    if isinstance(result, RankRows):
-        return result
-    if isinstance(result, Tensor):
-        return cls.mark(result)
-    if isinstance(result, (list, tuple)) and any(isinstance(each, Tensor) for each in result):
-        return [_marked(each, cls) for each in result]
-    return result

@@ -119,8 +119,8 @@ def _of_shards(
     Raises:
         UsageError: made of shards, it has other groups.
     """
-    shards = {name: parameter.shard for parameter in module.sharded_parameters() for name in parameter.names}
-    sharded = [[shards[name] for name in names] for names in groups]
+    shards = dict(module.named_parameters(remove_duplicate=False))
+    sharded = [[shards[f"module.{name}"] for name in names] for names in groups]
     if not optimizer.state:
         for group, parameters in zip(optimizer.param_groups, sharded, strict=True):
             group["params"] = parameters
@@ -156,7 +156,14 @@ def local_gradients(replica: Replica) -> list[Tensor]:
     """What this rank holds of the gradients."""
     if isinstance(replica.optimizer, ShardedOptimizer):
         return replica.optimizer.local_gradients()
-    return [parameter.grad for parameter in replica.module.parameters() if parameter.grad is not None]
+    return [parameter.grad for parameter in local_weights(replica) if parameter.grad is not None]
+
+
+def local_weights(replica: Replica) -> list[nn.Parameter]:
+    """What this rank holds of the parameters."""
+    if isinstance(replica.module, FullyShardedDataParallel):
+        return [parameter.shard for parameter in replica.module.sharded_parameters()]
+    return list(replica.module.parameters())
 
 
 def local_state(replica: Replica) -> list[Tensor]:

@@ -80,12 +80,11 @@ def _steps(process, sharded, optimizer, first, count):
 
 def _full_state(sharded, optimizer):
     """Parameters, and the optimizer's state by parameter name, in full."""
-    by_shard = {id(p.shard): p for p in sharded.sharded_parameters()}
     state = {}
-    for shard, values in optimizer.state.items():
-        parameter = by_shard[id(shard)]
+    for handle, values in optimizer.state.items():
+        parameter = handle.parameter
         for key, value in values.items():
-            if value.shape == shard.shape and parameter.rows is not None:
+            if value.shape == parameter.shard.shape and parameter.rows is not None:
                 saved = sharded.state_dict()[parameter.name]
                 settings = {"shape": saved.shape, "stride": saved.stride()}
                 value = DTensor.from_local(value, saved.device_mesh, saved.placements, **settings).full_tensor()

@@ -44,7 +44,7 @@ def _from_meta(process):
         module = build_transformer(CONFIG, device="meta")
         sharded = FullyShardedDataParallel(module, compute_dtype=torch.bfloat16, initialize=init_module)
     group = max(group.full_bytes for group in sharded._schedule.groups)
-    shards = sum(parameter.nbytes for parameter in sharded.parameters())
+    shards = sum(parameter.shard.nbytes for parameter in sharded.sharded_parameters())
     largest = max(parameter.shape.numel() * 4 for parameter in sharded.sharded_parameters())
     with torch.no_grad():
         logits = sharded(torch.zeros(1, 8, dtype=torch.long))

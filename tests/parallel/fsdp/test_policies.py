@@ -43,7 +43,7 @@ def _gradients(process, policy, peer):
         if not peer:
             sharded.finish_gradient_synchronization()
         gradients = [parameter.grad for parameter in sharded.parameters() if parameter.grad is not None]
-        found.append([each.to_local() if hasattr(each, "to_local") else each for each in gradients])
+        found.append([each.to_local() for each in gradients])
         sharded.zero_grad()
     return [[each.clone() for each in gradients] for gradients in found]
 

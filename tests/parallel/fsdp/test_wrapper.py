@@ -360,11 +360,11 @@ def _evaluate(process):
     first, second = loss_of(sharded, batch(1)), loss_of(sharded, batch(2))
     (first + second).backward()
     sharded.finish_gradient_synchronization()
-    gradients = [[p.grad.clone() for p in sharded.parameters()]]
+    gradients = [[p.shard.grad.clone() for p in sharded.sharded_parameters()]]
     sharded.zero_grad(set_to_none=False)
     (loss_of(sharded, batch(1)) + loss_of(sharded, batch(2))).backward()
     sharded.finish_gradient_synchronization()
-    gradients.append([p.grad for p in sharded.parameters()])
+    gradients.append([p.shard.grad for p in sharded.sharded_parameters()])
     sharded.finish_gradient_synchronization()
     gathered += [group.is_gathered for group in sharded._schedule.groups]
     same = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

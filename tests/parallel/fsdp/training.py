@@ -45,7 +45,7 @@ def gradients_beside(sharded, plain):
         if whole is None:
             assert own is None
         else:
-            yield own.as_subclass(torch.Tensor), whole if parameter.rows is None else whole[parameter.rows]
+            yield own, whole if parameter.rows is None else whole[parameter.rows]
 
 
 def train_cases(process, cases):

@@ -46,6 +46,7 @@ from trainstep.parallel.process import Process
 from trainstep.parallel.replicas import (
     local_gradients,
     local_state,
+    local_weights,
     transports_of,
     uncounted_bytes,
     wait_for_parameters,
@@ -268,7 +269,7 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
 def _held(moment: str, step: TrainingStep, device: torch.device) -> dict[str, int]:
     """Bytes on this rank now: by kind, and on a GPU all that is held."""
     kinds = {
-        "weights": [*step.replica.module.parameters(), *step.replica.module.buffers()],
+        "weights": [*local_weights(step.replica), *step.replica.module.buffers()],
         "gradients": local_gradients(step.replica),
         "optimizer_state": local_state(step.replica),
     }

@@ -28,6 +28,7 @@ replicas alone.
 In reading order: `shards` decides what is gathered together and cuts it; `group` gathers and frees; `gradients` are
 sent and added up; `carriers` chooses what of `parallel.transport` carries both; `calls` are noted, and `schedule`
 decides when; `boundary` meets the modules' calls, `leavings` what they leave, and `written` what they write;
-`placeholder` stands in modules for what is not gathered; `agreement` holds the ranks together; `wrapper` puts them
-around a module, with its `checks`; `checkpoint` writes and reads.
+`placeholder` stands in modules for what is not gathered, and outside for shards; `rows` decides what computes with
+those; `agreement` holds the ranks together; `wrapper` puts them around a module, with its `checks`; `checkpoint` writes
+and reads.
 """

@@ -110,5 +110,6 @@ _WORDS = {
     "finish": "finish_gradient_synchronization()",
     "clip": "clip_grad_norm_()",
     "gather all": "gather_full_parameters()",
+    "fill": "fill a parameter with random numbers",
 }
 _ACTS = tuple(_WORDS)

@@ -24,9 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from trainstep.base.errors import UsageError
 from trainstep.parallel.checkpoint_files import METADATA, checksums, damaged_file, load_files, read_metadata
-from trainstep.parallel.fsdp.checks import put_shards_for_placeholders
 from trainstep.parallel.fsdp.extra_state import is_extra_state, set_extra_states
+from trainstep.parallel.fsdp.shards import by_identity
 from trainstep.parallel.fsdp.wrapper import FullyShardedDataParallel
+from trainstep.parallel.partial import updated_in
 
 SUMS = "checksums.json"
 State = dict[str, dict[str, Any]]  # parameter name → key → value
@@ -114,11 +115,12 @@ def state_by_name(
             step count) is saved as the same part of a whole.
     """
     state: State = {}
-    for name, parameter in trained.items():
-        state[name] = dict(optimizer.state.get(parameter, {}))
-        for key, value in state[name].items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                state[name][key] = _part_like(getattr(value, "plain", value), weights[name])
+    with updated_in(optimizer):
+        for name, parameter in trained.items():
+            state[name] = {key: getattr(own, "plain", own) for key, own in optimizer.state.get(parameter, {}).items()}
+            for key, value in state[name].items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[name][key] = _part_like(value, weights[name])
     return state
 
 
@@ -126,12 +128,13 @@ def load_state_by_name(
     optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], state: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Give the optimizer what `state_by_name` returned of it."""
-    numbers = {id(each): i for i, each in enumerate(chain(*(group["params"] for group in optimizer.param_groups)))}
-    numbered = {
-        numbers[id(trained[name])]: {key: _local(value) for key, value in values.items()}
-        for name, values in state.items()
-    }
-    optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})
+    with updated_in(optimizer):
+        numbers = {id(each): i for i, each in enumerate(chain(*(group["params"] for group in optimizer.param_groups)))}
+        numbered = {
+            numbers[id(trained[name])]: {key: _local(value) for key, value in values.items()}
+            for name, values in state.items()
+        }
+        optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def empty_optimizer(metadata: Metadata, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,11 +181,11 @@ def _check_fit(folder: str | Path, metadata: Metadata, weights: Mapping[str, Any
 
 
 def _names_by_group(module: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    put_shards_for_placeholders(optimizer)
-    name_of = {id(parameter.shard): name for name, parameter in module.saved_parameters().items()}
-    if any(id(shard) not in name_of for group in optimizer.param_groups for shard in group["params"]):
+    first_name = {parameter: name for name, parameter in module.saved_parameters().items()}
+    name_of = {key: first_name[parameter] for key, parameter in by_identity(first_name).items()}
+    if any(id(each) not in name_of for group in optimizer.param_groups for each in group["params"]):
         raise UsageError("the optimizer has a parameter that is not this module's; save it with its own module")
-    return [[name_of[id(shard)] for shard in group["params"]] for group in optimizer.param_groups]
+    return [[name_of[id(each)] for each in group["params"]] for group in optimizer.param_groups]
 
 
 def _check_groups(names: list[list[str]], saved: list[list[str]]) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainstep.base.errors import UnsupportedError, UsageError
-from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.shards import PlannedParameter, ShardedParameter, by_identity
-from trainstep.parallel.partial import Known, RankGradient, is_elementwise
+from trainstep.parallel.partial import Known, is_elementwise
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.transport.choice import check_name
 from trainstep.parallel.units import Unit
@@ -22,52 +20,22 @@ _REPLICATED = "DistributedDataParallel"
 
 
 class StepCheck:
-    """Of optimizers that have any of one wrapper's parameters.
+    """Of optimizers that have any of one wrapper's parameters."""
 
-    Args:
-        sharded: the wrapper's.
-        retired: the parameters that shards took the place of, by name.
-        gradient_class: that gradients of shards have.
-    """
-
-    def __init__(
-        self,
-        sharded: Sequence[ShardedParameter],
-        retired: Mapping[str, nn.Parameter],
-        process_group: dist.ProcessGroup,
-        gradient_class: type[RankGradient],
-    ) -> None:
-        self._sharded, self._process_group, self._gradient_class = sharded, process_group, gradient_class
-        self._retired, self._shards = Known(retired), Known({each.name: each.shard for each in sharded})
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+    def __init__(self, sharded: Sequence[ShardedParameter], process_group: dist.ProcessGroup) -> None:
+        self._sharded, self._process_group = sharded, process_group
+        self._shards = Known({each.name: each.shard for each in sharded})
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer has any of the shards. One made from the module's own parameters() is given them.
-
-        Raises:
-            UsageError: it has parameters as they were before sharding.
-        """
-        if self._seen.get(optimizer) != len(optimizer.param_groups):
-            put_shards_for_placeholders(optimizer)
-            self._seen[optimizer] = len(optimizer.param_groups)
-        if (retired := self._retired.first_in(optimizer)) is not None:
-            raise UsageError(
-                f"the optimizer has {retired} as it was before sharding; build the optimizer after "
-                "FullyShardedDataParallel, from its parameters()"
-            )
+        """Whether the optimizer has any of the shards."""
         return self._shards.first_in(optimizer) is not None
 
-    def make_ready(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that it may be given shards, and give it gradients as plain tensors.
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that it may be given shards.
 
         Raises:
-            UsageError: it is not known to be elementwise, or has the state of whole parameters; or shards have hooks.
+            UsageError: it is not known to be elementwise, or has the state of whole parameters.
         """
-        if hooked := next((each.name for each in self._sharded if _is_hooked(each)), None):
-            raise UsageError(
-                f"{hooked} was given a hook after it had been sharded, which is never called; register hooks on the "
-                "module's parameters before FullyShardedDataParallel takes them"
-            )
         if self._process_group.size() > 1 and not is_elementwise(optimizer):
             raise UsageError(
                 f"{type(optimizer).__name__} is not known to treat each element alone, and a rank has only its rows of "
@@ -84,11 +52,6 @@ class StepCheck:
                     f"this rank's shard has {tuple(cut.shard.shape)}. State is loaded by load_checkpoint of "
                     "trainstep.parallel"
                 )
-        updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        for parameter in self._sharded:
-            gradient = parameter.shard.grad
-            if type(gradient) is self._gradient_class and id(parameter.shard) in updated:
-                parameter.shard.grad = gradient.plain
 
 
 class Contents:
@@ -137,22 +100,6 @@ class Contents:
             f"{what} after FullyShardedDataParallel was built, so it is not sharded and its gradient not "
             "synchronised; complete the module first"
         )
-
-
-def _is_hooked(parameter: ShardedParameter) -> bool:
-    """Whether its shard has a hook that is not ours."""
-    after = parameter.shard._post_accumulate_grad_hooks or ()
-    return bool(parameter.shard._backward_hooks) or len(after) > parameter.trainable
-
-
-def put_shards_for_placeholders(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer that was made from the module's own parameters() gets what the wrapper's would have given it."""
-    for group in optimizer.param_groups:
-        for index, each in enumerate(group["params"]):
-            if isinstance(each, Placeholder):
-                group["params"][index] = each.parameter.shard
-                if each in optimizer.state:
-                    optimizer.state[each.parameter.shard] = optimizer.state.pop(each)
 
 
 def is_kept(entry: PlannedParameter, kept: set[nn.Module]) -> bool:

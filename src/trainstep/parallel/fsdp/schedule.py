@@ -46,12 +46,12 @@ class Schedule:
         self.synchronise = True
         self.added_up = False  # whether `synchronise` was off since gradients were last complete
         self.passes_running = 0  # forwards of the wrapper
+        self.hooked: set[ShardedParameter] = set()  # whose hooks are to be called when gradients are complete
         names = [group.name for group in groups]
         self.agreement = Agreement(ranks.everyone, names, at_once=host_waits(ranks.everyone, device))
         self._numbers = {group: number for number, group in enumerate(groups)}
         self._held: dict[GatherGroup, Hold] = {}
         self._held_for_backward: set[GatherGroup] = set()
-        self._attached: set[ShardedParameter] = set()  # whose shards got gradients since gradients were last complete
         self._awaits_backward = False  # whether there was a forward with gradients since then
         self._prefetch, self._device = prefetch, device
         self._gathers, self._reductions, self._between = (SideStream(device) for _ in range(3))
@@ -66,7 +66,7 @@ class Schedule:
         averaged = any(buffer.is_averaged for group in groups for buffer in group.buffers)
         self._at_once = 2 if averaged else 1  # one on its way within replicas, one between them
         self._undecided: list[tuple[ShardedParameter, Tensor]] = []
-        self._used: set[ShardedParameter] = set()
+        self.used: set[ShardedParameter] = set()
         self._members = [(group, parameter) for group in groups for parameter in group.parameters]
         self._replicated = ReplicatedGradients([parameter for _, parameter in self._members], ranks.everyone)
         for number, (_, parameter) in enumerate(self._members):
@@ -77,7 +77,19 @@ class Schedule:
     @property
     def is_complete(self) -> bool:
         """Whether no gradient has come since gradients were last synchronised."""
-        return not self._used
+        return not self.used
+
+    def check_complete(self, before: str) -> None:
+        """See that gradients are complete before something that needs them.
+
+        Raises:
+            UsageError: some came and were not synchronised.
+        """
+        if not self.is_complete:
+            raise UsageError(
+                f"{before} before gradients were synchronised over the ranks; call finish_gradient_synchronization() "
+                "of FullyShardedDataParallel first, after the last backward"
+            )
 
     @property
     def may_read(self) -> bool:
@@ -88,6 +100,8 @@ class Schedule:
         """The wrapper's forward begins: shards may have changed, so nothing gathered before is used again."""
         if in_backward():
             return  # the forward is being computed again
+        if self.hooked and torch.is_grad_enabled() and not self.added_up:
+            self.check_complete("forward")  # its hooks would never be called
         self.agreement.compare()
         self._forget_backward()  # one that raised
         held = [group for group in self._held if group in self._held_for_backward]
@@ -212,24 +226,28 @@ class Schedule:
 
     def finish(self) -> None:
         """Send what has not been sent, and wait until every shard has its gradient (on a GPU, the stream waits)."""
-        if not self._used:
+        if not self.used:
             if self._awaits_backward:
                 raise UsageError(
                     "no gradient came since the last step; call backward(), on a loss made from this wrapper's output, "
                     "before finish_gradient_synchronization()"
                 )
             return
-        self._check_still_there(self._attached)
         self.agreement.announce("finish")
         for group in reversed(self.groups):
             self._send(group)
         self._complete()
-        used = self._replicated.reduce(self._used, self._device)
+        used = set(self._replicated.reduce(self.used, self._device))
         for parameter, gradient in self._undecided:
             if parameter in used:
                 parameter.attach_gradient(gradient)
         self._start_over()
         self.agreement.end_pass()
+        if self.hooked:
+            with torch.no_grad():
+                for _, parameter in reversed(self._members):  # about as backward comes to them
+                    if parameter in self.hooked and parameter in used:
+                        parameter.run_hooks()
 
     def discard(self) -> None:
         self._complete()
@@ -242,7 +260,8 @@ class Schedule:
 
     def _start_over(self) -> None:
         """No gradient has come, and what backward needed is not needed any more."""
-        self._used, self._undecided, self._attached = set(), [], set()
+        self._undecided = []
+        self.used.clear()
         self._forget_backward()
         self._awaits_backward, self.added_up = False, not self.synchronise
         for group in self.groups:
@@ -274,7 +293,7 @@ class Schedule:
             raise UsageError(_not_entered(parameter.name))
         self._reach(group)
         group.is_unsent = True
-        self._used.add(parameter)
+        self.used.add(parameter)
         replicated = group.take_gradient(parameter, added_up=self.added_up)
         if replicated is not None:
             self._replicated.add(parameter, replicated)
@@ -338,17 +357,7 @@ class Schedule:
         """Complete all that were sent, `but` the last ones."""
         while len(self._under_way) > but:
             for sending in self._under_way.popleft():
-                self._check_still_there(self._attached & sending.written)
-                self._attached |= sending.written
                 self._undecided += sending.complete()
-
-    def _check_still_there(self, attached: Iterable[ShardedParameter]) -> None:
-        if gone := next((each for each in attached if each.shard.grad is None), None):
-            raise UsageError(
-                f"the gradient of {gone.name} was set to None between backward and finish_gradient_synchronization(), "
-                "while others were on their way; to throw gradients away, as for a step that is skipped, call "
-                "zero_grad() of FullyShardedDataParallel"
-            )
 
     def _free_all(self) -> None:
         self._expected.clear()

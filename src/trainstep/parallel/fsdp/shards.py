@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import broadcast_from_first
-from trainstep.parallel.fsdp.placeholder import Placeholder
-from trainstep.parallel.partial import StandIn
+from trainstep.parallel.fsdp.placeholder import Handle, Placeholder
+from trainstep.parallel.partial import METADATA, name_of
 from trainstep.parallel.ranks import Ranks, placements
 from trainstep.step.blocks import find_blocks, is_called
 
@@ -54,11 +54,12 @@ class ShardedParameter:
     padded_shape: torch.Size  # of the full parameter with as many rows as make the shards equal
     rows: slice | None  # the shard's in the full parameter, or None if it is replicated
     full: nn.Parameter | None = None  # the whole in the dtype it is computed with; its storage comes and goes
+    handle: Handle | None = None  # the wrapper's `parameters()` have it
     placeholder: Placeholder | None = None  # in the module while no call that owns it is running
     hooks: Sequence[tuple[str, Callable[..., Any]]] = ()  # a user's, by the method that registers them
+    divided: slice | None = None  # `rows` if other ranks have others
     keeps_dtype: bool = False  # whether it is computed with in the dtype it is trained in, whatever others are
     _accumulator: Any = None  # autograd's node of the whole
-    mark: Callable[[Tensor], Tensor] | None = None  # makes a gradient of rows one that is not taken for a whole
 
     def __post_init__(self) -> None:
         self.trainable = self.shard.requires_grad
@@ -80,10 +81,6 @@ class ShardedParameter:
         stride, own = torch.empty(self.shape, device="meta").stride(), self.shard.detach()
         where = placements(mesh, cut=self.rows is not None)
         return DTensor.from_local(own, mesh, where, run_check=False, shape=self.shape, stride=stride)
-
-    def fits(self, value: Any) -> bool:
-        """Whether it is a plain tensor of the full parameter's shape."""
-        return isinstance(value, Tensor) and not isinstance(value, (DTensor, StandIn)) and value.shape == self.shape
 
     def load(self, value: Tensor, mesh: DeviceMesh | None) -> None:
         """Copy a value of the full parameter's shape into the shard: a plain tensor or, with the mesh, a DTensor."""
@@ -146,16 +143,23 @@ class ShardedParameter:
 
     def attach_gradient(self, gradient: Tensor) -> None:
         """Give the shard its part of a mean gradient, or add it to what it has."""
-        if self.shard.grad is not None:
+        if self.shard.grad is None:
+            self.shard.grad = gradient
+        else:
+            self.shard.grad.add_(gradient)
+
+    def run_hooks(self) -> None:
+        """Call the hooks that users registered for when the gradient is there."""
+        for owner in (self.handle, self.placeholder):
             with torch._C.DisableTorchFunctionSubclass():
-                self.shard.grad.add_(gradient)
-            gradient = getattr(self.shard.grad, "plain", self.shard.grad)
-        self.shard.grad = gradient if self.mark is None else self.mark(gradient)
+                hooks = list((owner._post_accumulate_grad_hooks or {}).values()) if owner is not None else []
+            for hook in hooks:
+                hook(owner)
 
 
 def by_identity(sharded: Iterable[ShardedParameter]) -> dict[int, ShardedParameter]:
-    """Parameters by the `id` of each tensor that may stand for them in a module."""
-    return {id(tensor): each for each in sharded for tensor in (each.placeholder, each.full, each.shard)}
+    """Parameters by the `id` of each tensor that may stand for them in a module or an optimizer."""
+    return {id(tensor): each for each in sharded for tensor in (each.handle, each.placeholder, each.full, each.shard)}
 
 
 @dataclass(eq=False)
@@ -319,6 +323,29 @@ def _materialise(
             )
 
 
+class Retired(nn.Parameter):
+    """A parameter as it was before sharding, whose place a shard has taken. Nothing trains it any more."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise UsageError(
+            f"{name_of(func)} of a parameter as it was before sharding; build the optimizer after "
+            "FullyShardedDataParallel, from its parameters(), and use those elsewhere, too"
+        )
+
+
+def _retire(parameter: nn.Parameter) -> None:
+    if not parameter.is_meta:
+        parameter.data = parameter.data.new_empty(0)
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = Retired
+
+
 def _shard(entry: PlannedParameter, full: nn.Parameter, ranks: Ranks, device: torch.device) -> ShardedParameter:
     values, shape, padded_shape, rows = full.detach().to(device), full.shape, full.shape, None
     broadcast_from_first([values], ranks.everyone)
@@ -330,6 +357,6 @@ def _shard(entry: PlannedParameter, full: nn.Parameter, ranks: Ranks, device: to
     hooks = [("register_hook", hook) for hook in (entry.parameter._backward_hooks or {}).values()]
     accumulated = entry.parameter._post_accumulate_grad_hooks or {}
     hooks += [("register_post_accumulate_grad_hook", hook) for hook in accumulated.values()]
-    if not entry.parameter.is_meta:
-        entry.parameter.data = entry.parameter.data.new_empty(0)
-    return ShardedParameter(entry.names, entry.slots, shard, shape, padded_shape, rows, hooks=hooks)
+    _retire(entry.parameter)
+    divided = rows if ranks.shard.size() > 1 else None
+    return ShardedParameter(entry.names, entry.slots, shard, shape, padded_shape, rows, hooks=hooks, divided=divided)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ from trainstep.parallel.fsdp.carriers import choose_carriers, largest_of
 from trainstep.parallel.fsdp.checks import MAX_PREFETCH, Contents, StepCheck, check_arguments, device_for, is_kept
 from trainstep.parallel.fsdp.extra_state import is_extra_state, set_extra_states
 from trainstep.parallel.fsdp.group import GatherGroup
-from trainstep.parallel.fsdp.placeholder import Placeholder
+from trainstep.parallel.fsdp.placeholder import stand_for_all
+from trainstep.parallel.fsdp.rows import moved_or_cast
 from trainstep.parallel.fsdp.schedule import Schedule
 from trainstep.parallel.fsdp.shards import (
     Chosen,
@@ -31,7 +32,7 @@ from trainstep.parallel.fsdp.shards import (
     shard_parameters,
 )
 from trainstep.parallel.fsdp.written import Written
-from trainstep.parallel.partial import RankGradient, before_optimizer_steps
+from trainstep.parallel.partial import before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import ranks_of
 from trainstep.parallel.transport.by_collectives import TransportName
@@ -45,8 +46,8 @@ class _NotHereError(UsageError, AttributeError):
 class FullyShardedDataParallel(nn.Module):
     """Train `module` with its parameters, gradients and optimizer state spread over the ranks.
 
-    Build the optimizer afterwards, from `parameters()`: the shards. Every rank runs its own batch; then
-    `finish_gradient_synchronization()` leaves in each shard's `.grad` the mean over the ranks, and the optimizer steps.
+    Build the optimizer afterwards, from `parameters()`: handles of the shards. Every rank runs its own batch; then
+    `finish_gradient_synchronization()` leaves in each one's `.grad` the mean over the ranks, and the optimizer steps.
 
     With a mesh of two dimensions, ("replicate", "shard"), there are several replicas of the model, each sharded over
     the ranks of its row (hybrid sharding). Gradients are then averaged within the row and, as shards, between the rows;
@@ -139,15 +140,7 @@ class FullyShardedDataParallel(nn.Module):
         self.transport, self.transport_between = carriers.within.name, carriers.name_between
         self.uncounted_bytes = carriers.uncounted_bytes
         self._schedule = Schedule(gather_groups, ranks, prefetch, self.device)
-        self._gradient_class = RankGradient.for_wrapper(self.process_group, _question(self._schedule, "is_complete"))
-        may_read = _question(self._schedule, "may_read")
-        for group in gather_groups:
-            for parameter in group.parameters:
-                read = _reader(self._schedule, group, parameter)
-                parameter.placeholder = Placeholder.of(parameter, may_read, read)
-                parameter.install_placeholder()
-                if parameter.rows is not None and ranks.shard.size() > 1:
-                    parameter.mark = self._gradient_class.mark
+        stand_for_all(gather_groups, self._schedule, ranks.everyone)
         needed: dict[nn.Module, list[GatherGroup]] = {}
         for planned_group, group in zip(plan, gather_groups, strict=True):
             for unit in planned_group.units:
@@ -156,8 +149,7 @@ class FullyShardedDataParallel(nn.Module):
             install(unit, Boundary(self._schedule, unit_groups, unit, module_names[unit] or "the module"))
         self.module = module
         self._contents = Contents(module, self._sharded)
-        retired = {entry.names[0]: entry.parameter for entry in planned}
-        self._step_check = StepCheck(self._sharded, retired, ranks.shard, self._gradient_class)
+        self._step_check = StepCheck(self._sharded, ranks.shard)
         before_optimizer_steps(self, FullyShardedDataParallel._before_step)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,8 +172,8 @@ class FullyShardedDataParallel(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """After backward, before the optimizer's step: every shard's `.grad` is the mean over the ranks.
 
-        It has the shard's shape and dtype. A parameter that no rank used has none. On a GPU the current stream waits,
-        not the host.
+        It has the shard's dtype. A parameter that no rank used has none. On a GPU the current stream waits, not the
+        host. Then hooks run that `register_post_accumulate_grad_hook` of the parameters was given.
 
         Raises:
             UsageError: no gradient came, gradients were thrown away behind the wrapper's back, or the ranks did not
@@ -216,14 +208,13 @@ class FullyShardedDataParallel(nn.Module):
 
         Call it on every rank, after `finish_gradient_synchronization()`.
         """
-        self._check_complete("clip_grad_norm_()")
+        self._schedule.check_complete("clip_grad_norm_()")
         self._schedule.agreement.announce("clip")
         sharded = [p.shard.grad for p in self._sharded if p.rows is not None and p.shard.grad is not None]
         replicated = [p.shard.grad for p in self._sharded if p.rows is None and p.shard.grad is not None]
         group, replicas = self.process_group, self._ranks.replicas
         settings: dict[str, Any] = {"max_norm": max_norm, "norm_type": norm_type, "device": self.device}
-        with torch._C.DisableTorchFunctionSubclass():
-            return clip_gradients_(sharded, replicated, group=group, replicas=replicas, **settings)
+        return clip_gradients_(sharded, replicated, group=group, replicas=replicas, **settings)
 
     @torch.no_grad()
     def gather_full_parameters(self, *, device: torch.device | str | None = None) -> dict[str, Tensor]:
@@ -253,11 +244,16 @@ class FullyShardedDataParallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The shards, whatever is gathered, under `module.` and their names in the module."""
+        """Handles of the shards, whatever is gathered, under `module.` and their names in the module.
+
+        A handle has the whole's shape. Functions that treat each element alone run on this rank's rows, random numbers
+        are drawn for the whole, and what mixes elements raises.
+        """
         start = f"{prefix}.module." if prefix else "module."
         for parameter in self._sharded:
+            assert parameter.handle is not None
             for name in parameter.names[:1] if remove_duplicate else parameter.names:
-                yield start + name, parameter.shard
+                yield start + name, cast(nn.Parameter, parameter.handle)
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any
@@ -339,15 +335,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._step_check.concerns(optimizer):
-            self._check_complete(f"{type(optimizer).__name__}.step()")
-            self._step_check.make_ready(optimizer)
-
-    def _check_complete(self, before: str) -> None:
-        if not self._schedule.is_complete:
-            raise UsageError(
-                f"{before} before gradients were synchronised over the ranks; call finish_gradient_synchronization() "
-                "of FullyShardedDataParallel first, after the last backward"
-            )
+            self._schedule.check_complete(f"{type(optimizer).__name__}.step()")
+            self._step_check.check(optimizer)
 
     def _by_name(self) -> dict[str, ShardedParameter | Any]:
         """What the module's state has, by the names it has there, which its hooks may have changed."""
@@ -363,34 +352,12 @@ class FullyShardedDataParallel(nn.Module):
         return value.to(self._compute_dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
-        before = [(p.shard.dtype, p.shard.device) for p in self._sharded]
+        with torch.no_grad():
+            for shard in (parameter.shard.detach() for parameter in self._sharded):
+                if fn(shard) is not shard:
+                    raise moved_or_cast()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if before != [(p.shard.dtype, p.shard.device) for p in self._sharded]:
-            raise UsageError(
-                "a sharded module was moved or cast; give FullyShardedDataParallel device= or compute_dtype= instead"
-            )
         return self
-
-
-def _reader(schedule: Schedule, group: GatherGroup, parameter: ShardedParameter) -> Callable[[], nn.Parameter]:
-    """What gathers a parameter for a read outside of its module's calls."""
-
-    def read() -> nn.Parameter:
-        if not schedule.may_read:
-            raise UsageError(
-                f"{parameter.name} is sharded, and was read outside of forward, where a rank has only its rows; use "
-                "gather_full_parameters() of FullyShardedDataParallel, or read it in the module's forward"
-            )
-        schedule.hold(group)
-        assert parameter.full is not None
-        return parameter.full
-
-    return read
-
-
-def _question(schedule: Schedule, name: str) -> Callable[[], bool]:
-    """What asks the schedule, without being the wrapper's."""
-    return lambda: bool(getattr(schedule, name))
 
 
 def _detached(value: Any) -> Any:

@@ -1,0 +1,398 @@
+"""Loops that work on `parameters()` by hand: each trains as one process does, or says what it cannot."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parallel.nets import Block
+from trainstep.base.errors import UsageError
+from trainstep.parallel import FullyShardedDataParallel
+
+pytestmark = pytest.mark.distributed
+
+RATE = 0.05
+
+
+class Small(nn.Module):
+    """Matrices whose rows two ranks cannot halve, one of a single row, and vectors; in float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(5, 7) for _ in range(2))
+        self.head = nn.Linear(5, 1)
+        self.to(torch.float64)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Loop:
+    """Training of a wrapper on one rank, or of the plain module on all ranks' inputs."""
+
+    def __init__(self, module, ranks, updates):
+        self.module, self.ranks, self.updates = module, ranks, updates
+        self.parameters = list(module.parameters())
+
+    def backward(self, step):
+        inputs = [torch.randn(3, 5, generator=torch.Generator().manual_seed(2 * step + rank)) for rank in self.ranks]
+        losses = [(self.module(x.double()) - 1).square().mean() for x in inputs]
+        (sum(losses) / len(losses)).backward()
+        if isinstance(self.module, FullyShardedDataParallel):
+            self.module.finish_gradient_synchronization()
+
+    def train(self, update):
+        """`update(step)` under no_grad, after each backward."""
+        for step in range(self.updates):
+            self.backward(step)
+            with torch.no_grad():
+                update(step)
+                for each in self.parameters:
+                    each.grad = None
+
+    def descend(self, step):
+        for each in self.parameters:
+            each.sub_(each.grad, alpha=RATE)
+
+    def values(self):
+        if isinstance(self.module, FullyShardedDataParallel):
+            return self.module.gather_full_parameters()
+        return {name: each.detach() for name, each in self.module.named_parameters()}
+
+
+def custom_initialisation(loop):
+    torch.manual_seed(3)
+    for each in loop.parameters:
+        if each.dim() > 1:
+            nn.init.xavier_uniform_(each, gain=0.5)
+        else:
+            nn.init.uniform_(each, -each.numel(), each.shape[0])
+    loop.train(loop.descend)
+
+
+def initialisation_by_the_module(loop):
+    def initialise(part):
+        if isinstance(part, nn.Linear):
+            part.weight.data.normal_(std=part.weight.shape[0] ** -0.5)
+            if part.bias is not None:
+                part.bias.data.zero_()
+        elif isinstance(part, nn.LayerNorm):
+            nn.init.normal_(part.weight)
+
+    torch.manual_seed(3)
+    loop.module.apply(initialise)
+    loop.train(loop.descend)
+
+
+def noise(loop):
+    def update(step):
+        loop.descend(step)
+        for each in loop.parameters:
+            each.add_(torch.randn_like(each), alpha=1e-3)
+
+    torch.manual_seed(3)
+    loop.train(update)
+
+
+def averages(loop):
+    average = [each.detach().clone() for each in loop.parameters]
+    first = copy.deepcopy(loop.parameters)
+
+    def update(step):
+        loop.descend(step)
+        torch._foreach_lerp_(average, loop.parameters, 0.1)
+
+    loop.train(update)
+    with torch.no_grad():
+        for each, mean, start in zip(loop.parameters, average, first, strict=True):
+            each.copy_(0.9 * mean + 0.1 * start)
+
+
+def optimizer_in_backward(loop):
+    """As in PyTorch's tutorial: an optimizer for each parameter, stepped by a hook."""
+    optimizers = {each: torch.optim.Adam([each], lr=0.01, foreach=False) for each in loop.parameters}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for each in loop.parameters:
+        each.register_post_accumulate_grad_hook(step)
+    loop.train(lambda step: None)
+
+
+def optimizer_in_backward_of_the_module(loop):
+    """The same with the parameters that the module itself has, and an update by hand."""
+    if isinstance(loop.module, FullyShardedDataParallel):
+        loop.parameters = list(loop.module.module.parameters())
+
+    def step(parameter):
+        parameter.data = parameter.data - RATE * parameter.grad
+        parameter.grad = None
+
+    for each in loop.parameters:
+        each.register_post_accumulate_grad_hook(step)
+    loop.train(lambda step: None)
+
+
+def momentum_by_hand(loop):
+    buffers = {each: torch.zeros_like(each) for each in loop.parameters}
+
+    def update(step):
+        for each, buffer in buffers.items():
+            buffer.mul_(0.9).add_(each.grad)
+            each -= RATE / 10 * buffer
+
+    loop.train(update)
+
+
+def foreach(loop):
+    def update(step):
+        gradients = [each.grad for each in loop.parameters]
+        torch._foreach_clamp_min_(gradients, -0.1)
+        torch._foreach_add_(loop.parameters, torch._foreach_mul(gradients, -RATE))
+
+    loop.train(update)
+
+
+def optimizer_of_copies(loop):
+    """An optimizer that has copies of the parameters, as for mixed precision by hand."""
+    copies = [nn.Parameter(each.detach().clone()) for each in loop.parameters]
+    optimizer = torch.optim.AdamW(copies, lr=0.01)
+
+    def update(step):
+        for mine, each in zip(copies, loop.parameters, strict=True):
+            mine.grad = each.grad
+        optimizer.step()
+        for mine, each in zip(copies, loop.parameters, strict=True):
+            each.data.copy_(mine)
+
+    loop.train(update)
+
+
+def one_vector_of_all(loop):
+    """Weights are written from one vector, as some optimizers of others do."""
+
+    def update(step):
+        loop.descend(step)
+        vector = torch.cat([each.flatten() for each in loop.values().values()])
+        nn.utils.vector_to_parameters(0.999 * vector, loop.parameters)
+
+    loop.train(update)
+
+
+def norms_of_the_whole(loop):
+    """Clipping by each weight's norm, by the way that the error names."""
+
+    def update(step):
+        loop.descend(step)
+        whole = {name.removeprefix("module."): each for name, each in loop.module.named_parameters()}
+        for name, value in loop.values().items():
+            whole[name].copy_(value / max(1.0, value.norm() / 1.5))
+
+    loop.train(update)
+
+
+def clipping_by_norm(loop):
+    def update(step):
+        loop.descend(step)
+        for each in loop.parameters:
+            each.mul_(torch.clamp(1.5 / each.norm(), max=1.0))
+
+    loop.train(update)
+
+
+def clipping_by_quantile(loop):
+    loop.train(lambda step: [each.clamp_(max=torch.quantile(each, 0.9)) for each in loop.parameters])
+
+
+def clipping_by_the_norm_of_all(loop):
+    vector = nn.utils.parameters_to_vector(loop.parameters)
+    loop.train(lambda step: [each.mul_(1 / vector.norm()) for each in loop.parameters])
+
+
+def orthogonal_initialisation(loop):
+    loop.module.apply(lambda part: nn.init.orthogonal_(part.weight) if isinstance(part, nn.Linear) else None)
+
+
+def truncated_initialisation(loop):
+    for each in loop.parameters:
+        nn.init.trunc_normal_(each)
+
+
+TRAIN = {  # and how many updates
+    custom_initialisation: 200,
+    averages: 200,
+    optimizer_in_backward: 200,
+    norms_of_the_whole: 200,
+    initialisation_by_the_module: 20,
+    noise: 20,
+    optimizer_in_backward_of_the_module: 20,
+    momentum_by_hand: 20,
+    foreach: 20,
+    optimizer_of_copies: 20,
+    one_vector_of_all: 20,
+}
+RAISE = {
+    clipping_by_norm: "norm of blocks.0.up.weight, which is sharded: a rank has only its rows",
+    clipping_by_quantile: "quantile of blocks.0.up.weight",
+    clipping_by_the_norm_of_all: "view of blocks.0.up.weight",
+    orthogonal_initialisation: "new_empty of blocks.0.up.weight",
+    truncated_initialisation: "new_tensor of blocks.0.up.weight",
+}
+
+
+def _module():
+    torch.manual_seed(0)
+    return Small()
+
+
+def _looped(process, name, updates):
+    module = _module()
+    torch.manual_seed(process.rank)  # the loops that draw set their own
+    loop = Loop(FullyShardedDataParallel(module), [process.rank], updates)
+    try:
+        globals()[name](loop)
+    except UsageError as error:
+        return str(error)
+    return loop.values()
+
+
+@pytest.mark.parametrize("loop", [*TRAIN, *RAISE], ids=lambda loop: loop.__name__)
+def test_updates_are_those_of_one_process_or_raise(two, loop):
+    updates = TRAIN.get(loop, 1)
+    found = two.run(_looped, loop.__name__, updates)
+    if loop in RAISE:
+        for message in found:
+            assert RAISE[loop] in message
+            assert "gather_full_parameters() of FullyShardedDataParallel" in message
+        return
+    alone = Loop(_module(), [0, 1], updates)
+    before = copy.deepcopy(alone.values())
+    loop(alone)
+    for values in found:
+        assert not isinstance(values, str), values
+        for name, value in alone.values().items():
+            assert (value - before[name]).norm() > 1e-3, "it trains"
+            torch.testing.assert_close(values[name], value, rtol=1e-9, atol=1e-12)
+
+
+def _unlike(process):
+    """Ranks whose generators differ get rank 0's numbers."""
+    sharded = FullyShardedDataParallel(_module())
+    torch.manual_seed(process.rank)
+    for each in sharded.parameters():
+        nn.init.normal_(each)
+        each.data.add_(torch.rand_like(each))
+    return sharded.gather_full_parameters()
+
+
+def test_random_numbers_are_rank_0s(two):
+    module = _module()
+    torch.manual_seed(0)
+    for each in module.parameters():
+        nn.init.normal_(each)
+        each.data.add_(torch.rand_like(each))
+    for values in two.run(_unlike):
+        for name, value in module.named_parameters():
+            assert torch.equal(values[name], value)
+
+
+def _forgotten_hooks(sharded, process):
+    for each in sharded.parameters():
+        each.register_post_accumulate_grad_hook(lambda parameter: parameter.sub_(parameter.grad))
+    _forward(sharded).backward()
+    _forward(sharded)
+
+
+def _forgotten(sharded, process):
+    _forward(sharded).backward()
+    for each in sharded.parameters():
+        if each.grad is not None:
+            each.data -= RATE * each.grad
+
+
+def _forgotten_by_the_module(sharded, process):
+    with sharded.no_sync():
+        _forward(sharded).backward()
+    sharded.module.zero_grad()
+
+
+def _in_a_closure(sharded, process):
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=RATE)
+    optimizer.step(lambda: _forward(sharded).backward())
+
+
+def _by_a_gradient_hook(sharded, process):
+    sharded.module.head.weight.register_hook(torch.sign)
+
+
+def _of_parameters_from_before(sharded, process):
+    _forward(sharded).backward()
+    sharded.finish_gradient_synchronization()
+    for each in sharded.before:
+        if each.grad is not None:
+            each.data -= RATE * each.grad
+
+
+def _functional(sharded, process):
+    _forward(lambda x: torch.func.functional_call(sharded, {n: p - 1 for n, p in sharded.named_parameters()}, (x,)))
+
+
+def _gradients_asked_for(sharded, process):
+    torch.autograd.grad(_forward(sharded), list(sharded.parameters()), allow_unused=True)
+
+
+def _averaged_by_hand(sharded, process):
+    _forward(sharded).backward()
+    sharded.finish_gradient_synchronization()
+    torch.distributed.all_reduce(sharded.module.head.weight.grad)
+
+
+def _filled_on_one_rank(sharded, process):
+    if process.rank == 0:
+        nn.init.normal_(next(sharded.parameters()))
+    _forward(sharded)
+
+
+def _forward(call):
+    return call(torch.ones(2, 5, dtype=torch.float64)).sum()
+
+
+MISTAKES = {
+    _forgotten_hooks: "forward before gradients were synchronised over the ranks; call finish_gradient_synchronization",
+    _forgotten: "grad of blocks.0.norm.weight before finish_gradient_synchronization()",
+    _forgotten_by_the_module: "grad of blocks.0.norm.weight before finish_gradient_synchronization()",
+    _in_a_closure: "SGD.step() before gradients were synchronised over the ranks",
+    _by_a_gradient_hook: "head.weight is sharded, and its gradient does not pass here in backward",
+    _of_parameters_from_before: "grad of a parameter as it was before sharding; build the optimizer after",
+    _functional: "was replaced or removed after the module was sharded",
+    _gradients_asked_for: "grad of blocks.0.up.weight, which is sharded",
+    _averaged_by_hand: "all_reduce of a sharded parameter's gradient",
+    _filled_on_one_rank: "rank 0 comes to fill a parameter with random numbers, rank 1 comes to gather",
+}
+
+
+def _mistaken(process):
+    messages = []
+    for mistake in MISTAKES:
+        module = _module()
+        before = list(module.parameters())
+        sharded = FullyShardedDataParallel(module)
+        sharded.before = before
+        try:
+            mistake(sharded, process)
+        except UsageError as error:
+            messages.append(str(error))
+        else:
+            messages.append("no error")
+    return messages
+
+
+def test_loops_that_would_train_nothing_raise(two):
+    for messages in two.run(_mistaken):
+        for expected, message in zip(MISTAKES.values(), messages, strict=True):
+            assert expected in message
