@@ -26,7 +26,7 @@ LEVELS = (
 LEVEL = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}
 ROWS_ALONE = {"report": {"base", "rows"}, "plan": {"base", "rows"}}
 """Rooms that know numbers and no tensors: all that they may import."""
-MOST_LINES = {"src": 41_000}
+MOST_LINES = {"src": 42_200, "tests": 47_700}
 """Lines of code without blanks, comments and docstrings; only an entry in the decisions raises them."""
 
 

@@ -3,8 +3,8 @@
 Forward is a function of more than its arguments: it reads and leaves things in a key-value cache, in attributes and
 buffers of its modules, in random number generators, in globals. Running it again then does something else, as where a
 cache that is full by now gives attention twice the keys. So the state that a call can reach is read before and after
-it: attributes and buffers of its modules, variables that their code names (`trainstep.checkpointing.reaching`), arguments, and all
-lists, dicts, objects and generators in those. What it changed is changed back while it runs again, and restored to what
+it: attributes and buffers of its modules, variables that their code names (`reaching`), arguments, and all lists,
+dicts, objects and generators in those. What it changed is changed back while it runs again, and restored to what
 it was before that.
 
 Tensors, parameters and numpy arrays are the exception. They are not copied, buffers aside, so a call that changes one
