@@ -47,7 +47,7 @@ def work(device: str, run: int, out: Path) -> None:
     """One run: load, wait for the word, measure every setting."""
     import torch
 
-    from trainstep.bench.step import StepCase, StepRunner
+    from trainstep.bench.step import BatchedStep, StepCase
     from trainstep.measure.environment import describe
     from trainstep.measure.timing import device_clock, time_steps
     from trainstep.step.training_step import build_step
@@ -62,7 +62,7 @@ def work(device: str, run: int, out: Path) -> None:
         source = builtin_source(size, model)
         case = StepCase(source, StepConfig(device=device, **changes), warmup=WARMUP, steps=STEPS)  # type: ignore[arg-type]
         step = build_step(source, case.config)
-        runner, clock = StepRunner(step), device_clock(step.device)
+        runner, clock = BatchedStep(step), device_clock(step.device)
         timing = time_steps(runner.run, device=clock, warmup=WARMUP, steps=STEPS, after_step=runner.prepare_next)
         samples = [sample.wall_ms for sample in timing.samples]
         environment = {**describe(step.device), "load_average": round(os.getloadavg()[0], 2)}

@@ -14,9 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from trainstep.report.subjects.ladder_findings import recommended_flags
-
 from tables import RESULTS
+from trainstep.report.subjects.climbs import recommended_flags
 from trainstep.rows import TourRow
 from trainstep.rows.records import RecordWriter, Row, read_records
 

@@ -216,8 +216,9 @@ def test_every_command_takes_them(tmp_path, factory, command):
     assert {row["case"]["precision"] for row in own} == {"bf16-pure"}
     if command == ("memory",):
         count = sum(each.nbytes for each in [*Net().parameters(), *Net().buffers()])
-        (weights,) = (row for row in rows if row["case"].get("owner") == "parameters" and "group" not in row["case"])
-        assert weights["values"]["mib"] == pytest.approx(count / 2**20, rel=1e-4)
+        weights = [row for row in rows if row["case"].get("owner") == "parameters" and "group" not in row["case"]]
+        assert [row["case"]["mode"] for row in weights] == ["forward", "step"]
+        assert [row["values"]["mib"] for row in weights] == pytest.approx([count / 2**20] * 2, rel=1e-4)
     if command == ("dtypes",):
         (head,) = (row for row in rows if row["case"]["module"] == "head")
         assert "bf16" in json.dumps(head["values"])

@@ -10,7 +10,6 @@ from trainstep.bench.dtypes import LOSS, RESULT, accumulation_records, alike, dt
 from trainstep.measure.dtypes import ModuleDtypes
 from trainstep.report.subjects import make_tables
 from trainstep.report.subjects.precision import dtype_findings
-from trainstep.rows import DtypeRow, row_of
 from trainstep.step.workload import Workload, WorkloadSource, builtin_source
 
 TOY = builtin_source("toy", ModelConfig(vocab_size=256, d_model=16, d_ff=32, num_layers=2, num_heads=2))
@@ -73,12 +72,6 @@ def test_the_tables():
     assert [row[2] for row in table.texts()] == ["10.0001", "9.9531", "10.0021", "10.0021"]
     (table,) = make_tables(list(rows("bf16").values()))
     assert ("head", "Linear", "1", "fp32", "fp32", "bf16", "fp32", "bf16") in table.texts()
-
-
-def test_dtypes_that_earlier_versions_joined_are_several():
-    case = {"module": "head", "workload": "toy"}
-    row = row_of("dtype", case, {"class": "Linear", "inputs": "fp32, bf16", "outputs": "bf16", "gradients": None})
-    assert row == DtypeRow(**case, class_name="Linear", inputs=("fp32", "bf16"), outputs=("bf16",))
 
 
 class Toy(nn.Module):

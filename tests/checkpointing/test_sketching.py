@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainstep import sketching, writes
 from trainstep.base.errors import UnsupportedError
+from trainstep.checkpointing import sketching, writes
 from trainstep.checkpointing.policies import BlockPolicy, Policy
 from trainstep.checkpointing.recomputing import Checkpointing
 from trainstep.checkpointing.sketching import sketch

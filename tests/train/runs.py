@@ -20,7 +20,7 @@ TRAIN = TrainConfig(
     steps=12, global_batch=8, warmup=0.25, eval_every=6, save_every=4, samples=0, tensorboard=False,
     validation_fraction=0.1,
 )  # fmt: skip
-TEXT = Path(__file__).parents[2] / "src" / "trainstep" / "model" / "transformer.py"
+TEXT = Path(__file__).parents[2] / "src" / "trainstep" / "step" / "model" / "transformer.py"
 
 
 def config(model=None, step=None, **changes):

@@ -17,7 +17,16 @@ import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 from torch import nn
@@ -27,7 +36,8 @@ OWN = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 PLAIN = (int, float, str, bool, type(None))
 """Types of values that cannot change."""
 _STANDARD = (sysconfig.get_paths()["stdlib"], "<frozen")
-_LEFT_OUT = frozenset({"torch", "trainstep", "numpy", "triton"}) | sys.stdlib_module_names
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+_LEFT_OUT = frozenset({"torch", "trainstep", "numpy", "triton"})
 _CODE = (FunctionType, type, ModuleType, nn.Module)
 _WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, type(functools.cache(len)))
 _HOLDERS = (functools.partial, MethodType, BuiltinFunctionType)
@@ -75,13 +85,12 @@ class Variables:
         for name in self.names:
             if isinstance(self._owner, CellType):
                 self._owner.cell_contents = contents[name]
-            elif isinstance(self._owner, dict):
-                self._owner.pop(name, None)
-                self._owner.update({name: contents[name]} if name in contents else {})
+            elif isinstance(self._owner, type):
+                setattr(self._owner, name, contents[name]) if name in contents else delattr(self._owner, name)
             elif name in contents:
-                setattr(self._owner, name, contents[name])
+                self._owner[name] = contents[name]
             else:
-                delattr(self._owner, name)
+                self._owner.pop(name, None)
 
     def _there(self) -> Mapping[str, Any]:
         if isinstance(self._owner, CellType):
@@ -189,11 +198,7 @@ class Reach:
             self._hold(f"an attribute of {title}", vars(function))
 
     def _is_followed(self, module: str | None, file: str | None) -> bool:
-        return _package(module or "") not in _LEFT_OUT and (module in self._files or not _is_installed(file))
-
-
-def _package(module: str) -> str:
-    return module.partition(".")[0]
+        return not _is_left_out(module or "", file) and (module in self._files or not _is_installed(file))
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -208,8 +213,15 @@ def _file(kind: type) -> str | None:
 
 
 def _is_installed(file: str | None) -> bool:
-    parts = () if file is None else Path(file).parts
-    return file is not None and (file.startswith(_STANDARD) or bool({"site-packages", "dist-packages"} & {*parts}))
+    return file is not None and not _INSTALLED.isdisjoint(Path(file).parts)
+
+
+def _is_left_out(module: str, file: str | None) -> bool:
+    """Return True for torch, numpy, triton, trainstep and the standard library, whose compiled modules have no file."""
+    package = module.partition(".")[0]
+    if package in _LEFT_OUT or file is None:
+        return package in _LEFT_OUT | sys.stdlib_module_names
+    return file.startswith(_STANDARD) and not _is_installed(file)
 
 
 def is_container(value: Any) -> bool:
@@ -221,11 +233,11 @@ def is_container(value: Any) -> bool:
 def _has_members(kind: type) -> bool:
     if issubclass(kind, _COLLECTIONS):
         return True
-    if issubclass(kind, (*_CODE, *_HOLDERS)) or _package(kind.__module__) in _LEFT_OUT:
+    if issubclass(kind, (*_CODE, *_HOLDERS)) or _is_left_out(kind.__module__, _file(kind)):
         return False
     if any("__call__" in vars(each) for each in kind.__mro__) and _is_installed(_file(kind)):
         return False  # a library's object that is called may hold compiled code
-    return kind.__dictoffset__ != 0 or any("__slots__" in vars(each) for each in kind.__mro__)
+    return kind.__dictoffset__ != 0 or bool(slots_of(kind))  # type: ignore[arg-type]  # a class can be hashed
 
 
 def held(value: Any) -> tuple[Any, ...]:
@@ -246,13 +258,13 @@ def members(value: Any) -> Iterable[Any]:
 
 def attributes_of(target: Any) -> dict[str, Any]:
     """Return an object's attributes by name, with those in slots."""
-    names = _slots(type(target))  # type: ignore[arg-type] # a class can be hashed
+    names = slots_of(type(target))  # type: ignore[arg-type] # a class can be hashed
     slots = {name: getattr(target, name) for name in names if hasattr(target, name)}
     return {**getattr(target, "__dict__", {}), **slots}
 
 
 @functools.lru_cache(1024)
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = (vars(each).get("__slots__", ()) for each in kind.__mro__)
-    names = (name for each in slots for name in ((each,) if isinstance(each, str) else each))
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+def slots_of(kind: type) -> frozenset[str]:
+    """Return the names of a class's attributes that lie in slots."""
+    parts = [vars(each) for each in kind.__mro__ if "__slots__" in vars(each)]
+    return frozenset(name for each in parts for name, value in each.items() if isinstance(value, MemberDescriptorType))

@@ -31,7 +31,17 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.base.errors import UnsupportedError
-from trainstep.checkpointing.reaching import OWN, PLAIN, Reach, Variables, attributes_of, held, is_container, members
+from trainstep.checkpointing.reaching import (
+    OWN,
+    PLAIN,
+    Reach,
+    Variables,
+    attributes_of,
+    held,
+    is_container,
+    members,
+    slots_of,
+)
 from trainstep.checkpointing.sketching import Comparison, is_end
 from trainstep.checkpointing.writes import Untouched, refuse
 from trainstep.step.randomness import DRAWING, Source, is_same_state, source_of
@@ -61,11 +71,11 @@ class Blocks:
 
     @property
     def is_training(self) -> bool:
-        """Whether the first of them is in training mode."""
+        """Return the mode of the first of them."""
         return self.named[self.first].training
 
     def is_new(self) -> bool:
-        """Whether no call has ended in this mode, training or evaluation."""
+        """Return True until a call has ended in this mode, training or evaluation."""
         return self.is_training not in self._looked
 
     def note_call(self) -> None:
@@ -114,7 +124,7 @@ class Repeated:
         self._drawn: list[tuple[Source, Any]] = []
 
     def contexts(self) -> Contexts:
-        """What to enter around the first run, and around another."""
+        """Return the contexts to enter around the first run, and around another."""
         return self._first(), _Reentrant(self._again)
 
     @contextmanager
@@ -191,7 +201,7 @@ class _Reentrant(AbstractContextManager[None]):
 
 
 class _State:
-    """What some modules and arguments hold at this moment, and the variables that the modules' code names."""
+    """State at this moment: of modules, arguments and the variables that the modules' code names."""
 
     def __init__(self, blocks: Blocks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._blocks = blocks
@@ -201,6 +211,7 @@ class _State:
         self._buffers: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
         self._sources: list[Source] = []
         self._states: list[tuple[Source, Any]] = []
+        self._own_states: list[tuple[Source, Any]] = []
         self._seen: set[int] = set()
         reach = blocks.reach([*args, *kwargs.values()])
         for place, value in (*enumerate(args), *kwargs.items()):
@@ -323,10 +334,11 @@ def _write(target: Any, contents: Any) -> None:
     elif isinstance(target, Variables):
         target.write(contents)
     else:
+        attributes, slots = getattr(target, "__dict__", {}), slots_of(type(target))  # type: ignore[arg-type]
         for name in _read(target):
-            object.__delattr__(target, name)
+            object.__delattr__(target, name) if name in slots else attributes.pop(name)
         for name, value in contents.items():
-            object.__setattr__(target, name, value)
+            object.__setattr__(target, name, value) if name in slots else attributes.update({name: value})
 
 
 def _is_same(before: Any, now: Any) -> bool:

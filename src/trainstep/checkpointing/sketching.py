@@ -99,7 +99,7 @@ class _Saved:
 
 
 def _are_comparable(a: _Saved, b: _Saved) -> bool:
-    """Whether both have values and one form; torch itself raises where forms differ."""
+    """Return True where both have values and one form. torch itself raises where forms differ."""
     has_values = a.sketch is not None and b.sketch is not None
     return has_values and (a.shape, a.dtype) == (b.shape, b.dtype)
 
@@ -175,5 +175,5 @@ def _reduced(part: Tensor) -> Tensor:
 
 
 def is_end(error: Exception) -> bool:
-    """Whether it announces the end of a recomputation, as torch does."""
+    """Return True for torch's announcement that a recomputation has all that it needs."""
     return type(error).__name__ == "_StopRecomputationError"

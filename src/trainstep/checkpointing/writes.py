@@ -56,7 +56,7 @@ def _values(value: Any) -> Any:
 
 
 def _is_other(before: Any, now: Any) -> bool:
-    """Whether values differ, as far as both can be read and have one shape."""
+    """Return True where values differ that can be read and have one shape."""
     if isinstance(before, Tensor):
         return isinstance(now, Tensor) and now.shape == before.shape and not torch.equal(before, now)
     return bool(before != now)

@@ -28,7 +28,7 @@ from trainstep.base.errors import UnsupportedError
 from trainstep.base.precision import PrecisionName
 from trainstep.bench.attention import run_cases
 from trainstep.bench.cases import AttentionCase
-from trainstep.bench.step import StepRunner
+from trainstep.bench.step import BatchedStep
 from trainstep.commands.cli import parse
 from trainstep.report.page import render
 from trainstep.rows.records import Row
@@ -370,4 +370,4 @@ def test_no_step_of_our_kernels_is_timed(changes: dict[str, Any]) -> None:
     step = build_step(source, StepConfig(batch=1, context=8, device="cpu", **changes))
     assert step.gradients(step.next_batch()).isfinite(), "it runs"
     with pytest.raises(UnsupportedError, match="its times say nothing of a step's"):
-        StepRunner(step)
+        BatchedStep(step)

@@ -12,7 +12,7 @@ from torch.utils import _pytree
 from trainstep.base.errors import UsageError
 from trainstep.parallel.partial import StandIn, name_of
 
-_MOVES = ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
+_MOVES = ("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16")
 
 
 class ScatteredGradient(StandIn):
@@ -56,8 +56,8 @@ class ScatteredGradient(StandIn):
         what = name_of(func)
         if what in ("requires_grad_", "requires_grad"):
             return args[0]
-        if what == "_has_compatible_shallow_copy_type":  # asked by module.to(…), which then sets `grad` again
-            return False
+        if what == "data" and args[-1] is args[0]:  # module.to(…) sets what it moved, here to itself
+            return None
         if what in _MOVES:
             return cls._moved(args[0], func, args[1:], kwargs)
         given = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, ScatteredGradient)]
@@ -82,6 +82,8 @@ class ScatteredGradient(StandIn):
         """Of a cast or move that changes nothing: the gradient itself. It has no layout of its own to change."""
         probe = torch.empty(0, dtype=gradient.dtype, device=gradient.device)
         moved = func(probe, *args, **{name: value for name, value in kwargs.items() if name != "memory_format"})
+        if not isinstance(moved, Tensor):  # type() names what it is
+            return moved
         if (moved.dtype, moved.device) == (probe.dtype, probe.device):
             return gradient
         raise UsageError(
