@@ -138,22 +138,18 @@ RATIOS = define(
 def exposed_findings(records: Sequence[Row]) -> list[Finding]:
     """The schemes that wait most and least for other ranks."""
     rows = of_kind(records, ParallelRow)
-    timed = [row for row in rows if row.exposed_share is not None and row.scheme != "single"]
+    timed = [row for row in rows if "exposed_communication" in row.times and row.scheme != "single"]
     if not timed:
         return []
     timed.sort(key=lambda row: numeric(row.exposed_share), reverse=True)
     said, figures = "Exposed communication takes ", dict[str, Scalar]()
     for which, row in list({"most": timed[0], "least": timed[-1]}.items())[: len(timed)]:
         said += ", and " if which == "least" else ""
-        said += (
-            f"{{{which}_share:share}} of the step with {{{which}}} ({{{which}_exposed_ms:n}} of {{{which}_step_ms:ms}})"
-        )
-        figures |= {
-            which: label_among(row, rows),
-            f"{which}_share": row.exposed_share,
-            f"{which}_step_ms": _step_ms(row),
-        }
+        said += f"{{{which}_share:share}} of the step with {{{which}}} "
+        said += f"({{{which}_exposed_ms:n}} of {{{which}_step_ms:ms}})"
+        figures |= {which: label_among(row, rows), f"{which}_share": row.exposed_share}
         figures |= {f"{which}_exposed_ms": row.times["exposed_communication"].median}
+        figures |= {f"{which}_step_ms": _step_ms(row)}
     return [found("parallel.exposed", f"{said}.", **figures)]
 
 
