@@ -149,3 +149,17 @@ def test_calls_are_under_way_from_where_their_stream_comes_to_them_until_they_ar
     assert found._call_begins(torch.device("cpu")) is None, "what Gloo carries beside NCCL"
     assert found.ms() == 8.0, "2 to 9 and 20 to 21"
     assert gpu.computing.time == 20.0, "nothing but the stream beside has waited"
+
+
+def test_a_call_that_tells_nobody_when_it_is_over_is_left_out_until_it_was_waited_for():
+    """Gloo's reduce-scatter has no future; one that nobody waits for must not be waited for here."""
+    found = Transfers(torch.device("cpu"))
+    with mock.patch.object(waits, "when_over", side_effect=RuntimeError("Work::getFuture not implemented.")):
+        dropped, work = mock.Mock(), mock.Mock()
+        for each in (dropped, work):
+            found._call_begins(torch.device("cpu"))(each)
+    assert found.ms() == 0
+    found._ends_waited(lambda work: None)(work)
+    assert found.ms() > 0
+    found._call_begins(torch.device("cpu"))
+    assert found.ms() > 0, "a call without a work"

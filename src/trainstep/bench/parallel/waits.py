@@ -211,22 +211,25 @@ class Transfers:
 
     def ms(self) -> float:
         """Milliseconds in which at least one call was under way, once the device is done."""
-        while any(len(span) < 2 for span in self._spans):  # the thread of the last one may be a moment behind
+        unknown = list(self._open.values())  # nobody has waited for them
+        spans = [span for span in self._spans if not any(span is each for each in unknown)]
+        while any(len(span) < 2 for span in spans):  # the thread of the last one may be a moment behind
             time.sleep(1e-4)
         ms = self._marks.ms
-        return length(union((ms(self._began, first), ms(self._began, last)) for first, last in self._spans))
+        return length(union((ms(self._began, first), ms(self._began, last)) for first, last in spans))
 
-    def _begin(self) -> list[Any]:
-        self._spans.append([self._marks.current()])
+    def _begin(self, first: Any) -> list[Any]:
+        self._spans.append([first])
         return self._spans[-1]
 
     def _call_begins(self, device: torch.device) -> Callable[[dist.Work], object] | None:
         """What is to be told the work of a call over tensors of this device."""
         if device.type != self._marks.device.type:
             return None  # of a few bytes, over Gloo beside NCCL
-        span = self._begin()
+        first = self._marks.current()
 
         def started(work: dist.Work) -> None:
+            span = self._begin(first)
             if self._marks.stream is not None:
                 span.append(self._marks.after(work.wait))
                 return
@@ -249,7 +252,7 @@ class Transfers:
 
     def _spanned(self, carry_out: Function) -> Function:
         def spanned(*args: Any) -> None:
-            span = self._begin()
+            span = self._begin(self._marks.current())
             try:
                 carry_out(*args)
             finally:
@@ -266,7 +269,7 @@ class Transfers:
         return told
 
     def _channel_begins(self, channel: Channel) -> None:
-        self._open[channel] = self._begin()
+        self._open[channel] = self._begin(self._marks.current())
 
     def _channel_ends(self, channel: Channel) -> None:
         self._open.pop(channel).append(self._marks.current())
