@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from trainstep.base.config import StepConfig
@@ -69,29 +70,53 @@ def _computed_on_cuda(step: TrainingStep, watch: DtypeWatch, batch: Any) -> Step
     step.device, fakes = torch.device("cuda", 0), FakeTensorMode(allow_non_fake_inputs=True)
     make_fake(step.module, fakes, step.device)
     batch = map_tensors(batch, lambda tensor: as_fake(tensor, fakes, step.device))
-    with uncompiled(), fakes, torch.no_grad(), _WithoutCuda(), watch, warnings.catch_warnings():
+    with uncompiled(), fakes, torch.no_grad(), _without_cuda(), watch, warnings.catch_warnings():
         warnings.filterwarnings("error", ".*Disabling autocast")  # the model's own torch.autocast, without a GPU
         step.differentiable_loss(batch)
     return watch.found()
 
 
-class _WithoutCuda(TorchFunctionMode):
-    """Runs as on the CPU whatever a build of torch without CUDA refuses, and gives it back as tensors on CUDA.
+@contextmanager
+def _without_cuda() -> Iterator[None]:
+    """Inside, functions that set the current device and cast nothing run where torch is built without CUDA, too.
 
-    Such functions set the current device and cast nothing, as indexing and `torch.tensor` do. Raises UnsupportedError
-    where the model has gradients recorded.
+    They run as on the CPU, and what they return is on CUDA again. Whoever has gradients recorded gets UnsupportedError.
     """
+    setting = torch._C._set_grad_enabled
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch._C._set_grad_enabled and args[0]:
+    def set_grad_enabled(is_enabled: bool) -> None:
+        if is_enabled:
             raise UnsupportedError("forward differentiates by itself, which needs the GPU")
+        setting(is_enabled)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch._C, "_set_grad_enabled", set_grad_enabled))
+        for owner, names in _SET_THE_DEVICE.items():
+            for name in names:
+                stack.enter_context(mock.patch.object(owner, name, _or_on_cpu(getattr(owner, name))))
+        yield
+
+
+_SET_THE_DEVICE: Mapping[Any, Sequence[str]] = {
+    FakeTensor: ("__getitem__", "__setitem__", "__invert__", "contiguous", "copy_", "new", "new_tensor", "to", "cuda"),
+    torch: ("tensor", "as_tensor", "batch_norm"),
+}
+"""Of all that is common in models; autocast's rules for CUDA name none of them."""
+
+
+def _or_on_cpu(function: Any) -> Any:
+    """The function, run as on the CPU where it asks for CUDA and torch has none."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **kwargs or {})
+            return function(*args, **kwargs)
         except RuntimeError as error:
             if "not linked with support for cuda" not in str(error):
                 raise
-        args, kwargs = tree_map(partial(_moved, "cuda", "cpu"), (args, kwargs or {}))
+        args, kwargs = tree_map(partial(_moved, "cuda", "cpu"), (args, kwargs))
         return tree_map(partial(_moved, "cpu", "cuda:0"), function(*args, **kwargs))
+
+    return run
 
 
 def _moved(there: str, here: str, value: Any) -> Any:
