@@ -69,7 +69,15 @@ JUDGES = {
     for name, *tests in (
         ("allocations", "subjects/test_thresholds", "subjects/test_peak_findings", "subjects/test_allocations"),
         ("kernel_findings", "subjects/test_thresholds", "subjects/test_kernel_findings", "subjects/test_formulas"),
-        ("climbs", "test_findings", "subjects/test_thresholds", "subjects/test_ladder_findings"),
+        (
+            "climbs",
+            "test_findings",
+            "test_summary",
+            "subjects/test_thresholds",
+            "subjects/test_ladder_findings",
+            "subjects/test_script_ladder",
+            "subjects/test_kernel_findings",
+        ),
         (
             "ladder",
             "test_findings",

@@ -6,7 +6,15 @@ import pytest
 
 from tests.report.changes import final
 from tests.report.test_findings import SETTINGS, bf16, found, rung
-from trainstep.report.subjects.climbs import after, after_precision, climbs, times_agree
+from trainstep.report.subjects.climbs import (
+    after,
+    after_precision,
+    climbs,
+    failed_baselines,
+    of_script,
+    of_steps,
+    times_agree,
+)
 
 BASELINE = rung("baseline", "baseline", step_ms=1000.0)
 
@@ -220,3 +228,44 @@ def test_changes_that_were_not_used_are_named_by_their_ladder_where_there_are_se
     (alone,) = found(rows[:2], "ladder")
     assert alone.sentence == "Not used: x makes the step 2.00× slower here."
     assert alone.figures == {"change": "x", "gain": 0.5, "reason": None}
+
+
+def test_ladders_of_steps_and_of_scripts_are_told_apart():
+    script = [replace(BASELINE, between_runs=True), rung("fused", between_runs=True), final({"between_runs": True})]
+    steps = [BASELINE, bf16(), final(SETTINGS)]
+    rows = [*script, *steps]
+    assert [(climb.is_script, climb.name) for climb in climbs(rows)] == [(True, ""), (False, "")], "each is alone"
+    assert [climb.rows for climb in of_steps(rows)] == [steps[:2]]
+    assert of_script(rows).rows == script[:2]
+    assert of_script(rows).final is script[2]
+    assert of_script(steps) is None
+    assert not of_script(rows).is_disputed
+
+
+def test_what_a_script_ended_with_is_its_final_configuration_or_the_last_that_was_accepted():
+    def climb(*names, **first):
+        rows = [replace(BASELINE, between_runs=True, **first)]
+        return climb_of(*rows, *(rung(name, between_runs=True, code=f"{name}()") for name in names))
+
+    assert climb("a", "b").top.change == "b"
+    assert climb().top is climb("a", status="failed").top is None
+    assert [row.change for row in climb("a", "b").there] == ["a", "b"]
+    together = final({"between_runs": True}, code="b()")
+    ended = climb_of(*climb("a", "b").rows, together)
+    assert (ended.top, [row.change for row in ended.there]) == (together, ["b"]), "it took the place of a"
+
+
+def test_ladders_that_could_not_begin():
+    failed, large = failed_baseline({"workload": "a"}), too_large({"workload": "b"})
+    assert failed_baselines([failed, large, BASELINE, bf16()]) == [failed]
+
+
+def test_the_last_of_three_is_held_against_the_first():
+    top = bf16("x", case={"optimizer": "y"}, step_ms=250.0, speedup=4.0, speedup_low=3.9, speedup_high=4.1)
+    assert times_agree(climb_of(BASELINE, bf16(step_ms=900.0), top))
+    assert not times_agree(climb_of(BASELINE, top, bf16(step_ms=900.0, speedup=4.0, speedup_low=3.9, speedup_high=4.1)))
+
+
+def test_a_ladder_that_accepted_nothing_is_not_disputed():
+    alone = replace(BASELINE, speedup=1.0, speedup_low=0.9, speedup_high=1.1)
+    assert not climb_of(alone, again({}, 2.0, 3.0)).is_disputed

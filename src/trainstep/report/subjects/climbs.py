@@ -96,14 +96,14 @@ def climbs(rows: Sequence[Row]) -> list[Climb]:
         if not every or row.change == BASELINE:
             every.append([])
         every[-1].append(row)
-    made, names = list[Climb](), set[str]()
+    made: list[Climb] = []
     for own in every:
         ends = {row.change: row for row in own if row.change in (FINAL, PATCHED)}
         changes = [row for row in own if row.change not in ends]
         alike = [each[0] for each in every if each[0].between_runs == own[0].between_runs]
         name = told_apart(own[0], alike) if len(alike) > 1 else ""
-        name = f"{name}, ladder {len(made) + 1}" if name in names else name
-        names.add(name)
+        if name and name in (each.name for each in made):
+            name += f", ladder {len(made) + 1}"
         made += [Climb(name, changes, ends.get(FINAL), ends.get(PATCHED))] if changes else []
     return made
 
