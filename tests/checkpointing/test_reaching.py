@@ -31,14 +31,14 @@ exec("import torch\nsource = torch.Generator()\ndef draw(): return torch.rand(8,
 
 
 class Slotted:
-    __slots__ = ("count", "source")
+    __slots__ = ("__source", "count")
 
     def __init__(self, seed):
-        self.count, self.source = 0, np.random.RandomState(seed)
+        self.count, self.__source = 0, np.random.RandomState(seed)
 
     def __call__(self):
         self.count += 1
-        return self.count * self.source.rand()
+        return self.count * self.__source.rand()
 
 
 class Block(nn.Module):
@@ -375,7 +375,7 @@ def array_of_bytes(block, x):
 
 
 def operating_system(block, x):
-    return os.urandom(1)[0] / 256
+    return int.from_bytes(os.urandom(4)) / 2**32
 
 
 def hidden_module(block, x):
