@@ -11,10 +11,10 @@ analyze: $(READY)
 
 test: $(READY) lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not thorough" $(ARGS)
-	$(if $(ARGS),,$(BIN)/python tests/mutants.py --sample 6)
+	$(if $(ARGS),,$(BIN)/python tools/trust/mutants.py --sample 6)
 
 mutants: $(READY)
-	$(BIN)/python tests/mutants.py $(ARGS)
+	$(BIN)/python tools/trust/mutants.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tests.hosts import Hosts
 
 from tables import RESULTS
 from tables.hosts import MODEL, SHAPE
+from tests.hosts import Hosts
 from trainstep.measure.environment import describe, measure_ceilings
 from trainstep.rows import CeilingRow, CollectiveFitRow, ParallelRow
 from trainstep.rows.records import Row, of_kind, read_records, write_whole

@@ -14,11 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+
+from tables import RESULTS
 from tests.parallel.odd.runs import OURS, PEERS, outcome_of
 from tests.parallel.odd.scenarios import SCENARIOS
 from tests.workers import Workers
-
-from tables import RESULTS
 from trainstep.measure.environment import describe
 
 

@@ -28,9 +28,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from tests.realworld.models import LEAVES_OUT_LAYERS, MODELS
 
 from tables import RESULTS
+from tests.realworld.models import LEAVES_OUT_LAYERS, MODELS
 from trainstep.base.errors import UsageError
 from trainstep.base.schemes import SCHEMES
 from trainstep.check.reference import OWN_ARITHMETIC

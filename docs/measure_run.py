@@ -34,9 +34,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from tests.observe.by_hand import instrumented
 
 from tables import RESULTS
+from tests.observe.by_hand import instrumented
 from trainstep.measure.environment import describe
 from trainstep.observe.log import log_path, read_log
 from trainstep.report.subjects import run as subject

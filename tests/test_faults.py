@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.faults import FEWER, KINDS, SCHEMES, drawn, lost, suffer
+from tools.trust.faults import FEWER, KINDS, SCHEMES, drawn, lost, suffer
 
 
 def test_a_seed_draws_every_kind_and_scheme():

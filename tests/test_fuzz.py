@@ -1,12 +1,12 @@
-"""A few damaged files of each kind; `python -m tests.fuzz` does thousands."""
+"""A few damaged files of each kind; `python -m tools.trust.fuzz` does thousands."""
 
 import sys
 
 import pytest
 import torch.distributed as dist
 
-from tests.fuzz import SUBJECTS, damaged_snapshot, judge, random
-from tests.fuzz import _hook as watch
+from tools.trust.fuzz import SUBJECTS, damaged_snapshot, judge, random
+from tools.trust.fuzz import _hook as watch
 
 
 @pytest.mark.parametrize("subject", list(SUBJECTS))
@@ -20,7 +20,7 @@ def test_damaged_files_end_in_rows_or_one_line(tmp_path, subject):
 def test_the_judge_notices_code_that_runs_and_files_that_change(tmp_path, monkeypatch):
     import pickle
 
-    from tests import fuzz
+    from tools.trust import fuzz
 
     def run(path, page):
         pickle.loads(path.read_bytes())

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import mutants
+from tools.trust import mutants
 
 CODE = """
 LIMIT = 0.5
@@ -69,7 +69,7 @@ def test_of_the_findings_only_the_rules_and_what_they_use_are_changed():
 
 @pytest.mark.thorough
 def test_the_listed_equivalents_are_mutants_of_today_and_have_reasons():
-    listed = tomllib.loads((mutants.ROOT / "tests/mutants.toml").read_text())
+    listed = tomllib.loads((mutants.ROOT / "tools/trust/mutants.toml").read_text())
     for file, reasons in listed.items():
         assert set(reasons) <= {each.name for each in mutants.mutants_of_judge(file)}, file
         assert all(len(reason) > 20 for reason in reasons.values())

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from examples.nested_checkpointing import BATCH, CONTEXT, MODEL, STRATEGIES, main, measure
 
+from examples.nested_checkpointing import BATCH, CONTEXT, MODEL, STRATEGIES, main, measure
 from trainstep.measure.memory import residuals
 from trainstep.step.model.transformer import build_transformer
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tables import trust
-from tests.planted import __main__ as command
-from tests.planted import step, train
-from tests.planted.__main__ import Case, all_cases, benched
+from tools.trust.planted import __main__ as command
+from tools.trust.planted import step, train
+from tools.trust.planted.__main__ import Case, all_cases, benched
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def cases():
 
 
 def test_the_kept_file_has_all_that_is_planted_and_nothing_else(cases):
-    """`python -m tests.planted` makes it anew."""
+    """`python -m tools.trust.planted` makes it anew."""
     kept = [(case["judge"], case["what"], case["setting"], case["wrong"]) for case in cases]
     assert kept == [(*case.key, case.wrong) for case in all_cases(two=None)]
     assert len({each[:3] for each in kept}) == len(kept)

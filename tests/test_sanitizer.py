@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.every_kernel import ours, values
+from tools.trust.every_kernel import ours, values
 from trainstep.attention.triton import Launcher
 
 TIME_LIMIT = 400  # seconds; some 100 on an H200's host with an empty compiler cache
@@ -22,7 +22,16 @@ def memcheck(*arguments: str) -> subprocess.CompletedProcess[str]:
         pytest.skip("needs CUDA's compute-sanitizer on the PATH")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0, where all of the kernels run")
-    command = [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "tests.every_kernel"]
+    command = [
+        sanitizer,
+        "--tool",
+        "memcheck",
+        "--error-exitcode",
+        "9",
+        sys.executable,
+        "-m",
+        "tools.trust.every_kernel",
+    ]
     # What the caching allocator hands out may lie inside of a larger piece: it would hide what is out of bounds.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     folder = Path(__file__).parents[1]

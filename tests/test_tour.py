@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from examples.tour import fast, slow
 
+from examples.tour import fast, slow
 from trainstep.base.config import StepConfig
 from trainstep.bench.profile import profile_records
 from trainstep.ladder.change import changes_of_step

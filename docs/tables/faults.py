@@ -1,4 +1,4 @@
-"""The table of the campaign of faults: what `python -m tests.faults` found, by kind of fault."""
+"""The table of the campaign of faults: what `python -m tools.trust.faults` found, by kind of fault."""
 
 from __future__ import annotations
 

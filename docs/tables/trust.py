@@ -187,7 +187,7 @@ Case = Mapping[str, Any]
 
 
 def planted() -> tuple[list[Case], str]:
-    """What `python -m tests.planted` kept, and where it ran."""
+    """What `python -m tools.trust.planted` kept, and where it ran."""
     path = RESULTS / "planted.json"
     if not path.exists():
         raise NotMeasuredError(path.name)

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainstep.bench.attention as bench
-from tests.planted.attention import WRONG
+from tools.trust.planted.attention import WRONG
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.scoring import Scoring
 from trainstep.base.errors import UsageError

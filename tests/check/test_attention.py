@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainstep.check.attention as module
-from tests.planted.attention import PRECISIONS, RIGHT, SHAPE, WRONG, cases, causal
+from tools.trust.planted.attention import PRECISIONS, RIGHT, SHAPE, WRONG, cases, causal
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.scoring import Scoring
 from trainstep.check import one_rounding

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import trainstep.check.reference as reference_module
 from tests.check import source_of, verdict_of
-from tests.planted.step import BASE, PLAIN
+from tools.trust.planted.step import BASE, PLAIN
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.check import one_rounding

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import trainstep.check.rounding as module
-from tests.planted.step import BASE, PLAIN
+from tools.trust.planted.step import BASE, PLAIN
 from trainstep.check import unfused
 from trainstep.check.reference import gradients_at
 from trainstep.check.rounding import RandomRounding

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.check import is_plain, source_of, verdict_of
-from tests.planted.right import RIGHT
-from tests.planted.step import BASE, BF16, PLAIN, WRONG, in_bf16_alone
+from tools.trust.planted.right import RIGHT
+from tools.trust.planted.step import BASE, BF16, PLAIN, WRONG, in_bf16_alone
 from trainstep.base.config import StepConfig
 from trainstep.check.gradients import Deviation
 from trainstep.check.step import StepCheck, Verdict, plain_form
@@ -37,7 +37,7 @@ def verdict_on(judge, planted):
 
 @pytest.mark.parametrize("name", [*WRONG][::2])
 def test_a_planted_wrong_is_caught(judge, name):
-    """Half of them; `python -m tests.planted` takes all."""
+    """Half of them; `python -m tools.trust.planted` takes all."""
     found = verdict_on(judge, WRONG[name] if name in WITHIN_ROUNDING else in_bf16_alone(WRONG[name]))
     assert not found.is_right
     assert str(found)
@@ -59,7 +59,7 @@ def test_what_goes_wrong_after_some_steps_is_caught(judge):
 
 
 def test_the_float32_form_alone_shows_a_ten_thousandth(judge):
-    from tests.planted.step import Planted, through
+    from tools.trust.planted.step import Planted, through
 
     slight = Planted(through("attention.query", 1.0001), {"attention": "sdpa"} | BF16)
     found = verdict_on(judge, Planted(slight.apply, {"attention": "sdpa"}))

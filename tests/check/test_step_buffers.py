@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.check import source_of, verdict_of
-from tests.planted.buffers import biased, momentum, moves, norms
+from tools.trust.planted.buffers import biased, momentum, moves, norms
 from trainstep.base.config import StepConfig
 from trainstep.check.buffers import NO_BUFFERS, apart
 from trainstep.check.gradients import Rounding, compare

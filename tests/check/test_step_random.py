@@ -10,7 +10,7 @@ from torch._inductor import config as inductor
 from torch.nn import functional as F
 
 from tests.check import is_plain, source_of, verdict_of
-from tests.planted.step import BASE, BF16, PLAIN
+from tools.trust.planted.step import BASE, BF16, PLAIN
 from trainstep.base.config import StepConfig
 from trainstep.check import dropout
 from trainstep.check.dropout import drops_otherwise

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.planted.step import BASE, PLAIN
+from tools.trust.planted.step import BASE, PLAIN
 from trainstep.check.reference import Reference
 from trainstep.check.step import StepCheck
 from trainstep.step.workload import Workload, WorkloadSource

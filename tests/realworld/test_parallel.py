@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.planted.parallel import quick
+from tools.trust.planted.parallel import quick
 from trainstep import Workload
 from trainstep.base.config import StepConfig
 from trainstep.base.schemes import SCHEMES

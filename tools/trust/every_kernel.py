@@ -1,7 +1,7 @@
 """Run each of our kernels once, on a few small shapes: what a checker of memory or of races watches.
 
-python -m tests.every_kernel            every kernel; it fails where one was not launched
-python -m tests.every_kernel --planted  a kernel that writes past the end of its tensor, and nothing else
+python -m tools.trust.every_kernel            every kernel; it fails where one was not launched
+python -m tools.trust.every_kernel --planted  a kernel that writes past the end of its tensor, and nothing else
 """
 
 import importlib

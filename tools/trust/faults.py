@@ -1,9 +1,9 @@
 """A campaign of faults against `trainstep train` on two hosts: what was said, what was lost, how long it took.
 
-`python -m tests.faults` draws faults from a seed, over kinds and schemes; each comes into a run of its own at an update
-that was drawn too. The run, or the command that goes on with it, must end with the curve of a run in peace: to the bit
-on as many ranks, within the roundings of 1e-5 on fewer. Needs what `tests/hosts.py` needs. What came out goes to
-docs/results/faults.json, from which docs/train.md has its table.
+`python -m tools.trust.faults` draws faults from a seed, over kinds and schemes. Each comes into a run of its own, at an
+update that was drawn too. The run, or the command that goes on with it, must end with the curve of a run in peace: to
+the bit on as many ranks, within the roundings of 1e-5 on fewer. Needs what `tests/hosts.py` needs. What came out goes
+to docs/results/faults.json, from which docs/train.md has its table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.train.test_own import alone, on_rank, own
 from tests.workers import WorkerError, Workers
 from trainstep.base.errors import UsageError
 
-RESULTS = Path(__file__).parent.parent / "docs" / "results" / "faults.json"
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "faults.json"
 SCHEMES = ("ddp", "sharded-optimizer", "fsdp", "hsdp")
 KINDS = {
     "kill": r"^(rank \d \(host \w\), )*rank {rank} \(host \w\)(, rank \d \(host \w\))* do(es)? not answer: killed",

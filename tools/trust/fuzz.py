@@ -1,10 +1,11 @@
-"""Damages files of every kind that trainstep reads, thousands of times, and reads them: `python -m tests.fuzz`.
+"""Damages files of every kind that trainstep reads, thousands of times, and reads them: `python -m tools.trust.fuzz`.
 
 Each case is a file made here, damaged by a seed of its own: bytes flipped, cut, doubled or put in, or a value anywhere
 in its structure replaced by an odd one. Reading it must end in rows, or in a `UsageError` of one line, within ten
 seconds of computing. Nothing of it may run, write, or steer a terminal, and the file itself must stay as it is.
 
-A case that fails is named by its subject and seed: `python -m tests.fuzz --only trace --seed 17 --count 1` runs it.
+A case that fails is named by its subject and seed: `python -m tools.trust.fuzz --only trace --seed 17 --count 1` runs
+it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ from trainstep.train.metrics import MetricsWriter
 
 SECONDS = 10.0  # of computing that a file may take
 PAGES = 20  # one case in so many also makes the page
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 ODD: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 7, 2**31, 2**63, 2**64, -(2**70), 10**400, 0.5, -2.5, 1e300, 5e-324, math.nan, math.inf),

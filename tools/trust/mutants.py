@@ -34,7 +34,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "src/trainstep"
 STEP = ("step", "step_buffers", "step_random", "step_reference")
 """Tests of `check/step.py`."""
@@ -286,7 +286,7 @@ class Lane:
         self.writes = 0
         self.noticed: Counter[tuple[str, str]] = Counter()
         for path in ROOT.iterdir():
-            if path.name in ("src", "tests"):
+            if path.name in ("src", "tests", "tools"):
                 shutil.copytree(path, self.root / path.name, ignore=shutil.ignore_patterns("__pycache__"))
             elif not path.name.startswith("."):
                 (self.root / path.name).symlink_to(path)
@@ -315,7 +315,7 @@ class Lane:
             os.dup2(log, 1)
             os.dup2(log, 2)
             paths = [str(self.root / "src"), str(self.root)]
-            sys.path[:] = paths + [path for path in sys.path if not path.startswith(str(ROOT / "tests"))]
+            sys.path[:] = paths + [path for path in sys.path if not path.startswith(str(ROOT / "tools"))]
             os.environ["PYTHONPATH"] = os.pathsep.join(paths)
             import pytest
             import torch
@@ -397,7 +397,7 @@ def main() -> int:
     start, commit = time.monotonic(), _commit()
     tests_of = {file: tests for pattern, tests in JUDGES.items() for file in files_of(pattern)}
     tests_of = {file: tests for file, tests in tests_of.items() if not asked.files or file in asked.files}
-    equivalent = tomllib.loads((ROOT / "tests/mutants.toml").read_text())
+    equivalent = tomllib.loads((ROOT / "tools/trust/mutants.toml").read_text())
     every = [] if asked.named else [(mutant, tests_of[file]) for file in tests_of for mutant in mutants_of_judge(file)]
     known = {(mutant.file, mutant.name) for mutant, _ in every}
     listed = [] if asked.named else [(file, name) for file in tests_of for name in equivalent.get(file, {})]
@@ -444,7 +444,7 @@ def main() -> int:
 def named() -> list[tuple[Mutant, tuple[str, ...]]]:
     """The mutants of mutants_named.toml, each with its test."""
     found = []
-    for each in tomllib.loads((ROOT / "tests/mutants_named.toml").read_text())["named"]:
+    for each in tomllib.loads((ROOT / "tools/trust/mutants_named.toml").read_text())["named"]:
         source = (ROOT / PACKAGE / each["file"]).read_text()
         assert each["old"] in source, f"{each['file']} has no {each['old']!r} to change: {each['what']}"
         line = source[: source.index(each["old"])].count("\n") + 1
@@ -473,7 +473,7 @@ def _commit() -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
-    return "" if git("status", "--porcelain", "src", "tests") else git("rev-parse", "--short=10", "HEAD")
+    return "" if git("status", "--porcelain", "src", "tests", "tools") else git("rev-parse", "--short=10", "HEAD")
 
 
 def files_of(pattern: str) -> list[str]:

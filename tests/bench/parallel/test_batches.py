@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.planted.parallel import quick
+from tools.trust.planted.parallel import quick
 from trainstep.base.config import StepConfig
 from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel import ParallelCase

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.bench.parallel import agreement, by_scheme, deviation
-from tests.planted.parallel import CONFIG, RIGHT, SOURCE, WRONG, judge_right, judge_wrong, quick
+from tools.trust.planted.parallel import CONFIG, RIGHT, SOURCE, WRONG, judge_right, judge_wrong, quick
 from trainstep.base.config import ModelConfig
 from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel import ParallelCase
@@ -31,7 +31,7 @@ STALE = "weights one update old in forward and backward"
 
 @pytest.fixture(scope="module")
 def wrong(two):
-    """Half of them in either precision; `python -m tests.planted` takes all."""
+    """Half of them in either precision; `python -m tools.trust.planted` takes all."""
     names = {"fp32": [*list(WRONG)[::2], STALE], "bf16": [*list(WRONG)[1::2], *PARTS, *ONE_PASS, *LATE, STALE]}
     found = {}
     for precision, each in names.items():

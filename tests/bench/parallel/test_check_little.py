@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.bench.parallel import by_scheme
-from tests.planted.parallel import Planted, faster, from_step, handed, quick, times
+from tools.trust.planted.parallel import Planted, faster, from_step, handed, quick, times
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.schemes import SCHEMES

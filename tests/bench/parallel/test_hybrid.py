@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.planted.parallel import quick
+from tools.trust.planted.parallel import quick
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.schemes import BENCH_SCHEMES, SCHEMES, usual_replicas

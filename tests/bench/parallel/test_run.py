@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.planted.parallel import quick
 from tests.workers import WorkerError, Workers
+from tools.trust.planted.parallel import quick
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.schemes import SCHEMES
 from trainstep.bench import parallel

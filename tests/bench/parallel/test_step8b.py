@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.bench.parallel import agreement
-from tests.planted.parallel import quick
+from tools.trust.planted.parallel import quick
 from trainstep.base.config import SIZES, ModelConfig, StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.base.schemes import SCHEMES

@@ -3,9 +3,9 @@
 import sys
 
 import torch
-from tests.realworld import models
 from torch.utils.data import DataLoader
 
+from tests.realworld import models
 from trainstep.step.batches import map_tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

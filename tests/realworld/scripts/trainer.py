@@ -6,9 +6,10 @@ Its arguments: a folder, a model of tests/realworld/models.py (llama), and how m
 import sys
 
 import torch
-from tests.realworld import models
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
+
+from tests.realworld import models
 
 
 class Samples(Dataset):

@@ -1,4 +1,4 @@
-"""`python -m tests.planted`: judge all that is planted, wrong and right, and keep it in docs/results/planted.json.
+"""`python -m tools.trust.planted`: check all injected bugs and all right variants, and keep docs/results/planted.json.
 
 Rows are written to results/ as they come, so that a command that was interrupted goes on where it was, at the same
 commit. With names of judges it asks those alone, so that several processes share the work; the last one keeps it.
@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from tests.planted import attention, buffers, parallel, step, train
-from tests.planted.right import RIGHT
 from tests.workers import Workers
+from tools.trust.planted import attention, buffers, parallel, step, train
+from tools.trust.planted.right import RIGHT
 from trainstep.base.advice import Line
 from trainstep.base.config import StepConfig
 from trainstep.bench.parallel.check import Agreement
@@ -41,7 +41,7 @@ from trainstep.measure.environment import _commit, describe
 from trainstep.step.training_step import TrainingStep
 from trainstep.step.workload import WorkloadSource
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "docs" / "results" / "planted.json"
 BASE, WRONG = step.BASE, step.WRONG | buffers.WRONG
 SOME = 6
@@ -232,7 +232,7 @@ def all_cases(two: Workers) -> list[Case]:
 
 def commit_of_all() -> str:
     """The commit, with "+" where the judges or what is planted are changed."""
-    return max((_commit(ROOT / folder) for folder in ("src/trainstep", "tests")), key=len)
+    return max((_commit(ROOT / folder) for folder in ("src/trainstep", "tests", "tools")), key=len)
 
 
 def main(*judges: str) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tests.planted.right import convolutions, own
-from tests.planted.step import OPTIMIZER, Planted
+from tools.trust.planted.right import convolutions, own
+from tools.trust.planted.step import OPTIMIZER, Planted
 
 CONVOLUTIONS = own(convolutions, (4, 3, 12, 12), OPTIMIZER)[0]
 

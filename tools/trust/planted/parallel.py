@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.bench.parallel import by_scheme
-from tests.planted.right import RIGHT as RIGHT_STEPS
+from tools.trust.planted.right import RIGHT as RIGHT_STEPS
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.schemes import SCHEMES, Scheme
 from trainstep.bench import parallel

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.planted.step import MODEL, Change
+from tools.trust.planted.step import MODEL, Change
 from trainstep.base.config import StepConfig
 from trainstep.step.workload import Workload, WorkloadSource, builtin_source
 

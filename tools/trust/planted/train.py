@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from tests.planted.parallel import CONFIG, MODEL
 from tests.train import runs
+from tools.trust.planted.parallel import CONFIG, MODEL
 from trainstep.base.errors import UsageError
 from trainstep.base.schemes import SCHEMES
 from trainstep.parallel.process import Process
