@@ -26,6 +26,8 @@ LEVELS = (
 LEVEL = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}
 ROWS_ALONE = {"report": {"base", "rows"}, "plan": {"base", "rows"}}
 """Rooms that know numbers and no tensors: all that they may import."""
+APART = ("observe", "train")
+"""Rooms that import no other room of their level: the instruments that two rooms use belong to `measure`."""
 MOST_LINES = {"src": 42_200, "tests": 47_700}
 """Lines of code without blanks, comments and docstrings, `tools` among `tests`; only a decision raises them."""
 
@@ -78,6 +80,8 @@ def test_imports_point_down(room):
         upwards = {other for other in rooms if LEVEL[other] > LEVEL[room]}
         assert not upwards, f"{module} imports from {sorted(upwards)}, which stand above {room}"
         assert rooms <= ROWS_ALONE.get(room, rooms), f"{module} imports from {sorted(rooms)}"
+        beside = {other for other in rooms if room in APART and LEVEL[other] == LEVEL[room]}
+        assert not beside, f"{module} imports from {sorted(beside)}; move the shared names below"
 
 
 def test_there_is_no_circle_of_imports():

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainstep.base.config import ModelConfig, StepConfig
-from trainstep.bench.dtypes import LOSS, RESULT, accumulation_records, alike, dtype_records
-from trainstep.measure.dtypes import ModuleDtypes
+from trainstep.bench.dtypes import LOSS, RESULT, accumulation_records, dtype_records
 from trainstep.report.subjects import make_tables
 from trainstep.report.subjects.precision import dtype_findings
 from trainstep.step.workload import Workload, WorkloadSource, builtin_source
@@ -55,16 +54,6 @@ def test_what_cannot_be_watched_is_a_row():
     (compiled,) = rows("fp32", compile="model").values()
     assert compiled.status == "unsupported"
     assert "--compile off" in compiled.reason
-
-
-def test_only_modules_that_are_alike_share_a_row():
-    def module(name, outputs="fp32"):
-        return ModuleDtypes(name, "Linear", (), (), (outputs,), ())
-
-    found = alike([module("h.0.fc1"), module("h.1.fc1"), module("h.2.fc1", "bf16"), module("h.0.fc2"), module("3")])
-    assert [(group.name, count) for group, count in found] == [
-        ("h.*.fc1", 2), ("h.2.fc1", 1), ("h.0.fc2", 1), ("3", 1),
-    ]  # fmt: skip
 
 
 def test_the_tables():

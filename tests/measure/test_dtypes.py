@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainstep.measure.dtypes import DtypeWatch, accumulate, short_name
+from trainstep.measure.dtypes import DtypeWatch, ModuleDtypes, accumulate, alike, short_name
 
 
 class Toy(nn.Module):
@@ -121,3 +121,13 @@ def test_a_hundredth_added_a_thousand_times():
     half = torch.tensor([0.01, 8.0], dtype=torch.float16)
     assert half[0].item() == pytest.approx(0.010002136, rel=1e-6), "the figure that the sentences quote"
     assert torch.nextafter(half[1], torch.tensor(9.0, dtype=torch.float16)).item() == 8 + 2**-7
+
+
+def test_only_modules_that_are_alike_share_a_row():
+    def module(name, outputs="fp32"):
+        return ModuleDtypes(name, "Linear", (), (), (outputs,), ())
+
+    found = alike([module("h.0.fc1"), module("h.1.fc1"), module("h.2.fc1", "bf16"), module("h.0.fc2"), module("3")])
+    assert [(group.name, count) for group, count in found] == [
+        ("h.*.fc1", 2), ("h.2.fc1", 1), ("h.0.fc2", 1), ("3", 1),
+    ]  # fmt: skip

@@ -18,12 +18,11 @@ from trainstep.base.config import StepConfig
 from trainstep.base.errors import UnsupportedError
 from trainstep.bench.step import case_columns
 from trainstep.bench.tracing import as_fake, make_fake
-from trainstep.measure.dtypes import DtypeWatch, ModuleDtypes, StepDtypes, accumulate
+from trainstep.measure.dtypes import DtypeWatch, StepDtypes, accumulate, module_rows
 from trainstep.measure.environment import describe
 from trainstep.measure.outcome import Failure, attempt, failed_row, one_line
 from trainstep.rows import AccumulationRow, DtypeRow
 from trainstep.step.batches import map_tensors
-from trainstep.step.blocks import without_numbers
 from trainstep.step.training_step import TrainingStep, uncompiled
 from trainstep.step.workload import WorkloadSource, resolve_device
 
@@ -141,33 +140,6 @@ def dtype_records(source: WorkloadSource, configs: Iterable[StepConfig]) -> Iter
         result, loss = (found.result, found.cuda_result), (found.loss, found.cuda_loss)
         for name, (here, on_cuda), why in ((RESULT, result, found.not_computed), (LOSS, loss, None)):
             yield DtypeRow(**own, module=name, outputs=here or None, cuda_outputs=on_cuda or None, not_computed=why)
-
-
-def module_rows(modules: Sequence[ModuleDtypes], own: Mapping[str, Any]) -> Iterator[DtypeRow]:
-    """One row for every module, or group of alike modules, each with `own` columns."""
-    for module, count in alike(modules):
-        yield DtypeRow(
-            **own,
-            module=module.name or "(root)",
-            class_name=module.kind,
-            modules=count,
-            parameters=module.parameters or None,
-            inputs=module.inputs or None,
-            outputs=module.outputs or None,
-            gradients=module.gradients or None,
-            cuda_outputs=module.cuda_outputs or None,
-        )
-
-
-def alike(modules: Sequence[ModuleDtypes]) -> list[tuple[ModuleDtypes, int]]:
-    """Modules whose names differ in numbers only and whose dtypes are the same, as one, with their count.
-
-    `blocks.0.norm` and `blocks.1.norm` become `blocks.*.norm`, ×2; a single module keeps its name.
-    """
-    groups: dict[ModuleDtypes, list[ModuleDtypes]] = {}
-    for module in modules:
-        groups.setdefault(dataclasses.replace(module, name=without_numbers(module.name)), []).append(module)
-    return [(group if len(members) > 1 else members[0], len(members)) for group, members in groups.items()]
 
 
 def accumulation_records() -> Iterator[AccumulationRow]:

@@ -5,7 +5,6 @@ And the ceilings it is held against: what the device reaches at best in a large 
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -16,10 +15,9 @@ from typing import Any, get_args
 import torch
 
 from trainstep.attention.eager import pieces_announced
-from trainstep.base.config import PHASES, StepConfig
+from trainstep.base.config import StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.base.precision import Rate
-from trainstep.base.stats import RUN_SPREAD, summarize
 from trainstep.bench.step import BatchedStep, case_columns, phase_samples
 from trainstep.measure.costs import UNKNOWN_LISTS, Lists
 from trainstep.measure.environment import describe, measure_ceilings
@@ -28,7 +26,7 @@ from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.kernels import KernelProfile, profiles_of
 from trainstep.measure.profile.nsys import is_sqlite, read_nsys
 from trainstep.measure.profile.ranges import announce, record_steps, run_under_nvtx
-from trainstep.measure.profile.rows import busy_ms, profile_rows, summary_values
+from trainstep.measure.profile.rows import profile_rows, summary_values, timing_values
 from trainstep.measure.timing import Timing, device_clock, time_steps
 from trainstep.rows import CeilingRow, ProfileRow
 from trainstep.rows.records import Row, Scalar, make_row
@@ -168,33 +166,3 @@ def _lists(step: TrainingStep) -> Lists:
     if len(groups) != 1 or len({parameter.dtype for parameter in parameters}) != 1:
         return UNKNOWN_LISTS
     return Lists(parameters[0].element_size(), sum(parameter.numel() for parameter in parameters))
-
-
-def timing_values(
-    plain: dict[str, list[float]], profiled: dict[str, list[float]], profile: KernelProfile
-) -> dict[str, Scalar]:
-    """The summary of the profile beside the times without it: its cost, idle time, and whether the sums agree.
-
-    Args:
-        plain, profiled: milliseconds of the steps and of every phase, without the profiler and with it.
-        profile: what it recorded.
-    """
-    step, profiled_ms = summarize(plain["step"]), statistics.median(profiled["step"])
-    cost_ms = profiled_ms - step.median
-    busy = {phase: busy_ms(profile, phase) for phase in PHASES} | {"step": busy_ms(profile)}
-    values = summary_values(profile) | {
-        "n": step.n,
-        **step.columns("step"),
-        "profiled_step_ms": profiled_ms,
-        "profiler_cost_ms": cost_ms,
-        "profiler_cost": profiled_ms / step.median - 1,
-        "idle_ms": max(0.0, step.median - busy["step"]),
-        "idle_share": max(0.0, 1 - busy["step"] / step.median),
-    }
-    for phase in PHASES:
-        values[f"{phase}_ms"] = statistics.median(plain[phase])
-        values[f"{phase}_profiled_ms"] = statistics.median(profiled[phase])
-    # Profiling lengthens operators on a CPU, but not kernels on a GPU, which record their own times.
-    allowed = max(cost_ms if profile.is_cpu else 0.0, RUN_SPREAD * step.median)
-    over = [name for name, ms in busy.items() if ms > statistics.median(plain[name]) + allowed]
-    return values | {"sums_allowed_ms": allowed, "sums_disagree": tuple(over) or None}

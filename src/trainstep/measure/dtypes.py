@@ -7,7 +7,7 @@ as they pass. An activation's gradient needs no column of its own: autograd give
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from trainstep.rows import DtypeRow
+from trainstep.step.blocks import without_numbers
 
 _SHORT_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -118,6 +121,33 @@ def _dtypes(value: Any) -> dict[str, None]:
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and not callable(leaf):
             found |= {short_name(each.dtype): None for each in vars(leaf).values() if isinstance(each, Tensor)}
     return found
+
+
+def module_rows(modules: Sequence[ModuleDtypes], own: Mapping[str, Any]) -> Iterator[DtypeRow]:
+    """One row for every module, or group of alike modules, each with `own` columns."""
+    for module, count in alike(modules):
+        yield DtypeRow(
+            **own,
+            module=module.name or "(root)",
+            class_name=module.kind,
+            modules=count,
+            parameters=module.parameters or None,
+            inputs=module.inputs or None,
+            outputs=module.outputs or None,
+            gradients=module.gradients or None,
+            cuda_outputs=module.cuda_outputs or None,
+        )
+
+
+def alike(modules: Sequence[ModuleDtypes]) -> list[tuple[ModuleDtypes, int]]:
+    """Modules whose names differ in numbers only and whose dtypes are the same, as one, with their count.
+
+    `blocks.0.norm` and `blocks.1.norm` become `blocks.*.norm`, ×2; a single module keeps its name.
+    """
+    groups: dict[ModuleDtypes, list[ModuleDtypes]] = {}
+    for module in modules:
+        groups.setdefault(replace(module, name=without_numbers(module.name)), []).append(module)
+    return [(group if len(members) > 1 else members[0], len(members)) for group, members in groups.items()]
 
 
 @dataclass(frozen=True)

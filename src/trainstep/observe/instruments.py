@@ -18,11 +18,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from trainstep.bench.allocations import groups_by_owner, timeline_rows
-from trainstep.bench.dtypes import module_rows
 from trainstep.measure.allocations.recording import Recording, StepWatch, recording_on_cpu, recording_on_cuda
+from trainstep.measure.allocations.rows import groups_by_owner, timeline_rows
 from trainstep.measure.allocations.timeline import Timeline
-from trainstep.measure.dtypes import DtypeWatch
+from trainstep.measure.dtypes import DtypeWatch, module_rows
 from trainstep.measure.memory import GIB
 from trainstep.measure.outcome import one_line
 from trainstep.measure.profile.ranges import WARMUP, announce, modules_announced, profiler_of_steps

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainstep.base.config import PHASES
 from trainstep.base.precision import PRECISIONS
+from trainstep.base.stats import RUN_SPREAD, summarize
 from trainstep.measure.allocations.timeline import interned
 from trainstep.measure.costs import COUNTED
 from trainstep.measure.profile.kernels import GRAPH, MATMULS, TRANSFER, Kernel, KernelProfile, short_name
@@ -322,3 +324,33 @@ def _lane(kernel: Kernel, profile: KernelProfile) -> str:
     if kernel.lane != "compute":
         return kernel.lane
     return f"compute, stream {kernel.stream.number}"
+
+
+def timing_values(
+    plain: dict[str, list[float]], profiled: dict[str, list[float]], profile: KernelProfile
+) -> dict[str, Scalar]:
+    """The summary of the profile beside the times without it: its cost, idle time, and whether the sums agree.
+
+    Args:
+        plain, profiled: milliseconds of the steps and of every phase, without the profiler and with it.
+        profile: what it recorded.
+    """
+    step, profiled_ms = summarize(plain["step"]), statistics.median(profiled["step"])
+    cost_ms = profiled_ms - step.median
+    busy = {phase: busy_ms(profile, phase) for phase in PHASES} | {"step": busy_ms(profile)}
+    values = summary_values(profile) | {
+        "n": step.n,
+        **step.columns("step"),
+        "profiled_step_ms": profiled_ms,
+        "profiler_cost_ms": cost_ms,
+        "profiler_cost": profiled_ms / step.median - 1,
+        "idle_ms": max(0.0, step.median - busy["step"]),
+        "idle_share": max(0.0, 1 - busy["step"] / step.median),
+    }
+    for phase in PHASES:
+        values[f"{phase}_ms"] = statistics.median(plain[phase])
+        values[f"{phase}_profiled_ms"] = statistics.median(profiled[phase])
+    # Profiling lengthens operators on a CPU, but not kernels on a GPU, which record their own times.
+    allowed = max(cost_ms if profile.is_cpu else 0.0, RUN_SPREAD * step.median)
+    over = [name for name, ms in busy.items() if ms > statistics.median(plain[name]) + allowed]
+    return values | {"sums_allowed_ms": allowed, "sums_disagree": tuple(over) or None}

@@ -1,6 +1,6 @@
 """The rows of a timeline of allocations: owners of the peak by their parts, and the largest allocations."""
 
-from trainstep.bench.allocations import groups_by_owner, timeline_rows
+from trainstep.measure.allocations.rows import groups_by_owner, timeline_rows
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
 from trainstep.rows import AllocationRow, OwnerRow
 from trainstep.rows.records import of_kind
