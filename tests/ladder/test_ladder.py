@@ -239,7 +239,7 @@ def test_what_a_long_run_took_is_told_with_what_the_judge_took_of_it(tmp_path, f
 @pytest.mark.parametrize("is_judged", [True, False])
 def test_updates_in_which_models_are_looked_for_and_copied_are_not_timed(tmp_path, forked_runs, is_judged):  # noqa: F811
     taken = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path, 6).run("once", is_judged=is_judged)
-    watched = [step["number"] for step in taken.log.steps if WATCHING in step.get("tags", ())]
+    watched = [step.number for step in taken.log.steps if WATCHING in step.tags]
     assert watched == [1, 2]
     assert len(taken.step_ms) == 4
 

@@ -107,7 +107,7 @@ def test_phases_are_those_of_the_timers_that_the_same_run_has(tmp_path, monkeypa
     plan = Plan(profiled_steps=0, has_memory=False, has_cost=False)
     log, _ = measure(script.name, tmp_path / "log", plan, call=lambda: runpy.run_path(str(edited), run_name="__main__"))
     for place, name in enumerate(("Adam", "Adam 2")):
-        own = [step.get("device", step["host"]) for step in log.steps if step["updated"] == [name]]
+        own = [step.ms for step in log.steps if step.updated == [name]]
         theirs = [step for step in clock.steps() if step["of"] == place]
         assert len(own) == len(theirs) == 12
         assert difference(own[3:], theirs[3:])[1] < 0.15

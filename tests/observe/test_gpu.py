@@ -33,9 +33,9 @@ def test_steps_are_timed_by_the_device(found):
     assert {"copies", "forward", "backward", "optimizer", "issue", "wait"} <= set(row.times)
     assert 1.2 * row.times["forward"].median < row.times["backward"].median < 4 * row.times["forward"].median
     assert row.n < 40, "steps after the profiler are not timed"
-    timed = [step for step in log.steps[3:] if "device" in step and "tags" not in step]
-    host = sum(sum(step["host"].values()) for step in timed)
-    assert sum(sum(step["device"].values()) for step in timed) == pytest.approx(host, rel=0.02)
+    timed = [step for step in log.steps[3:] if step.device and not step.tags]
+    host = sum(sum(step.host) for step in timed)
+    assert sum(sum(step.device) for step in timed) == pytest.approx(host, rel=0.02)
 
 
 def test_lines_that_wait_are_told(found):

@@ -28,8 +28,8 @@ def found(tmp_path_factory):
 
 def test_steps_that_are_looked_into_are_not_timed(found):
     log, rows = found
-    tags = {step["number"]: step["tags"] for step in log.steps if "tags" in step}
-    assert tags == {5: ["recorded"], 6: ["recorded"]} | {number: ["profiled"] for number in range(11, 16)}
+    tags = {step.number: step.tags for step in log.steps if step.tags}
+    assert tags == {5: {"recorded"}, 6: {"recorded"}} | {number: {"profiled"} for number in range(11, 16)}
     (row,) = of_kind(rows, ScriptRow)
     assert (row.steps_seen, row.left_out, row.instrumented, row.n) == (24, 3, 7, 14)
     assert row.notes is None
@@ -123,4 +123,4 @@ def test_what_fails_when_a_step_is_looked_into_does_not_end_the_script(tmp_path,
     assert row.steps_seen == 24
     assert row.notes == ("looking into a step failed: RuntimeError: no such thing",)
     assert not of_kind(rows, PeakRow)
-    assert not [step for step in log.steps[8:] if "tags" in step]
+    assert not [step for step in log.steps[8:] if step.tags]

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainstep.observe.lines import Place
 from trainstep.observe.loaders import Loaders, begins_again, main_loader, share_of_waiting
+from trainstep.observe.steps import Step
 
 
 def test_the_loader_that_most_batches_came_from_is_the_one_that_is_named():
@@ -21,10 +22,13 @@ def test_the_loader_that_most_batches_came_from_is_the_one_that_is_named():
 
 
 def test_what_share_of_a_run_waits_for_data_is_the_devices_where_there_is_one():
-    host = {"data": 5.0, "other": 5.0}
-    steps = [{"host": {"data": 99.0}}, {"host": host, "device": {"data": 1.0, "other": 9.0}}, {"host": host}]
+    steps = [
+        Step(phases=["data", "other"], host=[99.0, 0.0]),
+        Step(phases=["data", "other"], host=[5.0, 5.0], device=[1.0, 9.0]),
+        Step(phases=["data", "other"], host=[5.0, 5.0]),
+    ]
     assert share_of_waiting(steps) == 0.3
-    assert share_of_waiting([{"host": {"other": 1.0}}] * 2) == 0.0
+    assert share_of_waiting([Step(phases=["other"], host=[1.0])] * 2) == 0.0
     assert share_of_waiting(steps[:1]) is None
 
 

@@ -1,13 +1,16 @@
 """Rows of logs that were written by hand: a GPU's, several ranks', and logs that end anywhere."""
 
 import json
+from types import MappingProxyType
 
 import pytest
 
 from trainstep.ladder.scripts import seen_of
+from trainstep.observe import rows
 from trainstep.observe.lines import shown_line
 from trainstep.observe.log import RankLog, log_path, read_log
 from trainstep.observe.rows import how_it_ended, script_records
+from trainstep.observe.steps import Step
 from trainstep.report.page import render
 from trainstep.report.subjects import run as subject
 from trainstep.rows import RecompilationRow, ScriptRow, WaitRow
@@ -16,15 +19,16 @@ from trainstep.rows.records import of_kind
 ITEM = {"file": "train.py", "line": 31, "function": "main", "call": "item"}
 
 
-def gpu_log(steps=20, *, rank=0, world_size=1, host=None, device=None, waits=(), **more):
+def gpu_log(steps=20, *, rank=0, world_size=1, host=None, device=None, waits=MappingProxyType({}), **more):
     """A log of equal steps; `host` and `device` are milliseconds by phase."""
     host = host or {"data": 1.0, "forward": 3.0, "backward": 4.0, "optimizer": 2.0}
     device = device or {"data": 1.0, "forward": 10.0, "backward": 20.0, "optimizer": 5.0}
-    step = {"updated": ["AdamW"], "host": host, "device": device, "forwards": 1, "backwards": 1, **more}
-    step |= {"waits": waits} if waits else {}
+    phases = list(dict.fromkeys((*host, *device)))
+    times = {"host": [host.get(name, 0.0) for name in phases], "device": [device.get(name, 0.0) for name in phases]}
+    step = {"updated": ["AdamW"], "phases": phases, **times, "forwards": 1, "backwards": 1, **more}
     header = {"rank": rank, "world_size": world_size, "launch": "one"}
     facts = {"on_gpu": True, "cost_ms": 0.05, "torch": "2", "environment": {"device": "GPU"}}
-    numbered = [{**step, "number": number} for number in range(1, steps + 1)]
+    numbered = [Step(number=number, waits=dict(waits), **step) for number in range(1, steps + 1)]
     return RankLog(header, facts, {0: ITEM}, numbered, ended={"how": "returned", "code": 0})
 
 
@@ -33,7 +37,7 @@ def ids(rows):
 
 
 def test_phases_are_the_device_s_and_issuing_is_the_host_s():
-    rows = script_records([gpu_log(waits=[[0, 2, 3.0]])], "train.py", 0)
+    rows = script_records([gpu_log(waits={0: [2, 3.0]})], "train.py", 0)
     (row,) = of_kind(rows, ScriptRow)
     assert row.step_ms == 36
     assert row.times["forward"].median == 10
@@ -47,19 +51,20 @@ def test_phases_are_the_device_s_and_issuing_is_the_host_s():
 
 
 def test_a_line_that_waits_for_little_is_no_finding():
-    assert "waits.line" not in ids(script_records([gpu_log(waits=[[0, 1, 0.7]])], "train.py", 0))
-    assert "waits.line" in ids(script_records([gpu_log(waits=[[0, 1, 0.73]])], "train.py", 0))
+    assert "waits.line" not in ids(script_records([gpu_log(waits={0: [1, 0.7]})], "train.py", 0))
+    assert "waits.line" in ids(script_records([gpu_log(waits={0: [1, 0.73]})], "train.py", 0))
 
 
 def test_lines_that_would_wait_on_a_gpu_are_one_sentence():
-    log = gpu_log(waits=[[0, 1, 0.01], [1, 3, 0.01]])
+    log = gpu_log(waits={0: [1, 0.01], 1: [3, 0.01]})
     log.facts["on_gpu"], log.lines[1] = False, ITEM | {"file": "lib.py", "user_file": "train.py", "user_line": 40}
     lines = ids(script_records([log], "train.py", 0))["waits.would"]["lines"]
     assert set(lines) == {
         "train.py:31 (item, 1.00 times a step)",
         "lib.py:31 (item, 3.00 times a step, called from train.py:40)",
     }
-    log.steps[2:] = [{**step, "waits": []} for step in log.steps[2:]]
+    for step in log.steps[2:]:
+        step.waits = {}
     assert "waits.would" not in ids(script_records([log], "train.py", 0)), "once in a while is not every step"
 
 
@@ -71,7 +76,7 @@ def test_a_step_that_the_host_cannot_issue_faster_is_bound_by_launches(starved, 
 
 @pytest.mark.parametrize(("waited", "is_bound"), [(3.5, True), (3.7, False)])
 def test_a_host_that_waits_in_a_line_meanwhile_launches_nothing_late(waited, is_bound):
-    log = gpu_log(host={"data": 0.0, "forward": 36.0}, starved_ms=36.0, waits=[[0, 1, waited]])
+    log = gpu_log(host={"data": 0.0, "forward": 36.0}, starved_ms=36.0, waits={0: [1, waited]})
     assert ("launches.script" in ids(script_records([log], "train.py", 0))) is is_bound
 
 
@@ -82,7 +87,7 @@ def test_a_step_that_waits_for_its_batch_is_bound_by_data(data, is_bound):
 
 
 def test_synchronisations_that_a_step_was_looked_into_for_are_rows_too():
-    log = gpu_log(waits=[[0, 1, 3.0]])
+    log = gpu_log(waits={0: [1, 3.0]})
     log.lines[1] = ITEM | {"line": 31, "call": "a synchronising operation"}  # which the timed read stands for
     log.lines[2] = ITEM | {"line": 40, "call": "a synchronising operation"}
     log.syncs.update([1, 2, 2])
@@ -116,7 +121,7 @@ def test_even_ranks_have_no_late_one():
 
 def test_a_step_that_one_rank_looks_into_is_timed_on_none():
     logs = ranks(10.0, 10.0)
-    logs[0].steps[9]["tags"] = ["recorded"]
+    logs[0].steps[9].tags = {"recorded"}
     assert [row.n for row in of_kind(script_records(logs, "train.py", 0), ScriptRow)] == [16, 16]
 
 
@@ -143,7 +148,7 @@ def test_what_the_first_step_alone_compiles_several_times_is_no_finding(steps, i
 
 
 def test_the_page_shows_all_of_it():
-    log = gpu_log(waits=[[0, 1, 3.0]], backwards=4)
+    log = gpu_log(waits={0: [1, 3.0]}, backwards=4)
     again = {"function": "forward", "called": ["train.py", 9, "main"], "user": [None, None], "reason": "size"}
     log.recompilations += [{**again, "step": step, "seconds": 1.0} for step in (1, 2, 3)]
     log.notes.append("what could not be done")
@@ -165,7 +170,7 @@ def test_a_log_that_was_cut_short_keeps_its_whole_lines(tmp_path):
     path.write_text(json.dumps({"is": "header", "rank": 0}) + "\n" + json.dumps(step) + "\n" + json.dumps(step)[:40])
     found = read_log(path)
     assert found.header == {"rank": 0}
-    assert [each["host"] for each in found.steps] == [{"data": 5.0, "other": 2.0}]
+    assert [each.host_ms for each in found.steps] == [{"data": 5.0, "other": 2.0}]
     assert read_log(tmp_path / "nothing").steps == []
 
 
@@ -185,9 +190,9 @@ def test_how_long_a_device_can_have_waited_for_launches(tmp_path, phases, ahead,
     step = {"is": "step", "updated": [], "phases": names, "host": host, "device": device}
     log_path(tmp_path, 0).write_text("".join(json.dumps(step | {"number": number}) + "\n" for number in (1, 2)))
     first, second = read_log(log_path(tmp_path, 0)).steps
-    assert second["ahead_ms"] == pytest.approx(ahead)
-    assert first["starved_ms"] == pytest.approx(starved)
-    assert second["starved_ms"] <= first["starved_ms"], "and less where the host was ahead before"
+    assert second.ahead_ms == pytest.approx(ahead)
+    assert first.starved_ms == pytest.approx(starved)
+    assert second.starved_ms <= first.starved_ms, "and less where the host was ahead before"
 
 
 def test_how_a_script_ended():
@@ -204,8 +209,8 @@ def test_lines_are_shown_shortly():
 def test_what_lay_ready_in_loaders_is_counted_by_how_it_shrank_in_timed_steps():
     log = gpu_log(batches=1)
     for step, ready in zip(log.steps, (7, 7, 8, *range(7, 1, -1), 8, *[1] * 10), strict=True):
-        step["stock"] = [ready, 8]
-    log.steps[9]["evaluations"] = 1  # in which workers went on
+        step.stock = (ready, 8)
+    log.steps[9].evaluations = 1  # in which workers went on
     (row,) = of_kind(script_records([log], "train.py", 0), ScriptRow)
     assert (row.n, row.batches, row.from_stock) == (16, 16, 6 + 7), "eight to two, and eight to one"
 
@@ -217,7 +222,7 @@ def test_at_the_end_of_the_data_nothing_is_asked_for_and_what_lies_ready_must_sh
     for step, stock in zip(
         log.steps, ([8, 8],) * 3 + ([ready, 8],) * 9 + (*([n, n] for n in range(7, -1, -1)),), strict=True
     ):
-        step["stock"] = [min(ready, stock[0]), stock[1]] if step["number"] > 3 else stock
+        step.stock = (min(ready, stock[0]), stock[1]) if step.number > 3 else stock
     (row,) = of_kind(script_records([log], "train.py", 0), ScriptRow)
     assert row.from_stock == expected
 
@@ -236,3 +241,11 @@ def test_steps_in_which_code_is_compiled_are_timed_where_most_are_such():
 
 
 NOTHING = {"function": "forward", "called": ["train.py", 3, "main"], "user": ["", 0], "reason": None, "seconds": 1.0}
+
+
+def test_a_new_count_of_a_step_is_a_column_once_the_row_has_it(monkeypatch):
+    """Two files then: the step's class, which counts, writes and reads it, and the row's."""
+    monkeypatch.setattr(rows, "_COUNTED", [*rows._COUNTED, "evaluations"])
+    monkeypatch.setattr(rows, "ScriptRow", type("Longer", (ScriptRow,), {"__annotations__": {"evaluations": float}}))
+    (row,) = of_kind(script_records([gpu_log(evaluations=2)], "train.py", 0), ScriptRow)
+    assert (row.evaluations, row.forwards) == (2, 1)

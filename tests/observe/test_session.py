@@ -32,7 +32,7 @@ def test_a_plain_loop_has_all_its_phases(tmp_path, monkeypatch):
     assert (row.status, row.steps_seen, row.left_out, row.n) == ("ok", 20, 3, 17)
     assert set(row.times) == {"data", "forward", "loss", "backward", "optimizer", "other", "step", "own"}
     for step in log.steps[1:]:
-        assert all(ms >= 0 for ms in step["host"].values())
+        assert all(ms >= 0 for ms in step.host)
     samples = {phase: sum(values) for phase, values in row.samples.items()}
     parts = sum(ms for phase, ms in samples.items() if phase not in ("step", "own"))
     assert parts == pytest.approx(samples["step"], rel=1e-3)
@@ -51,11 +51,11 @@ def test_samples_of_a_step_are_those_that_its_batches_were_drawn_of(tmp_path):
             optimizer.step()
 
     log, rows = measure("own", tmp_path / "a", call=lambda: train(batch_size=8))
-    assert [step["samples"] for step in log.steps] == [8, 8, 4]
+    assert [step.samples for step in log.steps] == [8, 8, 4]
     assert the_step(rows).samples_per_step == 6, "of the two that are timed"
     batches = [[0], [1], [2, 3, 4], [5, 6, 7], [8]]
     log, rows = measure("own", tmp_path / "b", call=lambda: train(batch_sampler=batches))
-    assert [step["samples"] for step in log.steps] == [1, 1, 3, 3, 1]
+    assert [step.samples for step in log.steps] == [1, 1, 3, 3, 1]
     assert the_step(rows).samples_per_step == 2, "the median of the last four"
 
     def evaluate_too():
@@ -97,14 +97,14 @@ def test_a_gan_has_two_kinds_of_steps(tmp_path):
 def test_steps_with_an_evaluation_are_not_timed_among_the_others(tmp_path):
     log, rows = measure("evaluation.py", tmp_path)
     row = the_step(rows)
-    assert [step.get("evaluations") for step in log.steps if "evaluations" in step] == [5, 5, 5]
+    assert [step.evaluations for step in log.steps if step.evaluations] == [5, 5, 5]
     assert (row.steps_seen, row.left_out, row.evaluated, row.n) == (16, 3, 3, 10)
     assert "evaluation" not in row.times
 
 
 def test_skipped_updates_are_steps_that_are_not_timed(tmp_path):
     log, rows = measure("scaler.py", tmp_path)
-    assert [step["number"] for step in log.steps if step.get("skipped")] == [3, 7]
+    assert [step.number for step in log.steps if step.is_skipped] == [3, 7]
     assert (the_step(rows).steps_seen, the_step(rows).skipped) == (12, 1)  # the third is among those left out
 
 
@@ -290,6 +290,6 @@ def test_phases_of_a_device_are_read_once_it_has_passed_them(tmp_path):
     steps = read_log(log_path(tmp_path, 0)).steps
     assert len(steps) == 8
     # The first step begins with forward, every other one where the update before it ended.
-    assert steps[0]["device"] == {"forward": 2.0, "loss": 2.0, "backward": 2.0, "other": 2.0, "optimizer": 2.0}
-    assert steps[5]["device"] == {"other": 4.0, "forward": 2.0, "loss": 2.0, "backward": 2.0, "optimizer": 2.0}
-    assert steps[5]["ahead_ms"] > steps[2]["ahead_ms"] > 5, "the host runs ahead"
+    assert steps[0].ms == {"forward": 2.0, "loss": 2.0, "backward": 2.0, "other": 2.0, "optimizer": 2.0}
+    assert steps[5].ms == {"other": 4.0, "forward": 2.0, "loss": 2.0, "backward": 2.0, "optimizer": 2.0}
+    assert steps[5].ahead_ms > steps[2].ahead_ms > 5, "the host runs ahead"

@@ -1,18 +1,24 @@
 """The step, found in what begins and ends: a clock that a test moves, and calls in the order a script makes them."""
 
+import dataclasses
+import itertools
+import json
 import threading
+from dataclasses import replace
 
 import pytest
 
 from trainstep.observe.steps import (
     BACKWARD,
     COMMUNICATION,
+    COUNTS,
     DATA,
     EVALUATION,
     FORWARD,
     LOSS,
     OPTIMIZER,
     OTHER,
+    Step,
     StepFinder,
 )
 
@@ -50,11 +56,7 @@ class Script:
 
     def phases(self, place=-1):
         step = self.steps[place]
-        ends = [mark for _, mark in step.changes[1:]] + [step.end]
-        found = {}
-        for (phase, start), end in zip(step.changes, ends, strict=True):
-            found[phase] = found.get(phase, 0.0) + end - start
-        return found
+        return replace(step, host=[end - start for start, end in itertools.pairwise(step.marks)]).ms
 
 
 @pytest.fixture
@@ -72,8 +74,8 @@ def test_phases_follow_one_another_and_add_up_to_the_step(script):
     expected = {OTHER: 0.75, DATA: 1.0, FORWARD: 4.0, LOSS: 2.0, BACKWARD: 8.0, OPTIMIZER: 3.0}
     assert script.phases() == expected
     last, before = script.steps[-1], script.steps[-2]
-    assert last.changes[0][1] == before.end, "a step begins where the one before it ended"
-    assert sum(script.phases().values()) == last.end - before.end
+    assert last.marks[0] == before.marks[-1], "a step begins where the one before it ended"
+    assert sum(script.phases().values()) == last.marks[-1] - before.marks[-1]
 
 
 def test_accumulated_parts_are_one_step(script):
@@ -257,3 +259,26 @@ def test_a_step_has_the_batches_that_came_in_it_and_what_lies_ready_when_it_ends
     script.finder.took(8)
     script.update(1.0, optimizer=2)  # with no backward pass between them it belongs to the same step
     assert [(step.batches, step.samples, step.stock) for step in script.done()] == [(2, 16, (3, 4)), (3, 24, (5, 6))]
+
+
+FILLED = Step(
+    number=3, updated=["AdamW"], phases=[FORWARD, BACKWARD], host=[1.0, 2.5], device=[3.0, 2.5], stock=(3, 4),
+    is_skipped=True, tags={"recorded", "searched"}, waits={7: [2, 2.0], 12: [1, 1.5]},
+    **{name: place for place, name in enumerate(COUNTS, start=1)},
+)  # fmt: skip
+
+
+def test_every_field_of_a_step_goes_through_the_log_and_back():
+    read = Step.read(json.loads(json.dumps(FILLED.logged())), None)
+    assert replace(read, ahead_ms=0.0, starved_ms=0.0) == FILLED
+    kept = {each.name for each in dataclasses.fields(Step) if each.metadata.get("is_logged", True)}
+    empty = Step()
+    assert all(getattr(FILLED, name) != getattr(empty, name) for name in kept), "a new field belongs into FILLED"
+    assert set(empty.logged()) <= {"stock"}, "a step writes what happened in it alone"
+
+
+def test_updates_of_one_step_add_their_counts_up():
+    both = Step.read(FILLED.logged(), None)
+    both.add(Step(updated=["SGD"], waits={7: [1, 0.5]}, stock=(1, 4), **dict.fromkeys(COUNTS, 10)))
+    assert [getattr(both, name) for name in COUNTS] == [place + 10 for place in range(1, len(COUNTS) + 1)]
+    assert (both.updated, both.waits, both.stock) == (["AdamW", "SGD"], {7: [3, 2.5], 12: [1, 1.5]}, (1, 4))

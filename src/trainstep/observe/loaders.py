@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from trainstep.observe.lines import Place, shown_line
-from trainstep.observe.steps import DATA
+from trainstep.observe.steps import DATA, Step
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -75,13 +75,13 @@ def _stock_of(iterator: Any) -> tuple[int, int]:
     return waiting + sum(len(each) > 1 for each in asked), len(asked)
 
 
-def share_of_waiting(steps: Sequence[Mapping[str, Any]]) -> float | None:
+def share_of_waiting(steps: Sequence[Step]) -> float | None:
     """How much of a run's steps is waiting for data, as the device had it where there is one; None without steps.
 
     Args:
         steps: of the run's log. The first one, in which loaders start, is left out.
     """
-    times = [step.get("device", step["host"]) for step in steps[1:]]
+    times = [step.ms for step in steps[1:]]
     whole = sum(sum(each.values()) for each in times)
     return sum(each.get(DATA, 0.0) for each in times) / whole if whole else None
 

@@ -11,15 +11,13 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainstep.observe.steps import COMMUNICATION, COPIES, DATA
+from trainstep.observe.steps import Step
 
-WAITS_FOR_OTHERS = frozenset({DATA, COPIES, COMMUNICATION})
-"""Phases in which a device without work does not wait for launches."""
 EVERY_S = 0.1  # how long lines are gathered
 PATIENCE_S = 10.0  # how long the first rank waits for what the others write last; those of other hosts may never come
 _ENCODED = json.JSONEncoder(default=str).encode  # `json.dumps` with an argument would make an encoder each time
@@ -36,16 +34,9 @@ class LogWriter:
         self._gathered: list[str] = []
         self._written = 0.0
 
-    def write(self, what: str, fields: Mapping[str, Any] | None = None, more: str = "") -> None:
-        """Add a line; what it is stands under "is".
-
-        Args:
-            what: facts, step, line …
-            fields: of it.
-            more: further ones as JSON without braces, for what is cheaper to write so.
-        """
-        line = _ENCODED({"is": what, **(fields or {})})
-        self._gathered.append(f"{line[:-1]}, {more}}}" if more else line)
+    def write(self, what: str, fields: Mapping[str, Any]) -> None:
+        """Add a line of these fields, with its kind (facts, step, line …) under "is"."""
+        self._gathered.append(_ENCODED({"is": what, **fields}))
         if time.monotonic() - self._written > EVERY_S:
             self.flush()
 
@@ -82,9 +73,7 @@ class RankLog:
     """rank, world_size, launch (which start of all ranks), pid, script."""
     facts: dict[str, Any] = field(default_factory=dict)  # what became known later, such as the environment
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)  # number → line of code that waits
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    """number, updated, host and on a GPU device (phase → milliseconds), forwards, backwards; where there is any,
-    evaluations, skipped, tags, waits ([line, calls, milliseconds]); on a GPU ahead_ms and starved_ms."""
+    steps: list[Step] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)  # rows as in a file of results
     recompilations: list[dict[str, Any]] = field(default_factory=list)
     syncs: Counter[int] = field(default_factory=Counter)  # line → calls that waited, in the one step that was recorded
@@ -95,7 +84,7 @@ class RankLog:
 
 def read_log(path: Path) -> RankLog:
     """The log of one rank; empty where there is no file. A line that was cut short is left out."""
-    found, ahead_ms = RankLog(), 0.0
+    found = RankLog()
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -113,14 +102,7 @@ def read_log(path: Path) -> RankLog:
         elif what == "line":
             found.lines[entry.pop("number")] = entry
         elif what == "step":
-            phases = entry.pop("phases")
-            if "device" in entry:
-                ahead_ms, starved_ms = _lag(phases, entry["host"], entry["device"], ahead_ms)
-                entry |= {"ahead_ms": ahead_ms, "starved_ms": starved_ms}
-            for clock in ("host", "device"):
-                if clock in entry:
-                    entry[clock] = _by_phase(phases, entry[clock])
-            found.steps.append(entry)
+            found.steps.append(Step.read(entry, found.steps[-1] if found.steps else None))
         elif what == "row":
             found.rows.append(entry["row"])
         elif what == "recompilation":
@@ -133,34 +115,6 @@ def read_log(path: Path) -> RankLog:
             found.elsewhere.append(entry)
         elif what == "end" and found.ended is None:
             found.ended = entry
-    return found
-
-
-def _lag(phases: Sequence[str], host: Sequence[float], device: Sequence[float], ahead_ms: float) -> tuple[float, float]:
-    """By how much the host is ahead of the device in the end, and how long the device can have waited for launches.
-
-    A device that is `ahead_ms` behind when the host begins something has work for that long. So it is without any for
-    at most what the host needs beyond that, however long a launch itself took: a full queue lets none pass.
-
-    Args:
-        phases: that followed one another.
-        host: milliseconds of each.
-        device: the same, from the device's own clock.
-        ahead_ms: by how much the host is ahead when they begin.
-    """
-    starved_ms = 0.0
-    for phase, on_host, on_device in zip(phases, host, device, strict=True):
-        if phase not in WAITS_FOR_OTHERS:
-            starved_ms += min(on_device, max(0.0, on_host - ahead_ms))
-        ahead_ms = max(0.0, ahead_ms + on_device - on_host)
-    return ahead_ms, starved_ms
-
-
-def _by_phase(phases: Sequence[str], times: Sequence[float]) -> dict[str, float]:
-    """Phase → milliseconds; the phases add up to the step."""
-    found: dict[str, float] = {}
-    for phase, ms in zip(phases, times, strict=True):
-        found[phase] = found.get(phase, 0.0) + ms
     return found
 
 

@@ -3,6 +3,7 @@ kernels in the trace of the steps that the profiler recorded."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -14,7 +15,7 @@ from trainstep.base.stats import summarize
 from trainstep.observe.lines import shown_line
 from trainstep.observe.loaders import main_loader
 from trainstep.observe.log import RankLog
-from trainstep.observe.steps import COMMUNICATION, DATA
+from trainstep.observe.steps import COMMUNICATION, COUNTS, DATA, Step
 from trainstep.rows import RecompilationRow, ScriptRow, WaitRow, row_of
 from trainstep.rows.records import Row, Times, make_row, of_kind
 
@@ -60,17 +61,17 @@ def script_records(logs: Sequence[RankLog], script: str, code: int | None) -> li
 
 def _share_tags(logs: Sequence[RankLog]) -> None:
     """A step that one rank looks into is not as it would be on any: the others wait for that one."""
-    looked_into = {step["number"] for log in logs for step in log.steps if INSTRUMENTED & set(step.get("tags", ()))}
+    looked_into = {step.number for log in logs for step in log.steps if INSTRUMENTED & step.tags}
     for step in (step for log in logs for step in log.steps):
-        if step["number"] in looked_into and not INSTRUMENTED & set(step.get("tags", ())):
-            step["tags"] = [*step.get("tags", ()), "recorded"]
+        if step.number in looked_into and not INSTRUMENTED & step.tags:
+            step.tags.add("recorded")
 
 
 def _step_rows(log: RankLog, own: Mapping[str, Any], how: Mapping[str, Any]) -> Iterator[ScriptRow]:
     """A row for the steps of every set of optimizers."""
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, ...], list[Step]] = {}
     for step in log.steps:
-        groups.setdefault(tuple(step["updated"]), []).append(step)
+        groups.setdefault(tuple(step.updated), []).append(step)
     if len(groups) > 1:  # a set that some optimizer of another one misses once, as where one of them is left out
         groups = {names: steps for names, steps in groups.items() if len(steps) > 1} or groups
     for names, steps in groups.items():
@@ -79,7 +80,7 @@ def _step_rows(log: RankLog, own: Mapping[str, Any], how: Mapping[str, Any]) -> 
 
 def _step_row(
     log: RankLog,
-    steps: Sequence[dict[str, Any]],
+    steps: Sequence[Step],
     names: tuple[str, ...],
     updates: str | None,
     own: Mapping[str, Any],
@@ -115,13 +116,11 @@ def _step_row(
         compiled=counts["compiled"],
         instrumented=counts["instrumented"],
         notes=tuple(dict.fromkeys(log.notes)) or None,
-        forwards=statistics.median([step["forwards"] for step in kept]) if kept else None,
-        backwards=statistics.median([step["backwards"] for step in kept]) if kept else None,
+        **_counts(kept),
         samples_per_step=_samples_per_step(kept),
-        batches=sum(step.get("batches", 0) for step in kept),
         from_stock=_taken_from_stock(log, kept),
-        first_step_ms=sum(steps[0]["host"].values()),
-        waits=sum(calls for step in kept for _, calls, _ in step.get("waits", ())) / len(kept) if kept else None,
+        first_step_ms=sum(steps[0].host),
+        waits=sum(calls for step in kept for calls, _ in step.waits.values()) / len(kept) if kept else None,
         hooks_ms=log.facts.get("cost_ms"),
         loader=main_loader(log.facts.get("loaders", ())),
         status="ok" if kept else "failed",
@@ -129,53 +128,62 @@ def _step_row(
     )
 
 
-def _samples_per_step(steps: Sequence[Mapping[str, Any]]) -> float | None:
+def _counts(steps: Sequence[Step]) -> dict[str, Any]:
+    """Medians of the counts that are columns of the row; batches are those of all steps."""
+    medians = {name: statistics.median([getattr(each, name) for each in steps]) for name in _COUNTED if steps}
+    return medians | {"batches": sum(each.batches for each in steps)}
+
+
+_OWN = {each.name for each in dataclasses.fields(ScriptRow)} - {each.name for each in dataclasses.fields(Row)}
+_COUNTED = [name for name in COUNTS if name in _OWN]
+
+
+def _samples_per_step(steps: Sequence[Step]) -> float | None:
     """Of loaders' batches, the median: the first step may take more, where a library fetches ahead, and the last less.
 
     None where most steps take none, or where a part of them may be an evaluation's.
     """
-    if not steps or any("evaluations" in step for step in steps):
+    if not steps or any(step.evaluations for step in steps):
         return None
-    return statistics.median([step.get("samples", 0) for step in steps]) or None
+    return statistics.median([step.samples for step in steps]) or None
 
 
 def _most_common(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {why}" for why, count in counts.most_common() if why) or "none came after the warm-up"
 
 
-def _taken_from_stock(log: RankLog, steps: Sequence[Mapping[str, Any]]) -> int:
+def _taken_from_stock(log: RankLog, steps: Sequence[Step]) -> int:
     """By how many batches what lay ready in loaders shrank in these steps; below 0 where it grew.
 
     Steps in which no other batch was asked for in the place of one that was taken do not count: the data are at an end.
     """
-    found, stock = 0, {step["number"]: step.get("stock", (0, 0)) for step in log.steps}
-    for number in (step["number"] for step in steps):
+    found, stock = 0, {step.number: step.stock for step in log.steps}
+    for number in (step.number for step in steps):
         (before, asked_before), (ready, asked) = stock.get(number - 1, (0, 0)), stock[number]
         found += before - ready if asked >= asked_before else 0
     return found
 
 
-def _what_is_apart(step: Mapping[str, Any], compiled: Collection[int]) -> list[str]:
+def _what_is_apart(step: Step, compiled: Collection[int]) -> list[str]:
     """Why a step is not as the others, the weightiest first."""
     found = {
-        "instrumented": INSTRUMENTED & set(step.get("tags", ())),
-        "skipped": step.get("skipped"),
-        "evaluated": "evaluations" in step,
-        "compiled": step["number"] in compiled,
+        "instrumented": INSTRUMENTED & step.tags,
+        "skipped": step.is_skipped,
+        "evaluated": step.evaluations,
+        "compiled": step.number in compiled,
     }
     return [what for what, is_so in found.items() if is_so]
 
 
-def _times_of(step: Mapping[str, Any]) -> dict[str, float]:
+def _times_of(step: Step) -> dict[str, float]:
     """Milliseconds of the step's phases and of the whole, as the device had them where there is one."""
-    phases: dict[str, float] = step.get("device", step["host"])
-    whole, host = sum(phases.values()), step["host"]
-    waited = sum(ms for _, _, ms in step.get("waits", ()))
+    phases, waited = step.ms, sum(ms for _, ms in step.waits.values())
+    whole = sum(phases.values())
     found = {**phases, "step": whole, "own": whole - phases.get(COMMUNICATION, 0.0)}
-    if "device" in step:
-        issue = max(0.0, sum(host.values()) - waited - host.get(DATA, 0.0))
-        starved = min(issue, step.get("starved_ms", 0.0))  # a line that waits does so while the device works
-        found |= {"wait": waited, "issue": issue, "ahead": step.get("ahead_ms", 0.0), "starved": starved}
+    if step.device:
+        issue = max(0.0, sum(step.host) - waited - step.host_ms.get(DATA, 0.0))
+        starved = min(issue, step.starved_ms)  # a line that waits does so while the device works
+        found |= {"wait": waited, "issue": issue, "ahead": step.ahead_ms, "starved": starved}
     return found
 
 
@@ -184,9 +192,7 @@ def _latest(logs: Sequence[RankLog]) -> dict[int, float]:
     if len(logs) < 2:
         return {}
     by_rank = {
-        log.header["rank"]: {
-            step["number"]: _times_of(step)["own"] for step in log.steps if not INSTRUMENTED & set(step.get("tags", ()))
-        }
+        log.header["rank"]: {step.number: _times_of(step)["own"] for step in log.steps if not INSTRUMENTED & step.tags}
         for log in logs
     }
     common = sorted(set.intersection(*(set(each) for each in by_rank.values())))
@@ -199,9 +205,9 @@ def _wait_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[WaitRow]:
     """A row for each line and call, the longest wait first."""
     totals: defaultdict[int, list[float]] = defaultdict(lambda: [0, 0.0])
     later = log.steps[1:] or log.steps  # the first one also waits for what happens once
-    steps = [step for step in later if not INSTRUMENTED & set(step.get("tags", ()))]
+    steps = [step for step in later if not INSTRUMENTED & step.tags]
     for step in steps:
-        for line, calls, ms in step.get("waits", ()):
+        for line, (calls, ms) in step.waits.items():
             totals[line][0] += calls
             totals[line][1] += ms
     for line, (calls, ms) in sorted(totals.items(), key=lambda item: (-item[1][1], item[0])):
@@ -305,7 +311,7 @@ def kernel_records(log: RankLog, rows: Sequence[Row], folder: Path) -> list[Row]
         rows: those of `script_records`.
         folder: where the trace is.
     """
-    profiled = [step for step in log.steps if "profiled" in step.get("tags", ())]
+    profiled = [step for step in log.steps if "profiled" in step.tags]
     timed = next((row for row in of_kind(rows, ScriptRow) if row.status == "ok"), None)
     if not profiled or timed is None:
         return []
@@ -321,7 +327,7 @@ def kernel_records(log: RankLog, rows: Sequence[Row], folder: Path) -> list[Row]
         return []
     found: list[Row] = []
     profiles = profiles_of(read_chrome_trace(file))
-    phases = [step.get("device", step["host"]) for step in profiled]
+    phases = [step.ms for step in profiled]
     with_it = {name: [each.get(name, 0.0) for each in phases] for name in PHASES}
     with_it["step"] = [sum(each.values()) for each in phases]
     without = {name: list(timed.samples.get(name, ())) or [0.0] for name in (*PHASES, "step")}

@@ -196,43 +196,18 @@ class Session:
             self._write(self._queued.popleft())
 
     def _is_done(self, step: Step) -> bool:
-        event = step.end[1]
+        event = step.marks[-1][1]
         return event is None or event.query()
 
     def _write(self, step: Step) -> None:
-        marks = [mark for _, mark in step.changes]
-        marks.append(step.end)
-        host = [(after[0] - before[0]) * 1e3 for before, after in itertools.pairwise(marks)]
-        entry: dict[str, Any] = {
-            "number": step.number,
-            "updated": step.updated,
-            "phases": [phase for phase, _ in step.changes],
-            "forwards": step.forwards,
-            "backwards": step.backwards,
-        }
-        times = f'"host": {_numbers(host)}'
-        if all(mark[1] is not None for mark in marks):
-            elapsed = self._clock.elapsed_ms
+        pairs = list(itertools.pairwise(step.marks))
+        step.host = [(after[0] - before[0]) * 1e3 for before, after in pairs]
+        if all(mark[1] is not None for mark in step.marks):
             try:
-                device = [elapsed(before[1], after[1]) for before, after in itertools.pairwise(marks)]
+                step.device = [self._clock.elapsed_ms(before[1], after[1]) for before, after in pairs]
             except RuntimeError:  # the device failed
                 return
-            times += f', "device": {_numbers(device)}'
-        if step.samples:
-            entry["samples"] = step.samples
-        if step.batches:
-            entry["batches"] = step.batches
-        if any(step.stock):
-            entry["stock"] = step.stock
-        if step.evaluations:
-            entry["evaluations"] = step.evaluations
-        if step.is_skipped:
-            entry["skipped"] = True
-        if step.tags:
-            entry["tags"] = sorted(step.tags)
-        if step.waits:
-            entry["waits"] = [[line, calls, round(ms, 4)] for line, (calls, ms) in step.waits.items()]
-        self.log.write("step", entry, times)
+        self.log.write("step", step.logged())
 
     def _write_found(self, found: Row | str) -> None:
         """What an instrument found, or why it found nothing."""
@@ -258,8 +233,3 @@ class Session:
                 self.log.write_from_child("elsewhere", {"what": "a process that the script forked", "pid": os.getpid()})
 
         self.hooks.before_optimizer = say
-
-
-def _numbers(values: list[float]) -> str:
-    """Milliseconds as JSON has them, to a tenth of a microsecond."""
-    return f"[{', '.join([f'{value:.4f}' for value in values])}]"

@@ -16,8 +16,8 @@ Nothing here knows torch: times are marks that somebody else makes and reads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 DATA, COPIES, FORWARD, LOSS, BACKWARD = "data", "copies", "forward", "loss", "backward"
@@ -26,23 +26,116 @@ CALLS = (FORWARD, EVALUATION)
 """Calls of a model, in which further ones are a part of it."""
 
 
-@dataclass
-class Step:
-    """One step, as its marks."""
+WAITS_FOR_OTHERS = frozenset({DATA, COPIES, COMMUNICATION})
+"""Phases in which a device without work does not wait for launches."""
 
-    number: int  # from 1 on
-    changes: list[tuple[str, Any]]  # (phase, the mark at which it began), the first one that of the step's start
-    end: Any  # the mark at which it ended
-    updated: list[str]  # the optimizers that stepped
-    forwards: int = 0
-    backwards: int = 0
-    evaluations: int = 0
-    samples: int = 0  # in the batches that loaders gave
-    batches: int = 0  # that loaders gave
+
+def count() -> Any:
+    """A field that counts what happens in a step: an update that belongs to the same step adds its own."""
+    return field(default=0, metadata={"is_count": True})
+
+
+@dataclass(slots=True)
+class Step:
+    """One step: counted while it runs, written to the log, and read from there.
+
+    A new field is written and read as it is. Where several updates make one step, `count()` fields add up, and a row of
+    the script has the median of those that are columns of it.
+    """
+
+    number: int = 0  # from 1 on
+    updated: list[str] = field(default_factory=list)  # the optimizers that stepped
+    phases: list[str] = field(default_factory=list)  # that followed one another
+    marks: list[Any] = field(default_factory=list, metadata={"is_logged": False})  # their beginnings, then the end
+    host: list[float] = field(default_factory=list)  # milliseconds of each phase
+    device: list[float] = field(default_factory=list)  # the same by the device's clock; empty without a GPU
+    forwards: int = count()
+    backwards: int = count()
+    evaluations: int = count()
+    samples: int = count()  # in the batches that loaders gave
+    batches: int = count()  # that loaders gave
     stock: tuple[int, int] = (0, 0)  # batches at its end: that lay ready in loaders, and with those that were asked for
     is_skipped: bool = False  # whether a scaler left the update out
     tags: set[str] = field(default_factory=set)  # what an instrument did meanwhile
     waits: dict[int, list[float]] = field(default_factory=dict)  # line → [calls, milliseconds]
+    ahead_ms: float = field(default=0.0, metadata={"is_logged": False})  # of the host, at the end
+    starved_ms: float = field(default=0.0, metadata={"is_logged": False})  # in which the device had no work, at most
+
+    def add(self, other: Step) -> None:
+        """Take in another update that belongs to this step, and what came before it."""
+        self.phases += other.phases
+        self.marks += other.marks[1:]  # it began where this one ended
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.updated += [name for name in other.updated if name not in self.updated]
+        self.stock = other.stock
+        self.tags |= other.tags
+        for line, (calls, ms) in other.waits.items():
+            self.waited(line, calls, ms)
+
+    def waited(self, line: int, calls: float, ms: float) -> None:
+        """Add calls and milliseconds to those of a line."""
+        known = self.waits.setdefault(line, [0, 0.0])
+        known[0] += calls
+        known[1] += ms
+
+    @property
+    def host_ms(self) -> dict[str, float]:
+        """Phase → milliseconds of the host; they add up to the step."""
+        return self._by_phase(self.host)
+
+    @property
+    def ms(self) -> dict[str, float]:
+        """The same, as the device had it where there is one."""
+        return self._by_phase(self.device or self.host)
+
+    def _by_phase(self, times: Sequence[float]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for phase, ms in zip(self.phases, times, strict=True):
+            found[phase] = found.get(phase, 0.0) + ms
+        return found
+
+    def logged(self) -> dict[str, Any]:
+        """Its fields for the log, without those that are empty."""
+        found = {name: value for name in _LOGGED if (value := getattr(self, name))}
+        for clock in ("host", "device"):
+            if clock in found:
+                found[clock] = [round(ms, 4) for ms in found[clock]]
+        if self.tags:
+            found["tags"] = sorted(self.tags)
+        return found
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any], before: Step | None) -> Step:
+        """The step of a log's entry.
+
+        Args:
+            entry: as `logged` makes it, after JSON, whose lists and keys are no sets, tuples and numbers.
+            before: the step before it, which leaves the host ahead of the device.
+        """
+        step = cls(**entry)
+        step.stock, step.tags = (step.stock[0], step.stock[1]), set(step.tags)
+        step.waits = {int(line): each for line, each in step.waits.items()}
+        if step.device:
+            step._see_lag(before.ahead_ms if before is not None else 0.0)
+        return step
+
+    def _see_lag(self, ahead_ms: float) -> None:
+        """Find by how much the host is ahead at the end, and how long the device can have waited for launches.
+
+        A device that is `ahead_ms` behind when the host begins something has work for that long. So it is without any
+        for at most the time that the host needs beyond that, however long a launch itself took: a full queue lets none
+        pass.
+        """
+        for phase, on_host, on_device in zip(self.phases, self.host, self.device, strict=True):
+            if phase not in WAITS_FOR_OTHERS:
+                self.starved_ms += min(on_device, max(0.0, on_host - ahead_ms))
+            ahead_ms = max(0.0, ahead_ms + on_device - on_host)
+        self.ahead_ms = ahead_ms
+
+
+COUNTS = tuple(each.name for each in fields(Step) if each.metadata.get("is_count"))
+_LOGGED = tuple(each.name for each in fields(Step) if each.metadata.get("is_logged", True))
 
 
 class StepFinder:
@@ -107,7 +200,7 @@ class StepFinder:
         if self._open is None:
             if phase in (EVALUATION, COPIES, COMMUNICATION):
                 return False  # before training
-            self._open = Step(0, [(phase, self._marked())], None, [])
+            self._open = Step(phases=[phase], marks=[self._marked()])
             self._current = phase
         if phase in CALLS:
             self._open.forwards += phase == FORWARD
@@ -166,32 +259,23 @@ class StepFinder:
             return
         self._between = OTHER
         end, open_, last = self._marked(), self._open, self._last
+        open_.marks.append(end)
+        open_.updated, open_.stock = [name], self.in_stock()
         if open_.backwards == 0 and last is not None:
-            last.changes += open_.changes
-            last.end = end
-            last.updated += [name] if name not in last.updated else []
-            last.forwards += open_.forwards
-            last.evaluations += open_.evaluations
-            last.samples += open_.samples
-            last.batches += open_.batches
-            last.stock = self.in_stock()
-            last.tags |= open_.tags
-            for line, (calls, ms) in open_.waits.items():
-                add_wait(last.waits, line, calls, ms)
+            last.add(open_)
         else:
             self.settle()
             self.ended += 1
-            open_.number, open_.end, open_.is_skipped = self.ended, end, is_skipped
-            open_.updated, open_.stock = [name], self.in_stock()
+            open_.number, open_.is_skipped = self.ended, is_skipped
             self._last = open_
         self._current = next((each or self._between for each in reversed(self._stack)), self._between)
-        self._open = Step(0, [(self._current, end)], None, [])
+        self._open = Step(phases=[self._current], marks=[end])
         self.on_end()
 
     def waited(self, line: int, ms: float) -> None:
         """The host waited in a line of code, told by its number."""
         if self._open is not None:
-            add_wait(self._open.waits, line, 1, ms)
+            self._open.waited(line, 1, ms)
 
     def took(self, samples: int) -> None:
         """A batch of so many samples came from a loader."""
@@ -218,7 +302,8 @@ class StepFinder:
 
     def _switch(self, phase: str) -> None:
         if phase != self._current and self._open is not None:
-            self._open.changes.append((phase, self._marked()))
+            self._open.phases.append(phase)
+            self._open.marks.append(self._marked())
             self._current = phase
             if self.is_mine():  # not one of autograd's threads
                 for listener in self.listeners:
@@ -227,10 +312,3 @@ class StepFinder:
     def _marked(self) -> Any:
         self.marks += 1
         return self.mark()
-
-
-def add_wait(waits: dict[int, list[float]], line: int, calls: float, ms: float) -> None:
-    """Add calls and milliseconds to those of a line."""
-    known = waits.setdefault(line, [0, 0.0])
-    known[0] += calls
-    known[1] += ms
