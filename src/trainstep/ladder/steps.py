@@ -110,7 +110,7 @@ class StepRunner:
     tries_all_again = True
 
     def __init__(
-        self, source: WorkloadSource, base: StepConfig, judge: StepCheck | None = None, warmup: int = 3, steps: int = 10
+        self, source: WorkloadSource, base: StepConfig, judge: StepCheck | None, warmup: int, steps: int
     ) -> None:
         if steps < 1 or warmup < 0:
             raise UsageError(

@@ -1,16 +1,14 @@
 """Each change made from outside, in this process."""
 
 import functools
-import inspect
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from trainstep.ladder.changes import attention, checkpointing, compiling, ddp, layout, loaders, optimizer, precision
+from trainstep.ladder.changes import attention, checkpointing, compiling, layout, loaders, optimizer, precision
 
 
 class Trial:
@@ -25,10 +23,7 @@ class Trial:
 @pytest.fixture
 def trial(monkeypatch):
     """A run that is no process: what changes replace is put back."""
-    for kind in (
-        *(torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad),
-        *(DataLoader, DistributedDataParallel),
-    ):
+    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, DataLoader):
         monkeypatch.setattr(kind, "__init__", kind.__init__)
     return Trial()
 
@@ -232,36 +227,3 @@ def test_our_attention_takes_what_the_kernels_take(shapes, options, is_ours, tri
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected)]
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize(
-    ("change", "name"), [(ddp.bucket_views, "gradient_as_bucket_view"), (ddp.static_graph, "static_graph")]
-)
-def test_ddp_is_given_what_it_was_not(trial, monkeypatch, change, name):
-    given = []
-    monkeypatch.setattr(DistributedDataParallel, "__init__", taken(given))
-    change(trial)
-    module = nn.Linear(2, 2)
-    DistributedDataParallel(module)
-    DistributedDataParallel(module, bucket_cap_mb=5, **{name: True})
-    assert given == [{name: True}, {"bucket_cap_mb": 5, name: True}]
-
-
-def test_ddp_is_given_larger_buckets_where_it_was_given_none(trial, monkeypatch):
-    given = []
-    monkeypatch.setattr(DistributedDataParallel, "__init__", taken(given))
-    ddp.larger_buckets(trial)
-    module = nn.Linear(2, 2)
-    DistributedDataParallel(module)
-    DistributedDataParallel(module, bucket_cap_mb=5)
-    assert given == [{"bucket_cap_mb": 100}, {"bucket_cap_mb": 5}]
-
-
-def taken(given):
-    """A constructor that notes what it is given besides the module."""
-
-    def __init__(self, module, **options):
-        given.append(options)
-
-    __init__.__signature__ = inspect.signature(DistributedDataParallel.__init__)
-    return __init__

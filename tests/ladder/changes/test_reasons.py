@@ -16,7 +16,6 @@ SETTINGS = {
         {"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "convolutions": 1, "is_channels_last": False}
         | {"is_whole_compiled": False},
     ],
-    "ddp": [{"gradient_as_bucket_view": False, "static_graph": False, "bucket_cap_mb": None, "gradients_mib": 9.0}],
     "checkpoints": False,
     "reads": True,
     "recompiles": True,
@@ -76,12 +75,6 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(change):
         ("fused RoPE", {"on_gpu": False}, "it needs a GPU"),
         ("late reads", {"on_gpu": False}, "on a CPU nothing waits"),
         ("late reads", {"reads": False}, "no line of the script calls item()"),
-        ("DDP's static graph", {"ddp": []}, "makes no DistributedDataParallel"),
-        ("DDP's static graph", {"ddp": [{"static_graph": True}]}, "sets it itself: static_graph=True"),
-        ("DDP's larger buckets", {"ddp": []}, "makes no DistributedDataParallel"),
-        ("DDP's larger buckets", {"ddp": [{"bucket_cap_mb": 5}, {"bucket_cap_mb": 1000}]}, "bucket_cap_mb=5 and 1000"),
-        ("DDP's larger buckets", {"ddp": [{"bucket_cap_mb": None, "gradients_mib": 0.9}]}, "0.9 MiB, which are sent"),
-        ("DDP's buckets as gradients", {"ddp": [{"gradient_as_bucket_view": True}]}, "gradient_as_bucket_view=True"),
     ],
 )
 def test_what_is_nothing_for_a_script_is_said(name, own, why):

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -40,7 +39,6 @@ class Settings:
         self._autocast: list[str] = []
         self._loaders: list[dict[str, Any]] = []
         self._optimizers: dict[int, dict[str, Any]] = {}
-        self._ddp: list[dict[str, Any]] = []
         self._models: list[dict[str, Any]] = []
         self._roots: list[nn.Module] = []
         self._checkpoints = False
@@ -54,7 +52,6 @@ class Settings:
         for kind in FUSED:
             self._watch(kind, "__init__", self._optimizer_is_made)
         self._watch(torch.autocast, "__enter__", self._autocast_begins)
-        self._watch(DistributedDataParallel, "__init__", self._ddp_is_made)
         for owner, name in CHECKPOINTS:
             self._watch(owner, name, self._checkpoint_begins)
 
@@ -132,7 +129,6 @@ class Settings:
             "loaders": self._loaders,
             "optimizers": made,
             "models": self._models,
-            "ddp": self._ddp,
             "checkpoints": self._checkpoints,
             "operators": None if self._is_opaque or not self._operators else sorted(self._operators),
             "on_gpu": any(each.is_cuda for each in parameters_of(optimizers)),
@@ -173,18 +169,6 @@ class Settings:
         kind = type(optimizer).__name__
         file = os.path.realpath(place.file) if place.file else ""
         self._optimizers[id(optimizer)] = {"class": kind, "file": file, "line": place.line, "names": names}
-
-    def _ddp_is_made(self, wrapper: Any, *args: Any, **kwargs: Any) -> None:
-        given = arguments_of(DistributedDataParallel, args, kwargs)
-        sent = [each for each in given["module"].parameters() if each.requires_grad] if given else []
-        self._ddp.append(
-            {
-                "gradient_as_bucket_view": bool(given.get("gradient_as_bucket_view")),
-                "static_graph": bool(given.get("static_graph")),
-                "bucket_cap_mb": given.get("bucket_cap_mb") or None,
-                "gradients_mib": sum(each.numel() * each.element_size() for each in sent) / 2**20,
-            }
-        )
 
     def _checkpoint_begins(self, *_: object, **__: object) -> None:
         self._checkpoints = True
