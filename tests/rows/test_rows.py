@@ -6,9 +6,8 @@ import pytest
 
 from trainstep.report.subjects.allocations import made_in, owner_part
 from trainstep.report.subjects.memory import residual_name
-from trainstep.rows import StepRow, row_of
+from trainstep.rows import row_of
 from trainstep.rows.records import read_records
-from trainstep.rows.row import make_row
 
 RESULTS = sorted((Path(__file__).parents[2] / "docs" / "results").glob("*.jsonl"))
 
@@ -62,8 +61,3 @@ def test_parts_of_owners_are_named_by_their_columns(owner, case, shown):
 )
 def test_allocations_are_named_by_phase_and_operation(values, shown):
     assert made_in(row_of("allocation", {"rank": 1}, {"mib": 1.0, **values})) == shown
-
-
-def test_what_no_row_has_is_not_taken():
-    with pytest.raises(TypeError, match="a row has no 'sample'; expected some of environment, reason, samples"):
-        make_row(StepRow, {}, {}, sample={})

@@ -13,7 +13,7 @@ from trainstep.rows.kernels import *
 from trainstep.rows.memory import *
 from trainstep.rows.parallel import *
 from trainstep.rows.plan import *
-from trainstep.rows.row import Row, check_columns, check_types, make_row
+from trainstep.rows.row import Row, decode_row
 from trainstep.rows.run import *
 from trainstep.rows.steps import *
 
@@ -44,7 +44,4 @@ def row_of(kind: str, case: Mapping[str, Any], values: Mapping[str, Any] | None 
         raise ValueError(f"a row of kind {kind!r}, which versions before 2026-11-28 wrote of ladders: climb it again")
     if kind not in KINDS:
         raise ValueError(f"unknown kind of row {kind!r}")
-    values = values or {}
-    check_columns({**case, **values}, **{name: rest.get(name, {}) for name in ("samples", "series", "environment")})
-    check_types(KINDS[kind], case, values)
-    return make_row(KINDS[kind], case, values, **rest)
+    return decode_row(KINDS[kind], case, values or {}, **rest)

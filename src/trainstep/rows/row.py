@@ -14,16 +14,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import cache, cached_property, lru_cache
-from types import NoneType
-from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 from trainstep.base.stats import Summary
 
 Scalar = str | int | float | bool | None | tuple[str, ...]
 """What a column of a row holds: a number, a word, or several words."""
+if TYPE_CHECKING:
+    Sample = float
+else:
+    Sample = float | None  # as msgspec reads it: a file has null for a number that is not finite
 Status = Literal["ok", "out of memory", "unsupported", "wrong", "failed"]
 
 
@@ -78,7 +81,7 @@ class Row:
     kind: ClassVar[str]  # its name in files, `class StepRow(Row, kind="step")`
 
     # The single measurements behind the values, in the order they were taken.
-    samples: Mapping[str, Sequence[float]] = field(default_factory=dict, metadata={"section": "samples"})
+    samples: Mapping[str, Sequence[Sample]] = field(default_factory=dict, metadata={"section": "samples"})
     status: Status = field(default="ok", metadata={"section": ""})  # whether the case ran, and if not, why not
     reason: str = field(default="", metadata={"section": ""})  # one line, empty where the status is ok
     # Machine, versions, commit, date.
@@ -116,47 +119,20 @@ class Row:
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)
-_COMMON = frozenset(each.name for each in dataclasses.fields(Row))
-"""What rows of every kind have beside case and values."""
 
 
 @cache
 def _fields(kind: type[Row]) -> dict[str, list[tuple[str, str]]]:
-    """Of a kind: section → its fields in order, each with its form: "times", "open", or empty for a plain one."""
+    """Map each section of a kind to its fields in order, each with its form: "times", "open", or empty."""
     found: dict[str, list[tuple[str, str]]] = {"case": [], "values": []}
     for each in dataclasses.fields(kind):
-        form = next((form for form in sorted(_SPREAD) if form in each.metadata), "")
+        form = next((form for form in ("open", "times") if form in each.metadata), "")
         found.setdefault(each.metadata.get("section", "values"), []).append((each.name, form))
     return found
 
 
-@cache
-def _required(kind: type[Row]) -> list[str]:
-    """The fields that a row cannot do without."""
-    return [each.name for each in dataclasses.fields(kind) if each.default is each.default_factory is MISSING]
-
-
-@cache
-def _factories(kind: type[Row]) -> list[tuple[str, Callable[[], Any]]]:
-    """The fields whose default is made anew for each row."""
-    made = [(each.name, each.default_factory) for each in dataclasses.fields(kind)]
-    return [(name, make) for name, make in made if make is not MISSING]
-
-
-@cache
-def _layout(kind: type[Row]) -> tuple[dict[str, str], str | None, dict[str, str]]:
-    """Of a kind: the section of each plain field, the field that holds `Times`, and by section the open one."""
-    fields = dataclasses.fields(kind)
-    plain = {each.name: each.metadata.get("section", "values") for each in fields if not each.metadata.keys() & _SPREAD}
-    times_field = next((each.name for each in fields if "times" in each.metadata), None)
-    return plain, times_field, {each.metadata["section"]: each.name for each in fields if "open" in each.metadata}
-
-
-_SPREAD = {"times", "open"}
-
-
 def make_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str, Any], **rest: Any) -> AnyRow:
-    """A row of this kind from its columns, as a file has them.
+    """Make a row of this kind from its columns, whose types the caller answers for.
 
     Args:
         kind: a class of `trainstep.rows`.
@@ -164,178 +140,97 @@ def make_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str, A
         rest: samples, series, environment, status, reason.
 
     Raises:
-        ValueError: a column that the kind does not have, or one that is missing.
+        ValueError: a column that the kind does not have.
     """
-    found: dict[str, Any] = {name: make() for name, make in _factories(kind)} | rest  # type: ignore[arg-type]
+    return kind(**_by_field(kind, case, values, Times), **rest)
+
+
+def decode_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str, Any], **rest: Any) -> AnyRow:
+    """Make a row of columns that a file has, where msgspec checks every value against its field's type.
+
+    Raises:
+        ValueError: a column that the kind does not have, one that is missing, or a value of another type.
+    """
+    import msgspec
+
+    found = _by_field(kind, case, values, dict) | rest
+    try:
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        expected, _, path = str(error).partition(" - at `$.")
+        name = path.partition("[")[0].rstrip("`")
+        if not name:
+            raise ValueError(f"a row of kind {kind.kind!r}: {expected}") from error
+        value, where = found[name], name
+        if isinstance(value, Mapping):  # msgspec's path has no key of a mapping
+            for key, item in value.items():
+                try:
+                    msgspec.convert({**found, name: {key: item}}, kind)
+                except msgspec.ValidationError:
+                    value, where = item, f"{key} among its {name}"
+                    break
+        raise ValueError(f"{where} is {_shown(value)}: {expected}") from error
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _by_field(
+    kind: type[Row], case: Mapping[str, Any], values: Mapping[str, Any], make: Callable[..., Any]
+) -> dict[str, Any]:
+    """Sort columns to the kind's fields; `make` takes the parts of one phase's `Times`."""
+    found: dict[str, Any] = {}
     for section, columns in (("case", case), ("values", values)):
         places = _places(kind, section, tuple(columns))  # type: ignore[arg-type]  # classes are hashable
-        for name in places.plain:
-            value = columns[name]
-            found[name] = tuple(value) if type(value) is list else value
-        for field_name, names in places.open.items():
-            found[field_name] = {name: columns[name] for name in names}
-        for field_name, phases in places.times.items():
-            parts = [(phase, map(columns.get, every)) for phase, every in phases if columns[every[0]] is not None]
-            found[field_name] = {phase: Times(*each) for phase, each in parts}  # type: ignore[arg-type]
-    for name in _required(kind):  # type: ignore[arg-type]
-        if name not in found:
-            raise ValueError(f"a row of kind {kind.kind!r} lacks {name!r} in its case")
-    if unknown := rest.keys() - _COMMON:
-        raise TypeError(f"a row has no {min(unknown)!r}; expected some of {', '.join(sorted(_COMMON))}")
-    row = object.__new__(kind)  # what is left has its default in the class; `__init__` would take most of the time
-    row.__dict__.update(found)
-    return row
+        found |= {name: columns[name] for name in places.plain}
+        if places.further:
+            found[places.open] = {name: columns[name] for name in places.further}
+        if places.phases:
+            phases = {phase: parts for phase, parts in places.phases.items() if columns[parts["median"]] is not None}
+            found[places.times] = {
+                phase: make(**{part: columns[name] for part, name in parts.items()}) for phase, parts in phases.items()
+            }
+    return found
 
 
 @dataclass(frozen=True)
 class _Places:
     """Where the columns of a section go: rows of one command have the same columns, so it is looked up once."""
 
-    plain: Sequence[str]
-    """Columns that are fields."""
-    open: Mapping[str, Sequence[str]]
-    """Field → the columns it takes in."""
-    times: Mapping[str, Sequence[tuple[str, Sequence[str]]]]
-    """Field → each phase with its columns in the order of `Times`; only the first, the median, is there for certain."""
+    times: str  # the field of `Times`, empty where there is none
+    open: str  # the field of further columns
+    plain: list[str] = field(default_factory=list)  # columns that are fields
+    further: list[str] = field(default_factory=list)  # columns that the open field takes in
+    phases: dict[str, dict[str, str]] = field(default_factory=dict)  # phase → field of `Times` → its column
 
 
 @lru_cache(4096)
 def _places(kind: type[Row], section: str, names: tuple[str, ...]) -> _Places:
-    plain, times_field, open_fields = _layout(kind)  # type: ignore[arg-type]  # classes are hashable
-    own, further, phases = list[str](), list[str](), list[tuple[str, Sequence[str]]]()
+    fields = _fields(kind)[section]  # type: ignore[arg-type]  # classes are hashable
+    forms = {form: name for name, form in fields}
+    found = _Places(forms.get("times", ""), forms.get("open", ""))
+    plain = {name for name, form in fields if not form}
     for name in names:
-        part = _part_of_times(name) if times_field is not None and section == "values" else None
-        if plain.get(name) == section:
-            own.append(name)
-        elif part is not None and f"{part[0]}_ms" in names:
-            if part[1] == "median":
-                columns = [f"{part[0]}_{_TIME_COLUMNS[each.name]}" for each in dataclasses.fields(Times)]
-                phases.append((part[0], columns))
-        elif section in open_fields:
-            further.append(name)
+        phase, part = _part_of_times(name)
+        if name in plain:
+            found.plain.append(name)
+        elif found.times and f"{phase}_ms" in names:
+            found.phases.setdefault(phase, {})[part] = name
+        elif found.open:
+            found.further.append(name)
         else:
             raise ValueError(f"a row of kind {kind.kind!r} has no {name!r} among its {section}")
-    opened = {open_fields[section]: further} if section in open_fields else {}
-    return _Places(own, opened, {times_field: phases} if times_field is not None and section == "values" else {})
-
-
-_LARGEST = 2**64  # of a whole number: no size, count or address is larger
-
-
-def check_columns(
-    columns: Mapping[str, Any], samples: Mapping[str, Any], series: Mapping[str, Any], environment: Mapping[str, Any]
-) -> None:
-    """Raise `ValueError` unless these are values as rows have them: finite numbers, words, and lists of either."""
-    if not _are_all(columns.values(), _is_scalar):
-        for name, value in columns.items():
-            is_list = isinstance(value, (list, tuple)) and all(map(_is_scalar, value))
-            if not _is_scalar(value) and not is_list:
-                raise ValueError(f"{name} is {_shown(value)}, which is no finite number and no text")
-    if not _are_all(environment.values(), _is_scalar):
-        name, value = next((name, value) for name, value in environment.items() if not _is_scalar(value))
-        raise ValueError(f"in the environment {name} is {_shown(value)}, which is no finite number and no text")
-    for name, column in samples.items():
-        if not isinstance(column, (list, tuple)) or not _are_all(column, _is_number):
-            raise ValueError(f"the samples of {name} are no list of finite numbers")
-    for name, column in series.items():
-        if not isinstance(column, (list, tuple)) or not _are_all(column, _is_scalar):
-            raise ValueError(f"the series {name} is no list of finite numbers and texts")
-
-
-def _are_all(values: Collection[object], is_one: Callable[[object], bool]) -> bool:
-    """Whether `is_one`, `_is_number` or `_is_scalar`, is true of all; looked at by type, as a finite sum has finite
-    terms."""
-    kinds = set(map(type, values))
-    if not kinds <= _SCALARS or (not kinds.isdisjoint(_NO_NUMBERS) and is_one is _is_number):
-        return all(map(is_one, values))
-    floats: list[Any] = [value for value in values if type(value) is float] if float in kinds else []
-    whole: list[Any] = [value for value in values if type(value) is int] if int in kinds else []
-    fits = not whole or (min(whole) > -_LARGEST and max(whole) < _LARGEST)
-    return fits and (math.isfinite(sum(floats)) or all(map(math.isfinite, floats)))
-
-
-_SCALARS = frozenset([str, bool, NoneType, float, int])
-_NO_NUMBERS = frozenset([str, bool])
-
-
-def _is_number(value: object) -> bool:
-    """A number, which true and false are not; None stands for one that is not finite."""
-    kind = type(value)
-    if kind is float:
-        return math.isfinite(value)  # type: ignore[arg-type]
-    if kind is int:
-        return -_LARGEST < value < _LARGEST  # type: ignore[operator]
-    return value is None or (isinstance(value, float) and math.isfinite(value))
-
-
-def _is_scalar(value: object) -> bool:
-    return type(value) is str or _is_number(value) or isinstance(value, (str, bool))
-
-
-def _shown(value: object) -> str:
-    text = repr(value) if not isinstance(value, int) or abs(value) < _LARGEST else "a whole number of over 64 bits"
-    return text if len(text) <= 60 else f"{text[:60]}…"
-
-
-def check_types(kind: type[Row], case: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Raise `ValueError` where a column is not of its field's type; `check_columns` has passed."""
-    for section, columns in (("case", case), ("values", values)):
-        expected = _expected(kind, section, tuple(columns))  # type: ignore[arg-type]  # classes are hashable
-        if not all(map(isinstance, columns.values(), expected)):
-            (name, value), allowed = next(
-                each for each in zip(columns.items(), expected, strict=True) if not isinstance(each[0][1], each[1])
-            )
-            names = " or ".join(dict.fromkeys(_TYPE_NAMES[each] for each in allowed if each in _TYPE_NAMES))
-            raise ValueError(f"{name} is {_shown(value)}, expected {names}")
-
-
-@lru_cache(4096)
-def _expected(kind: type[Row], section: str, names: tuple[str, ...]) -> list[tuple[type, ...]]:
-    """The types that each of a section's columns may have; any, of columns that are no field."""
-    types = _types(kind)  # type: ignore[arg-type]  # classes are hashable
-    has_times = section == "values" and _layout(kind)[1] is not None  # type: ignore[arg-type]
-    return [
-        (*found, NoneType)
-        if (found := types.get(name) or (_NUMBERS if has_times and _part_of_times(name) is not None else ()))
-        else (object,)
-        for name in names
-    ]
-
-
-_NUMBERS: tuple[type, ...] = (float, int)
-_TYPE_NAMES: Mapping[type, str] = {
-    **dict.fromkeys((float, int), "a number"),
-    **dict.fromkeys((list, tuple), "a list"),
-    str: "a text",
-    bool: "true or false",
-}
-
-
-@cache
-def _types(kind: type[Row]) -> dict[str, tuple[type, ...]]:
-    """Of a kind: the types that JSON may give each plain field."""
-    hints = get_type_hints(kind)
-    found = {}
-    for name in _layout(kind)[0]:  # type: ignore[arg-type]
-        allowed: list[type] = []
-        for each in get_args(hints[name]) or (hints[name],):
-            origin = get_origin(each) or each
-            if origin is float:
-                allowed += _NUMBERS
-            elif origin is tuple:
-                allowed += (list, tuple)
-            elif origin in (int, str, bool):
-                allowed.append(origin)
-        if allowed:
-            found[name] = tuple(allowed)
     return found
 
 
-@lru_cache(4096)
-def _part_of_times(name: str) -> tuple[str, str] | None:
-    """The phase and the field of `Times` of a column such as `forward_low_ms`."""
-    found = ((name.removesuffix(f"_{end}"), part) for part, end in _TIME_COLUMNS.items() if name.endswith(f"_{end}"))
-    return next(found, None)
+def _part_of_times(name: str) -> tuple[str, str]:
+    """Split a column such as `forward_low_ms` into its phase and the field of `Times`; both empty for others."""
+    for part, end in _TIME_COLUMNS.items():
+        if name.endswith(f"_{end}"):
+            return name.removesuffix(f"_{end}"), part
+    return "", ""
 
 
 class Timed(Row):

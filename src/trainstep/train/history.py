@@ -14,8 +14,8 @@ from trainstep.base.errors import UsageError
 from trainstep.base.schemes import SCHEMES
 from trainstep.base.stats import summarize
 from trainstep.rows import TrainRow
-from trainstep.rows.records import Scalar, Times
-from trainstep.rows.row import check_columns, check_types
+from trainstep.rows.records import Scalar, Times, parse_line
+from trainstep.rows.row import decode_row
 
 METRICS = "metrics.jsonl"  # the file's name in the run's folder
 WARMUP = 10  # updates after a start whose speed is not counted: compilation and first allocations are in them
@@ -71,9 +71,9 @@ def history(folder: Path) -> TrainRow:
         told = starts[-1] if starts else {"case": {"workload": folder.resolve().name}, "environment": {}}
         first = max(row["step"] - row["since_start"] for row in rows)
         made = record_of(told["case"], rows, first, environment=told["environment"])
-        row = dataclasses.replace(made, series=dict(made.series) | _curves(rows))
-        check_columns({**row.case, **row.values}, {}, row.series, row.environment)
-        check_types(TrainRow, row.case, row.values)
+        series = dict(made.series) | _curves(rows)
+        sections = {"case": made.case, "values": made.values, "series": series, "environment": made.environment}
+        row = decode_row(TrainRow, **parse_line(json.dumps(sections)))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(
             f"{path} has rows that are not a training run's ({type(error).__name__}: {error}); give the --out of a run "
