@@ -5,7 +5,7 @@ import sys
 
 
 def main() -> None:
-    """As `trainstep.commands.cli.main`, which is imported here so that Ctrl-C during imports is no traceback."""
+    """Call `trainstep.commands.cli.main`, imported here so that Ctrl-C during imports is no traceback."""
     try:
         from trainstep.commands.cli import main as run
     except KeyboardInterrupt:

@@ -52,7 +52,7 @@ _BY_NAME: dict[str, Callable[..., Tensor]] = {
 IMPLEMENTATIONS: tuple[str, ...] = (*_BY_NAME, "auto")
 
 _WITH_MORE = frozenset(_BY_NAME) - {"sdpa", "sdpa-cudnn", "sdpa-efficient", "sdpa-math"}
-"""What takes a scoring that is not plain: a window, documents or a softcap."""
+"""Implementations that take a scoring beyond the plain one: a window, documents or a softcap."""
 
 
 def attention(

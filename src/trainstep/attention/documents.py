@@ -63,7 +63,7 @@ def _check_offsets(cu_seqlens: Tensor, total: int) -> None:
 
 
 def document_of(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Which document each of `total` tokens is in, counted from 1, in the offsets' dtype (total,)."""
+    """Document of each of `total` tokens, counted from 1, in the offsets' dtype (total,)."""
     tokens = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens, tokens, right=True)
 

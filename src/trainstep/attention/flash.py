@@ -59,8 +59,8 @@ def attention_flash(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor
 
 
 def _settings(q: Tensor, scoring: Scoring) -> tuple[bool, float, int | None, Tensor | None, float | None]:
-    """What the operators take of a scoring. Bounds are made outside of them, so that compiled code makes them once for
-    all layers."""
+    """The arguments that the operators take of a scoring. Bounds are made outside of them, so that compiled code makes
+    them once for all layers."""
     offsets = scoring.cu_seqlens
     bounds = None if offsets is None else documents.bounds(offsets, q.shape[-2])
     return scoring.is_causal, scoring.scale, scoring.window, bounds, scoring.softcap
@@ -124,7 +124,7 @@ def _require_supported(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor) -> Exception | None:
-    """Why the kernels do not take these inputs here, as an error to raise; None where they do."""
+    """Return the error that says why the kernels do not take these inputs here, None if they do."""
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return TypeError(f"the Triton kernels take float32, float16 or bfloat16: got {describe(q, k, v)}")
     if not 8 <= q.shape[-1] <= 256:
@@ -191,7 +191,7 @@ def _gradients(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, is_causal: bool, scale: float,
     window: int | None = None, bounds: Tensor | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What `_forward` took and returned, and do (q's shape) → dq, dk, dv in the inputs' shapes and dtype."""
+    """Inputs and results of `_forward`, and do (q's shape) → dq, dk, dv in the inputs' shapes and dtype."""
     q_shape, k_shape, given = q.shape, k.shape, scale
     q, scale = with_positive_scale(q, given)
     with torch.cuda.device_of(q):
@@ -208,7 +208,8 @@ def _backward_launches(
     tensors: Sequence[Tensor], is_causal: bool, scale: float, window: int | None, bounds: Tensor | None,
     softcap: float | None,
 ) -> Sequence[Launching]:  # fmt: skip
-    """How q, k, v, o, do and lse make the last of the tensors: dq, dk, dv. All have four dimensions; scale > 0.
+    """Launches that make dq, dk and dv, the last of the tensors, from q, k, v, o, do and lse. All have four dimensions;
+    scale > 0.
 
     What the launches hand on to each other lies where dq does.
     """
@@ -246,21 +247,21 @@ def _launches_to_come(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *
 
 
 def _hopper_knows(q: Tensor, k: Tensor, window: int | None, bounds: Tensor | None, softcap: float | None) -> bool:
-    """Whether the Hopper kernels know these scores: plain ones, and up to head_dim 128 those of a window over as many
+    """True if the Hopper kernels know these scores: plain ones, and up to head_dim 128 those of a window over as many
     keys as queries."""
     windowed = q.shape[-1] <= 128 and q.shape[-2] == k.shape[-2]
     return bounds is None and softcap is None and (window is None or windowed)
 
 
 def runs_hopper_kernels(q: Tensor) -> bool:
-    """Whether the Hopper kernels take these inputs, where they know the scores. Up to head_dim 32 their tiles would be
+    """True if the Hopper kernels take these inputs, where they know the scores. Up to head_dim 32 their tiles would be
     mostly padding."""
     is_fit = not INTERPRETED and q.dtype != torch.float32 and q.shape[-1] > 32
     return is_fit and torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
 def sums_dq_in_any_order(q: Tensor) -> bool:
-    """Whether the backward for these inputs is Hopper's single kernel, rather than the pair with one owner for dq."""
+    """True if the backward for these inputs is Hopper's single kernel, rather than the pair with one owner for dq."""
     return runs_hopper_kernels(q) and q.shape[-1] <= 128 and not torch.are_deterministic_algorithms_enabled()
 
 
@@ -306,7 +307,7 @@ def _autograd(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None = None,
     bounds: Tensor | None = None, softcap: float | None = None, is_recorded: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What the forward operator does where gradients may be wanted."""
+    """Run the forward operator where gradients may be wanted."""
     arguments = q, k, v, is_causal, scale, window, bounds, softcap
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return cast(tuple[Tensor, Tensor], _Differentiable.apply(*arguments))  # type: ignore[no-untyped-call]

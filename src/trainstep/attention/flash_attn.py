@@ -30,7 +30,8 @@ PACKAGES = {"flash-attn-4": "flash_attn.cute", "flash-attn-3": "flash_attn_inter
 
 
 class Functions(NamedTuple):
-    """What a package computes attention with: `flash_attn_func`, and for packed documents `flash_attn_varlen_func`."""
+    """Functions of a package that compute attention: `flash_attn_func`, and for packed documents
+    `flash_attn_varlen_func`."""
 
     plain: Callable[..., Any]
     varlen: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""What every implementation demands of q, k and v (shapes: see `api.attention`), checked once, before anything runs."""
+"""Demands of every implementation on q, k and v (shapes: see `api.attention`), checked once, before anything runs."""
 
 import torch
 from torch import Tensor

@@ -31,7 +31,7 @@ class Scoring:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is what every implementation has: the scale, and a causal mask or none."""
+        """True if every implementation has it: the scale, and a causal mask or none."""
         return self.window is None and self.cu_seqlens is None and self.softcap is None
 
 

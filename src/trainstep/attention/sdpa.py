@@ -1,4 +1,4 @@
-"""What PyTorch ships: the backends of scaled_dot_product_attention, and the oracle compiled.
+"""PyTorch's own attention: the backends of scaled_dot_product_attention, and the oracle compiled.
 
 Each function takes checked inputs and runs the one kernel it is named after, or raises UsageError: a backend that
 cannot run these inputs on this device is never replaced by another. The backends have nothing to set: cuDNN's

@@ -38,12 +38,12 @@ from trainstep.base.precision import PrecisionName
 from trainstep.step.casting import DTYPES, matmul_precision
 
 IMPLEMENTATIONS = ("flash-triton", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
-"""What `auto` may stand for. FlexAttention is left out, since it compiles anew for every shape."""
+"""Implementations that `auto` may stand for. FlexAttention is left out, since it compiles anew for every shape."""
 ROUNDS = 3
 """Timed in turns: a GPU at its power cap is some per cent slower from one second to the next; one round of each chose
 otherwise in another run."""
 FAR_BEHIND = 1.25
-"""Of the fastest's time in the first round: what takes more is not timed again."""
+"""Candidates that take this many times the fastest's time in the first round are not timed again."""
 
 AnyTile = Tile | HopperTile
 _KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkdv")
@@ -60,7 +60,7 @@ _WIDE_FLOAT32 = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """One candidate on one case: its median time, or why it has none."""
+    """A candidate on one case: its median time, or why it has none."""
 
     kernel: Kernel
     dtype: PrecisionName

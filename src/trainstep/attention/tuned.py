@@ -1,4 +1,4 @@
-"""What `trainstep tune attention` measures, looked up and never searched for at run time.
+"""Results of `trainstep tune attention`, looked up and never searched for at run time.
 
 Three tables are shipped as JSON: the tiles of the portable kernels (`triton/tiles.json`), those of the Hopper kernels
 (`hopper/tiles.json`) and the fastest implementations (`choice.json`). Files of the same names in the user's cache
@@ -31,7 +31,7 @@ TilePrecision = Literal["16-bit", "tf32", "tf32x3"]
 
 
 class TileCase(NamedTuple):
-    """What a portable kernel's tile depends on."""
+    """Properties of a case that decide a portable kernel's tile."""
 
     gpu: str  # "sm_90", or "other" for those without an entry, whose tiles fit the least shared memory since 8.0
     kernel: Kernel
@@ -42,7 +42,7 @@ class TileCase(NamedTuple):
 
 @dataclass(frozen=True)
 class Tile:
-    """One configuration of a portable kernel: queries × keys per tile, warps per program, stages of its pipeline."""
+    """A configuration of a portable kernel: queries × keys per tile, warps per program, stages of its pipeline."""
 
     queries: int
     keys: int
@@ -58,7 +58,7 @@ class HopperTileCase(NamedTuple):
 
 @dataclass(frozen=True)
 class HopperTile:
-    """One configuration of a Hopper kernel."""
+    """A configuration of a Hopper kernel."""
 
     consumers: int  # warpgroups that compute, each on 64 rows of its own
     block: int  # rows per tile that streams past them
@@ -103,7 +103,7 @@ class Table(Generic[Case, Value]):
         self._entries: dict[Case, Value] | None = None
 
     def entries(self) -> Mapping[Case, Value]:
-        """What is shipped, with the user's entries over it. Raises UsageError if the user's file cannot be read."""
+        """Shipped entries, with the user's entries over them. Raises UsageError if the user's file cannot be read."""
         if self._entries is None:
             self._entries = self.shipped() | self._users()
         return self._entries
@@ -184,7 +184,8 @@ def hopper_block_of(head_dim: int) -> int:
 
 
 def multiply_precision(dtype: torch.dtype) -> Literal["tf32", "tf32x3"]:
-    """How kernels multiply: float32 as exactly as PyTorch's own matrix products under the current setting."""
+    """Precision of the kernels' products: float32 as exact as PyTorch's own matrix products under the current
+    setting."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
         return "tf32x3"
     return "tf32"  # 16-bit operands are multiplied as they are; this names nothing there

@@ -19,7 +19,7 @@ from trainstep.base.errors import UnsupportedError
 
 
 def unsupported_here(q: Tensor, k: Tensor) -> bool:
-    """Whether its kernels do not take these; with two lengths it would count a mask from the end of the keys."""
+    """True if torch's kernels do not take these; with two lengths they would count a mask from the end of the keys."""
     return q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-2] != k.shape[-2]
 
 

@@ -15,7 +15,7 @@ class Line:
 
     code: str
     where: str = ""
-    """Where it goes, or what it takes the place of."""
+    """Place where the line goes, or the code that it replaces."""
 
     @property
     def text(self) -> str:

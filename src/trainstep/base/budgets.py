@@ -1,4 +1,5 @@
-"""What every comparison allows for rounding beside what was measured: factors that do not depend on what is compared.
+"""Allowances for rounding that every comparison adds to measured ones: factors that do not depend on the compared
+values.
 
 Imports no torch, so that what only reads rows can judge by the same factors.
 """
@@ -11,7 +12,7 @@ HEADROOM = 4.0
 """Standard deviations: with a hundred thousand rows, the largest is about four above the mean."""
 
 VACUOUS = 0.5
-"""What may be this far off, of its own size, says nothing."""
+"""A result that may be off by this share of its own size says nothing."""
 
 FLOAT32_LOSES = 6.0
 """Tensor cores multiply float32 as three products of TF32, as fused attention does on a GPU, and cut sums off where

@@ -1,4 +1,4 @@
-"""What is measured: a model's shape, how one training step of it is taken, and the phases it announces.
+"""Settings of a measurement: a model's shape, how one training step of it is taken, and the phases it announces.
 
 Everything that can be chosen is a field here, once, with its default and its docstring. The command's flags, the TOML
 files and the grids of `trainstep bench` are made from these dataclasses. This module imports no torch.
@@ -160,7 +160,7 @@ def settings_with(role: str, *, without: Collection[str] = ()) -> tuple[str, ...
 
 @dataclass(frozen=True)
 class StepConfig:
-    """How one training step is taken. The defaults are the plain baseline: fp32, eager, nothing fused."""
+    """Settings of one training step. The defaults are the plain baseline: fp32, eager, nothing fused."""
 
     batch: Annotated[int, CASE, FIXED, RESUMABLE] = 4
     """Sequences per step; under `trainstep train` those of one rank in one pass."""
@@ -180,8 +180,8 @@ class StepConfig:
     so that the logits never exist in full) or fused (so too, but with the gradients computed in forward, by our kernel:
     nothing is computed twice; on a GPU)."""
     fused: Annotated[FusedParts, CASE, FORM, FIXED, RESUMABLE] = "none"
-    """What our fused operators compute in place of plain ones (our models, on a GPU): rope (the rotary positions of
-    queries and keys, in one pass)."""
+    """Operations that our fused operators compute in place of plain ones (our models, on a GPU): rope (the rotary
+    positions of queries and keys, in one pass)."""
     checkpointing: Annotated[str, CASE, RESUMABLE] = "none"
     """Activations kept for backward: none (no checkpointing: all of them), every-K (only the input of every K blocks;
     the blocks run again in backward), selective (results of matrix products and attention), recursive (halves of halves
@@ -218,7 +218,7 @@ def blocks_per_checkpoint(policy: str) -> int | None:
 
 
 def keeps_whole_blocks(policy: str) -> bool:
-    """Whether a checkpointing policy keeps all of a block's activations or its input alone, which formulas know."""
+    """True if a checkpointing policy keeps all of a block's activations or its input alone, which formulas know."""
     return policy == "none" or blocks_per_checkpoint(policy) is not None
 
 
@@ -240,7 +240,7 @@ def resolve_size(name: str) -> ModelConfig:
 
 @dataclass(frozen=True)
 class FileConfig:
-    """What a TOML file says: `[model]` (with an optional `size` to start from), `[step]` and `[train]`."""
+    """Contents of a TOML file: `[model]` (with an optional `size` to start from), `[step]` and `[train]`."""
 
     model: ModelConfig
     step: StepConfig

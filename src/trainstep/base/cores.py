@@ -1,4 +1,4 @@
-"""How many cores there are for this process. Importing this imports no torch."""
+"""Number of cores that this process may use. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import os
 
 
 def cores() -> int:
-    """That this process may run on, as under taskset; where the system does not say, all there are."""
+    """Cores that this process may run on, as under taskset; all there are if the system does not say."""
     allowed = getattr(os, "sched_getaffinity", None)
     return (os.cpu_count() or 1) if allowed is None else len(allowed(0))

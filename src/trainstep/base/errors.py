@@ -49,8 +49,8 @@ _OBEYED = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff"
     r"\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""What terminals obey or readers cannot see: controls but for line end and tab, directions of writing, spaces without
-width, half surrogates, tags."""
+"""Characters that terminals obey or readers cannot see: controls but for line end and tab, directions of writing,
+spaces without width, half surrogates, tags."""
 
 
 def printable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What known devices can do: peak arithmetic, memory bandwidth and memory size, each with its source.
+"""Abilities of known devices: peak arithmetic, memory bandwidth and memory size, each with its source.
 
 Peaks are the vendors' dense figures (no sparsity), in units of 1e12 FLOP/s and 1e9 bytes/s. They are what utilisation
 is a fraction *of*; what a device really reaches, `trainstep.measure.environment` measures. Memory is no datasheet's
@@ -16,12 +16,12 @@ from trainstep.base.errors import UsageError
 from trainstep.base.precision import PRECISIONS
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where Linux tells what a container may have."""
+"""Folder in which Linux tells the limits of a container."""
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One device's datasheet."""
+    """A device's datasheet."""
 
     name: str  # the vendor's, as the driver reports it
     fp32_tflops: float  # peak of ordinary float32 units
@@ -37,7 +37,8 @@ class DeviceSpec:
     For a device of which none is found take 0.9 of its "GB": every device here has more (the T4 least, 0.91).
     """
     link_gb_s: float
-    """What one GPU can send to the others of its node at once, in 1e9 bytes/s: NVLink, or else PCIe, one direction."""
+    """Rate at which a GPU can send to the others of its node at once, in 1e9 bytes/s: NVLink, or else PCIe, one
+    direction."""
     multiprocessors: int  # streaming multiprocessors: what the tiles of a matrix product are dealt out to
     source: str  # the document the figures were read in
 
@@ -92,8 +93,8 @@ def require_device(name: str) -> DeviceSpec:
 
 
 def free_host_bytes() -> int:
-    """Of this machine's memory, what programs can still have, as Linux tells it; in a container at most what its limit
-    leaves."""
+    """Bytes of this machine's memory that programs can still have, as Linux tells it; in a container at most what its
+    limit leaves."""
     said = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(said["MemAvailable"].split()[0]) * 1024
     with suppress(OSError, ValueError):  # without a limit it says "max"

@@ -18,7 +18,8 @@ TF32, tensor cores on 16-bit types."""
 
 @dataclass(frozen=True)
 class Precision:
-    """One precision. Everything else is derived from these four fields."""
+    """A precision: the types of weights, products and optimizer state. Everything else is derived from these four
+    fields."""
 
     stored: Dtype  # of weights, gradients and the optimizer's state
     computed: Dtype  # of the inputs of matrix products; where it is not `stored`, autocast converts them
@@ -32,17 +33,17 @@ class Precision:
 
     @property
     def is_autocast(self) -> bool:
-        """Whether products run in another type than the weights are stored in."""
+        """True if products run in another type than the weights are stored in."""
         return self.stored != self.computed
 
     @property
     def is_half(self) -> bool:
-        """Whether products have 16-bit inputs."""
+        """True if products have 16-bit inputs."""
         return self.computed != "float32"
 
     @property
     def is_stored_half(self) -> bool:
-        """Whether weights, gradients and optimizer state have 16 bits per element."""
+        """True if weights, gradients and optimizer state have 16 bits per element."""
         return self.stored != "float32"
 
     @property
@@ -57,12 +58,12 @@ class Precision:
 
     @property
     def uses_tf32(self) -> bool:
-        """Whether float32 products may be rounded to TF32."""
+        """True if float32 products may be rounded to TF32."""
         return self.rate == "tf32"
 
     @property
     def needs_scaler(self) -> bool:
-        """Whether gradients underflow without a scaled loss: float16 has five bits of exponent."""
+        """True if gradients underflow without a scaled loss: float16 has five bits of exponent."""
         return self.computed == "float16"
 
 

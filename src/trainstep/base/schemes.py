@@ -16,17 +16,17 @@ from typing import Literal, get_args
 from trainstep.base.errors import UnsupportedError
 
 DataParallel = Literal["ddp", "sharded optimizer", "zero-2", "fsdp", "hsdp"]
-"""What a rank keeps, as the planner calls it: everything; a slice of the optimizer's state (ZeRO-1); of gradients too
-(ZeRO-2, planned only); of weights too (ZeRO-3); the same within a replica, of which there are several (hybrid)."""
+"""State that a rank keeps, as the planner calls it: everything; a slice of the optimizer's state (ZeRO-1); of gradients
+too (ZeRO-2, planned only); of weights too (ZeRO-3); the same within a replica, of which there are several (hybrid)."""
 Strategy = Literal["single", DataParallel, "fsdp + tp"]
-"""What the planner predicts; fsdp + tp has tensor parallelism beside FSDP and is planned only."""
+"""Strategies that the planner predicts; fsdp + tp has tensor parallelism beside FSDP and is planned only."""
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 Wrapper = Literal["none", "ddp", "sharded-optimizer", "fsdp", "torch-ddp", "torch-zero", "torch-fsdp2"]
-"""What a module and its optimizer are wrapped in. torch-*: PyTorch's own DistributedDataParallel, the same with
+"""Wrappers of a module and its optimizer. torch-*: PyTorch's own DistributedDataParallel, the same with
 ZeroRedundancyOptimizer, and fully_shard."""
 
 TrainScheme = Literal["auto", "single", "ddp", "sharded-optimizer", "fsdp", "hsdp"]
-"""What `train --scheme` takes: `auto`, and every scheme with `in_train`."""
+"""Values of `train --scheme`: `auto`, and every scheme with `in_train`."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Scheme:
     overlap: bool = True  # whether gradients are sent during backward, not after it (ddp)
     overlap_gather: bool = False  # whether parameters are gathered beside the next forward (sharded-optimizer)
     transport: Literal["auto", "collectives"] = "auto"
-    """How shards and gradients travel: auto takes copies between GPUs of one host where it can (ours)."""
+    """Transport of shards and gradients: auto takes copies between GPUs of one host where it can (ours)."""
     narrow_reduce: bool = False
-    """Whether gradients are summed in the 16 bits they are computed in, not in float32 (torch-fsdp2)."""
+    """True if gradients are summed in the 16 bits they are computed in, not in float32 (torch-fsdp2)."""
     is_hybrid: bool = False
-    """Whether there are replicas, each sharded over some of the ranks: those of a host (fsdp, torch-fsdp2)."""
+    """True if there are replicas, each sharded over some of the ranks: those of a host (fsdp, torch-fsdp2)."""
     replicas: int | None = None  # how many, where that is known
     blocks_per_group: int = 1  # that are gathered together (fsdp, torch-fsdp2)
     peer: str | None = None  # of torch's own: the scheme that this is another setting of, or itself
@@ -64,12 +64,12 @@ class Scheme:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether a rank has only a part of the weights between uses."""
+        """True if a rank has only a part of the weights between uses."""
         return self.wrapper in ("fsdp", "torch-fsdp2")
 
     @property
     def copies_gradients(self) -> bool:
-        """Whether gradients are copied into buckets that stay allocated, as in torch's DistributedDataParallel."""
+        """True if gradients are copied into buckets that stay allocated, as in torch's DistributedDataParallel."""
         return self.wrapper in ("torch-ddp", "torch-zero")
 
     def by_blocks(self, counts: Sequence[int]) -> Sequence[Scheme]:
@@ -82,7 +82,7 @@ class Scheme:
         return dataclasses.replace(self, replicas=replicas or usual_replicas(ranks, hosts)) if self.is_hybrid else self
 
     def choices(self, replicas: Sequence[int]) -> Sequence[int | None]:
-        """Of these numbers of replicas, those it is to be tried with; None: the usual one."""
+        """Numbers of replicas, of these, that the scheme is to be tried with; None: the usual one."""
         return tuple(dict.fromkeys(replicas)) if self.is_hybrid and replicas else (None,)
 
     def check(self, ranks: int = 1) -> None:
@@ -104,7 +104,7 @@ def usual_replicas(ranks: int, hosts: int) -> int | None:
 
 
 BUCKETS_MB = (1, 10, 25, 100, 1000)
-"""What the size of a bucket is tuned over: the same for ours and for torch's."""
+"""Bucket sizes that tuning tries: the same for ours and for torch's."""
 
 _ALL = (
     Scheme("single", "none", None, in_train=True, is_planned=True),  # every rank by itself

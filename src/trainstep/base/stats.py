@@ -30,7 +30,7 @@ runs differ by, which depends on the case: docs/trust.md measures it, and `ratio
 _EXACT = 1000  # samples up to which binomials are whole numbers; above, their logarithms are exact to 11 digits
 
 WITHIN_RUN = "within this run"
-"""What is said beside the interval of a ratio that one run a side gave."""
+"""Note beside the interval of a ratio that one run a side gave."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Summary:
-    """What is reported of a list of samples, all in the samples' unit."""
+    """Statistics of a list of samples, all in the samples' unit."""
 
     n: int
     median: float
@@ -109,7 +109,7 @@ class Ratio:
     interval: Interval | None
     """Encloses the true ratio with at least 95 %; None where either side has too few runs, or samples of one run."""
     between_runs: bool = False
-    """Whether the interval holds between runs; otherwise it is true `WITHIN_RUN` alone."""
+    """True if the interval holds between runs; otherwise it holds `WITHIN_RUN` alone."""
 
 
 def ratio_of_medians(a: Sequence[float], b: Sequence[float], spread: float = RUN_SPREAD) -> Ratio:
@@ -225,7 +225,7 @@ def smallest_found(deviation: float, runs: int, power: float = 0.9) -> float:
 
 
 def student_quantile(degrees: float, confidence: float) -> float:
-    """How many standard errors either way enclose this share of Student's t distribution.
+    """Standard errors either way that enclose this share of Student's t distribution.
 
     For whole degrees of freedom by the finite sums of Abramowitz & Stegun, 26.7.3 and 26.7.4; between two of them
     linear in 1/degrees: the quantile is convex there, so that the line lies above it.

@@ -24,15 +24,15 @@ from trainstep.base.errors import UsageError
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_grouped_mm")
 _PREFIXES = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward", "trainstep::flash")
 _IGNORED = frozenset(map(id, SAC_IGNORED_OPS))
-"""What torch's checkpointing itself calls, more often in one run than in the other. Told by their identity: operators
-live as long as torch does, and to hash one takes longer than to count it."""
+"""Operations that torch's checkpointing itself calls, more often in one run than in the other. Told by their identity:
+operators live as long as torch does, and to hash one takes longer than to count it."""
 
 _CASTS = frozenset([id(torch.ops.aten._to_copy.default)])
 """Autocast may have cached a weight's cast in one run of a block that is called twice, and not in the other."""
 
 
 class Keeping:
-    """Which results are kept.
+    """Choice of the results to keep.
 
     Args:
         names: operators with their numbers, as `BlockPolicy.kept` has them; None keeps all matrix products and fused
@@ -57,7 +57,7 @@ class Keeping:
         return self._operators[key]
 
     def keeps(self, operator: str, number: int, call: tuple[Any, Sequence[Any], Mapping[str, Any]]) -> bool:
-        """Whether the result of an operator's call of this number, (operation, args, kwargs), is kept."""
+        """True if the result of an operator's call of this number, (operation, args, kwargs), is kept."""
         return (self.names is None or number in self._numbers[operator]) and can_be_kept(*call)
 
 
@@ -94,7 +94,7 @@ class FirstRun(TorchDispatchMode):
         return True
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        """What `torch.utils.checkpoint` enters around the first run, and around the other."""
+        """Contexts that `torch.utils.checkpoint` enters around the first run, and around the other."""
         return self, _Again(self)
 
     def check(self, block: str) -> None:
@@ -182,19 +182,19 @@ def contexts_of(names: tuple[str, ...] | None) -> Any:
 
 
 def operator_name(operation: Any) -> str:
-    """As `BlockPolicy.kept` writes it: `mm` for `aten::mm.default`, others with their library's name."""
+    """Name of an operator in `BlockPolicy.kept`: `mm` for `aten::mm.default`, others with their library's name."""
     namespace, _, name = operation.name().partition("::")
     name = name.partition(".")[0]
     return name if namespace == "aten" else f"{namespace}::{name}"
 
 
 def is_product(name: str) -> bool:
-    """Whether an operator, as `operator_name` writes it, is a matrix product or fused attention, ours included."""
+    """True if an operator, as `operator_name` writes it, is a matrix product or fused attention, ours included."""
     return name in _PRODUCTS or name.startswith(_PREFIXES)
 
 
 def can_be_kept(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation's result may stand in for running it again.
+    """True if an operation's result may stand in for running it again.
 
     Not where it writes into memory that is there, as products in compiled code do: it may write there again. Nor where
     it draws random numbers: those drawn after it would be other ones, if it did not draw its own again.

@@ -140,7 +140,7 @@ class SavedStorages:
 
 
 class _Call:
-    """One call of a block."""
+    """A call of a block."""
 
     def __init__(self, name: str, block: nn.Module, numbers: frozenset[int], offloading: Offloading) -> None:
         self.name = name
@@ -251,7 +251,7 @@ class _Sent:
         self._watched.append((tensor.detach(), tensor._version))
 
     def _changes(self) -> bool:
-        """Whether a tensor has changed since it was saved; what is given up can change no more."""
+        """True if a tensor has changed since it was saved; what is given up can change no more."""
         return any(tensor._version != version for tensor, version in self._watched)
 
     def let_go(self) -> None:

@@ -1,4 +1,5 @@
-"""What every block of a model does with its activations, as plain objects and as a JSON file. Imports no torch.
+"""Policies that say what every block of a model does with its activations, as plain objects and as a JSON file. Imports
+no torch.
 
 `--checkpointing every-2` says one thing about all blocks. A `Policy` says for each block by itself which activations
 are kept, which are computed again in backward, and which wait in host memory; `trainstep memory --fit` writes one, and
@@ -18,26 +19,26 @@ from typing import Any
 from trainstep.base.errors import UsageError
 
 FORMAT = "trainstep checkpointing 1"
-"""What the file's `format` says."""
+"""Value of the file's `format`."""
 INSTEAD = "update after backward (memory --fit … --update-after-backward makes such a policy)"
-"""What to do where updates in backward are refused."""
+"""Advice where updates in backward are refused."""
 
 
 @dataclass(frozen=True)
 class BlockPolicy:
-    """What one block does with its activations; by default it keeps them all.
+    """Policy of a block for its activations; by default it keeps them all.
 
     Raises:
         UsageError: `kept` without `recompute`, a name in it that is not like `mm#0`, or an ordinal below zero.
     """
 
     recompute: bool = False
-    """Whether the block is run again in backward, so that only its inputs, and `kept`, are there in between."""
+    """True if the block is run again in backward, so that only its inputs, and `kept`, are there in between."""
     kept: tuple[str, ...] = ()
     """Results that are not computed again, by operator and its number in the block's forward: `mm#0` is its first
     product, `trainstep::flash_forward#0` its first call of our kernel."""
     host: tuple[int, ...] = ()
-    """What waits in host memory: of the storages that a call of the block leaves for backward, parameters and buffers
+    """Storages that wait in host memory: of those that a call of the block leaves for backward, parameters and buffers
     apart, those with these numbers, in the order in which they are saved. Of a block that is run again these are its
     inputs; compiled, they are its inputs and what is kept."""
 
@@ -53,7 +54,7 @@ class BlockPolicy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the block does what it does without checkpointing."""
+        """True if the block does what it does without checkpointing."""
         return not self.recompute and not self.host
 
 
@@ -63,7 +64,7 @@ class Policy:
 
     blocks: Mapping[str, BlockPolicy] = field(default_factory=dict)
     update_in_backward: bool = False
-    """Whether the optimizer updates each block in backward, so that its gradients are freed
+    """True if the optimizer updates each block in backward, so that its gradients are freed
     (`trainstep.checkpointing.updating`). A training step does that; `Checkpointing` alone knows no optimizer."""
 
     def save(self, path: Path) -> None:

@@ -61,7 +61,7 @@ class Checkpointing:
         else:
             size, of_each = None, policy
         self.policy: Policy | None = of_each
-        """What each block does by itself; None where all do alike."""
+        """Policy of each block by itself; None where all do alike."""
         if policy == "none":
             return
         stacks = find_stacks(module)
@@ -234,7 +234,7 @@ class _Group:
         return args[0]
 
     def _difference(self, index: int, expected: tuple[Any, ...], args: Any, kwargs: Any) -> str:
-        """How a block's call differs from what the group did; empty if it does not."""
+        """Say how a block's call differs from what the group did; empty if it does not."""
         here, first = self._names[index], self._names[0]
         if not expected or index != self._next:
             return f"{here} is not called after {self._names[index - 1]}"
@@ -260,7 +260,7 @@ def _not_a_chain(what: str) -> UnsupportedError:
 
 
 def _random_state(output: Any) -> tuple[bytes, int]:
-    """Where torch's generators of the CPU and of the output's GPU are."""
+    """State of torch's generators of the CPU and of the output's GPU."""
     is_on_gpu = isinstance(output, Tensor) and output.is_cuda
     offset = torch.cuda.default_generators[output.get_device()].get_offset() if is_on_gpu else 0
     return torch.get_rng_state().numpy().tobytes(), offset

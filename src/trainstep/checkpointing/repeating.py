@@ -63,7 +63,7 @@ class Blocks:
         self._forwards = [block.forward for block in named.values()]
         self._reach: Reach | None = None
         self.calls = 0
-        """How many calls have ended."""
+        """Number of calls that have ended."""
         self._looked: set[bool] = set()
         self._compared: set[bool] = set()
         self.written: set[tuple[nn.Module, str]] = set()
@@ -97,7 +97,7 @@ class Blocks:
 
 
 class Repeated:
-    """One call of some blocks' forward, as `torch.utils.checkpoint` runs it, and runs it again.
+    """A call of some blocks' forward, as `torch.utils.checkpoint` runs it, and runs it again.
 
     Args:
         blocks: the modules that are run.
@@ -264,7 +264,7 @@ class _State:
         ]
 
     def tensor_changed(self) -> str:
-        """Where a tensor or an array is that was changed in place; empty if there is none."""
+        """Say where a tensor or an array is that was changed in place; empty if there is none."""
         return next((place for place, _ in self._untouched.written()), "")
 
     def _look_at_module(self, name: str, module: nn.Module, named: set[str]) -> None:
@@ -342,7 +342,7 @@ def _write(target: Any, contents: Any) -> None:
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    """Whether an object holds the very same things, in the same order."""
+    """True if an object holds the very same things, in the same order."""
     if len(before) != len(now):
         return False
     if isinstance(before, dict):

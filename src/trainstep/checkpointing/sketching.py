@@ -29,7 +29,7 @@ from trainstep.base.errors import UnsupportedError
 PART = 2**20
 """Elements that are reduced at a time: their copy in float64 takes 8 MiB."""
 SUMS, ROUNDINGS, COARSEST = 2.0**-14, 4, 2.0**-8
-"""What rounding explains: of sums in float32, and roundings of a format, at most bfloat16's."""
+"""Errors that rounding explains: of sums in float32, and roundings of a format, at most bfloat16's."""
 EXACT = 2.0**-40
 """The same with deterministic algorithms: the rounding of the sketch."""
 _IRRATIONAL = 0.7548776662466927

@@ -104,7 +104,7 @@ class UpdatesInBackward:
             each.grad = None
 
     def _parts(self) -> list[Parameters]:
-        """What the optimizer trains now, by what is updated together."""
+        """Parameters that the optimizer trains now, grouped by what is updated together."""
         trained = (each for group in self._optimizer.param_groups for each in group["params"])
         left = {id(each): each for each in trained if each.requires_grad}
         parts: list[Parameters] = []

@@ -63,7 +63,7 @@ class _StepCases(Common):
     data: Path | None = None
     """Text file, folder of text, or .bin of token ids; by default the Python standard library's source."""
     grid: StepGrid = field(default_factory=dict)
-    """How the steps are taken; every combination of the values is a case."""
+    """Settings of the steps; every combination of the values is a case."""
     mode: commas(StepMode) = ("step",)  # type: ignore[valid-type]
     """forward (without gradients), forward-backward, or the whole step with the optimizer."""
     warmup: commas(int) = (5,)  # type: ignore[valid-type]

@@ -58,7 +58,8 @@ class BenchCollectives(Common):
 
 FIRST_LOOK = ("single", "naive", "bucketed-25", "sharded-optimizer", "fsdp", "torch-ddp")
 FIRST_BATCH, FIRST_CONTEXT = 1, 32
-"""Of each rank, on CPUs, where nothing names a model: with these a first look takes under a minute on two cores."""
+"""Batch and context of each rank, on CPUs, where nothing names a model: with these a first look takes under a minute on
+two cores."""
 FirstLookFlags: Any = flags_of(
     StepConfig,
     defaults={
@@ -80,22 +81,22 @@ class BenchParallel(OneModel):
     """The schemes, or all of them. single is one process without communication, which the others are held against;
     torch-* are PyTorch's."""
     replicas: commas(int) = ()  # type: ignore[valid-type]
-    """Of hybrid schemes (hsdp, torch-hsdp), each sharded over consecutive ranks; by default one on each host, or two on
-    a single one. Several numbers are measured beside each other."""
+    """Replicas of hybrid schemes (hsdp, torch-hsdp), each sharded over consecutive ranks; by default one on each host,
+    or two on a single one. Several numbers are measured beside each other."""
     blocks_per_group: commas(int) = (1,)  # type: ignore[valid-type]
-    """Of schemes that shard weights, torch's too: how many blocks are gathered together. More ask less of the host, and
+    """Blocks that are gathered together, in schemes that shard weights, torch's too. More ask less of the host, and
     take more memory. Several numbers are measured beside each other."""
     also_compile: commas(CompileMode) = ()  # type: ignore[valid-type]
     """Further values of --compile: every scheme is measured with each of them too, in the same run, and held against
     the same one process."""
     rounds: int = 3
-    """How often each is built and timed, in turns, in an order drawn anew each time; ratios to torch's count a round as
-    one sample from 3 up."""
+    """Rounds: each scheme is built and timed so often, in turns, in an order drawn anew each time; ratios to torch's
+    count a round as one sample from 3 up."""
     trace: FlagCreatePairsOff[bool] = False
-    """When all are timed, also record one step of each scheme with the profiler: the report then draws them one below
-    the other, and says how much communication is hidden behind computation."""
+    """Also record one step of each scheme with the profiler after timing: the report then draws them one below the
+    other, and says how much communication is hidden behind computation."""
     gathers: FlagCreatePairsOff[bool] = False
-    """When all are timed, also mark when each block's gather ended and when forward or backward needed it, without a
+    """Also mark, after timing, when each block's gather ended and when forward or backward needed it, without a
     profiler and under it; of schemes that shard weights, torch's too."""
     warmup: int = 5
     """Steps before the timed ones, in each round."""
@@ -139,7 +140,7 @@ class BenchParallel(OneModel):
         return dataclasses.replace(step, **({"batch": FIRST_BATCH, "context": FIRST_CONTEXT} | self.step))
 
     def schemes(self, process: Process) -> list[Scheme]:
-        """Those named, a hybrid one with each number of replicas."""
+        """Schemes that were named, a hybrid one with each number of replicas."""
         if few := [each for each in self.replicas if each < 1]:
             raise UsageError(f"--replicas is {few[0]}; expected 1 or more")
         if few := [each for each in self.blocks_per_group if each < 1]:
@@ -170,32 +171,32 @@ class BenchStep8b(Common):
     scheme: commas(Literal[_FLAT_SCHEMES]) = ("torch-fsdp2", "fsdp")  # type: ignore[valid-type]
     """The schemes, in this order."""
     checkpoint_blocks: commas(int) = (0,)  # type: ignore[valid-type]
-    """How many blocks are computed again in backward, the first ones: few take less time, and more memory. All schemes
-    are timed with a number before the next."""
+    """Blocks, counted from the first, that are computed again in backward: few take less time, and more memory. All
+    schemes are timed with a number before the next."""
     attention: AttentionImpl = "flash-triton"
-    """Of our schemes."""
+    """Attention of our schemes."""
     loss: commas(LossImpl) = ("fused",)  # type: ignore[valid-type]
-    """Of our schemes: fused or chunked; each is an arm."""
+    """Loss of our schemes: fused or chunked; each is an arm."""
     fused: commas(FusedParts) = ("rope",)  # type: ignore[valid-type]
-    """Of our schemes: none or rope; each is an arm."""
+    """Fused operators of our schemes: none or rope; each is an arm."""
     peer_attention: AttentionImpl = "sdpa-cudnn"
-    """Of torch's schemes, whose loss is chunked."""
+    """Attention of torch's schemes, whose loss is chunked."""
     size: str = "8B"
     """Another named size or .toml file, to try the command on a smaller machine."""
     context: int = 32_768
     """Tokens per sequence; one sequence on each rank."""
     precision: Literal["bf16", "bf16-pure"] = "bf16-pure"
-    """Of all arms: bf16 autocast over float32 weights and states, or bf16-pure, where weights, gradients and states are
-    bf16, half of the bytes."""
+    """Precision of all arms: bf16 autocast over float32 weights and states, or bf16-pure, where weights, gradients and
+    states are bf16, half of the bytes."""
     compile: commas(CompileMode) = ("blocks-recompute",)  # type: ignore[valid-type]
-    """Of all arms: off, blocks, blocks-recompute (norms and the SwiGLU's product are computed again in backward) or
-    model; each is an arm."""
+    """Compilation of all arms: off, blocks, blocks-recompute (norms and the SwiGLU's product are computed again in
+    backward) or model; each is an arm."""
     warmup: float = 10_000.0
     """Milliseconds of steps before the timed ones, as do_bench takes it; the first step, which compiles, is before."""
     rep: float = 30_000.0
     """Milliseconds of timed steps, as many as fit; six steps or more have a 95 % interval."""
     trace: FlagCreatePairsOff[bool] = False
-    """When all are timed, also record one step of our fastest arm with the profiler."""
+    """Also record one step of our fastest arm with the profiler after timing."""
     device: str = "auto"
     """auto (the GPU of the local rank where there are GPUs, with NCCL), cpu (with Gloo) or cuda."""
     timeout: float = 600.0
@@ -229,7 +230,7 @@ class BenchStep8b(Common):
         raise mistake
 
     def arms(self) -> list[ParallelCase]:
-        """What is timed, in order."""
+        """Arms to time, in order."""
         from trainstep.bench.parallel import DoBench, ParallelCase
         from trainstep.bench.parallel.step8b import checkpointing_of, source_of
 
@@ -251,8 +252,8 @@ class BenchStep8b(Common):
 
 
 def _allocate_in_expandable_segments() -> None:
-    """Of all arms alike, as torchtitan trains: what lies free between blocks can be had then, which a step that nearly
-    fills a GPU needs. What the environment says of the allocator stays."""
+    """Let the allocator expand segments, of all arms alike, as torchtitan trains: what lies free between blocks can be
+    had then, which a step that nearly fills a GPU needs. What the environment says of the allocator stays."""
     import torch
 
     from trainstep.measure.environment import allocator_settings

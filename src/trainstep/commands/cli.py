@@ -88,7 +88,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _is_rank() -> bool:
-    """Whether torchrun has started this process beside others."""
+    """True if torchrun has started this process beside others."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
@@ -107,7 +107,7 @@ def _say(mistake: str) -> int:
 
 
 def _parse_as_rank(words: Sequence[str]) -> Common:
-    """As `parse`; what is wrong is a line, which one rank prints."""
+    """Parse as `parse` does; a mistake is a line, which one rank prints."""
     told = io.TextIOWrapper(io.BytesIO(), "utf-8")
     try:
         with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):

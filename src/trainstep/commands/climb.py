@@ -95,7 +95,7 @@ def climb_script(
 
 
 def _left(runs: tuple[int, int], own_s: float) -> list[str]:
-    """How long the ladder may take, in words, where a run of the script takes `own_s`; none where nothing is left."""
+    """Say how long the ladder may take, where a run of the script takes `own_s`; empty where nothing is left."""
     (least, most), minutes = runs, own_s / 60
     return [LEFT.format(least=least, most=most, first=least * minutes, last=most * minutes, own_s=own_s)] * bool(most)
 

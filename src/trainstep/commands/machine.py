@@ -32,7 +32,7 @@ class Tune(Common):
     """Measure tile sizes and the fastest implementation per shape on this GPU, and write them to your cache folder."""
 
     what: Positional[Literal["attention"]] = "attention"
-    """What to tune."""
+    """Name of the operation to tune."""
     part: commas(Literal["tiles", "choice"]) = ("tiles", "choice")  # type: ignore[valid-type]
     """tiles: the configurations of our kernels; choice: what impl=auto stands for."""
     head_dim: commas(int) = (16, 32, 64, 128, 256)  # type: ignore[valid-type]

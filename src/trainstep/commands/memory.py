@@ -33,8 +33,8 @@ class Memory(OneModel):
     """Every allocation of a step: who owns the peak, the largest with the line that made them, a drawing, and a
     snapshot for pytorch.org/memory_viz."""
     residuals: FlagCreatePairsOff[bool] = False
-    """What forward keeps for backward: the largest by module and operation, eager and compiled. And the gradients that
-    the backward of one block makes, by how it changes the memory in use."""
+    """Tensors that forward saves for backward: the largest by module and operation, eager and compiled. And the
+    gradients that the backward of one block makes, by how it changes the memory in use."""
     checkpointing: FlagCreatePairsOff[bool] = False
     """Predict and measure the peak of a step under checkpointing policies, and name the best."""
     fit: _Fit = None
@@ -55,12 +55,12 @@ class Memory(OneModel):
     """Checkpointing policies: any of none, every-K (for the input of every K blocks), selective, recursive. With
     --checkpointing those to compare (by default all, with a choice of K around the best); else those to show."""
     mode: commas(StepMode) = ("forward", "step")  # type: ignore[valid-type]
-    """What --peaks and --timeline measure: forward (without gradients), forward-backward, or the whole step with the
-    optimizer."""
+    """Modes that --peaks and --timeline measure: forward (without gradients), forward-backward, or the whole step with
+    the optimizer."""
     memory_gib: float | None = None
     """GiB that a step may take, for naming the best policy; by default what the GPU has, on a CPU no limit."""
     step: MemoryGrid = field(default_factory=dict)
-    """How the steps are taken; the checkpointing policies have a flag of their own."""
+    """Settings of the steps; the checkpointing policies have a flag of their own."""
     out: Path = Path("results/memory")
     """Folder for results.jsonl, tables/, report.html and snapshot.pickle."""
 

@@ -1,4 +1,4 @@
-"""What commands take: flags made from configurations, and the flags that several commands share."""
+"""Flags of commands: made from configurations, and those that several commands share."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ StepGrid: Any = flags_of(StepConfig, several=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Common(ABC):
-    """What every command takes."""
+    """Flags that every command takes."""
 
     debug: FlagCreatePairsOff[bool] = False
     """Show the traceback of an error, and of every case that fails."""
@@ -286,7 +286,7 @@ def default_size() -> str:
 
 
 def short_name(size: str | Path) -> str:
-    """What tables call a size or a file that describes one; the name of a file's model has its shape."""
+    """Name of a size, or of a file that describes one, in tables; the name of a file's model has its shape."""
     if not str(size).endswith(".toml"):
         return str(size)
     model = vars(resolve_size(str(size)))

@@ -1,4 +1,4 @@
-"""What commands show and keep: progress, tables, findings, and the files of a run."""
+"""Output of commands: progress, tables, findings, and the files of a run."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def steady_outputs() -> Iterator[SteadyOutput]:
 
 
 def output_failed(out: SteadyOutput) -> str | None:
-    """What to say of an output that took no more; None where all went well, or its reader has gone."""
+    """Message for an output that took no more; None where all went well, or its reader has gone."""
     if out.failure is None or out.failure.errno == errno.EPIPE:
         return None
     return f"cannot write to standard output: {out.failure.strerror}; what was measured is in files"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SIZE = "2.7B"
 DEFAULT_STEP = StepConfig(precision="bf16", attention="sdpa", optimizer="adamw-fused")
-"""What people train with, where no file says otherwise."""
+"""Settings that people train with, where no file says otherwise."""
 NETWORK_GB_S = 40.0
 PlannedStep: Any = flags_of(StepConfig, defaults=vars(DEFAULT_STEP), without=["learning_rate", "device", "seed"])
 
@@ -57,14 +57,14 @@ class Plan(Common):
     tensor_parallel: int | None = None
     """GPUs over which a matrix is split in "fsdp + tp"; by default the number with the highest predicted throughput."""
     network_gb_s: float | None = None
-    """What each GPU can send to other nodes, in 1e9 bytes/s; by default what --calibration measured between hosts, else
-    40: 0.8 of a connection of 400 Gbit/s per GPU."""
+    """Rate at which each GPU can send to other nodes, in 1e9 bytes/s; by default what --calibration measured between
+    hosts, else 40: 0.8 of a connection of 400 Gbit/s per GPU."""
     memory_gib: float | None = None
     """GiB of a GPU, in place of the datasheet's or the calibration's."""
     replicas: int | None = None
     """Replicas of hsdp, each sharded over consecutive GPUs; by default one on each node, or two on a single node."""
     blocks_per_group: int = 1
-    """Of fsdp and hsdp: how many blocks are gathered together."""
+    """Blocks that are gathered together, in fsdp and hsdp."""
     policies: commas(str) = ()  # type: ignore[valid-type]
     """Checkpointing policies whose memory is shown: any of none, every-K; by default none, every-1 and the best K."""
     feed_forward: commas(float) = ()  # type: ignore[valid-type]
@@ -75,7 +75,7 @@ class Plan(Common):
     """With --feed-forward: its matrices; by default 3, as SwiGLU has. A feed-forward without a gate has 2."""
     model: ModelFlags = field(default_factory=dict)
     step: PlannedStep = field(default_factory=dict)
-    """How the step is taken. The batch is what each GPU brings."""
+    """Settings of the step. The batch is what each GPU brings."""
     out: Path = Path("results/plan")
     """Folder for results.jsonl, tables/ and report.html."""
 

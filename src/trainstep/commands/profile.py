@@ -1,4 +1,5 @@
-"""What looks into a step: `trainstep analyze`, the main job; `profile`, its kernels; `dtypes`, of what types it is."""
+"""Commands that look into a step: `trainstep analyze`, the main job; `profile`, its kernels; `dtypes`, of what types it
+is."""
 
 from __future__ import annotations
 
@@ -136,7 +137,7 @@ class Dtypes(Common):
     data: Path | None = None
     """Text file, folder of text, or .bin of token ids; by default the Python standard library's source."""
     grid: DtypesGrid = field(default_factory=dict)
-    """How the step is taken; every combination of the values is shown."""
+    """Settings of the step; every combination of the values is shown."""
     out: Path = Path("results/dtypes")
     """Folder for results.jsonl, tables/ and report.html."""
 

@@ -32,7 +32,7 @@ LOGITS_BYTES = 5 * 2**28
 reads and writes the sum of the weight's gradient, float32, and has smaller products; so small vocabularies go in one.
 """
 MULTIPLE = 128
-"""Of tokens in a chunk, where there are several: rows of a product's tiles."""
+"""Factor of the tokens in a chunk, where there are several: rows of a product's tiles."""
 
 
 def linear_cross_entropy(

@@ -33,7 +33,7 @@ def installed() -> tuple[str, Any]:
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As `fused.eager.rope`, over q and k; cos and sin (1, S, K), as `rope_tables` makes them."""
+    """Rotate as `fused.eager.rope` does, over q and k; cos and sin (1, S, K), as `rope_tables` makes them."""
     return cast(tuple[Tensor, Tensor], installed()[1].LigerRopeFunction.apply(q, k, cos, sin))
 
 
@@ -44,7 +44,7 @@ def rope_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, float32_sum: bool = True) -> Tensor:
-    """As `fused.eager.linear_cross_entropy`, of hidden (N, D) and targets (N,)."""
+    """Compute `fused.eager.linear_cross_entropy`, of hidden (N, D) and targets (N,)."""
     function = installed()[1].LigerFusedLinearCrossEntropyFunction
     # input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
     # return_z_loss, accum_dtype

@@ -65,7 +65,7 @@ def empty_logits(states: Tensor, n_vocab: int) -> Tensor:
 
 
 def width_of(n_vocab: int) -> int:
-    """How far rows of so many logits lie apart, in logits."""
+    """Distance between rows of so many logits, in logits."""
     return -(-n_vocab // ALIGNED) * ALIGNED
 
 

@@ -20,7 +20,7 @@ from trainstep.fused.targets import scales_of
 from trainstep.fused.triton.cross_entropy import launch_loss
 
 WORDS = "the fused loss", "eager.linear_cross_entropy"
-"""Its name, and what has gradients of gradients."""
+"""Name of the operator, and of the function that has gradients of gradients."""
 
 
 class LossInOnePiece(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""What the fused operators share: which tensors they take, and how a kernel becomes an operator of PyTorch's.
+"""Parts that the fused operators share: which tensors they take, and how a kernel becomes an operator of PyTorch's.
 
 An operator is defined with its shapes for tracing, so that torch.compile, instruments and CUDA graphs see one call. Its
 gradient is an autograd.Function of the operator's own file.

@@ -1,4 +1,4 @@
-"""What the gradient of a loss multiplies in its backward, where mostly it is 1."""
+"""Factor that the gradient of a loss multiplies in its backward, mostly 1."""
 
 from __future__ import annotations
 

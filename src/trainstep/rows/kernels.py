@@ -7,14 +7,14 @@ from trainstep.rows.row import GpuState, Rates, Row, StepSettings, Timed, settin
 
 
 class OfDevice(StepSettings):
-    """What one device did, per step; the device is named where there are several."""
+    """Work of one device, per step; the device is named where there are several."""
 
     device: str | None = setting(None)
     has_steps: bool | None = None  # whether the trace announces its steps; otherwise every figure is of the whole trace
 
 
 class ProfileRow(OfDevice, Timed, kind="profile"):
-    """One profiled step, times per step: of the step and its phases without the profiler ("forward") and with it
+    """A profiled step, times per step: of the step and its phases without the profiler ("forward") and with it
     ("forward_profiled"), and of a phase's kernels, summed ("forward_kernels") and without overlap ("forward_busy").
     """
 
@@ -99,7 +99,7 @@ class PieceRow(OfDevice, Rates, kind="attention piece"):
 
 
 class KernelRow(OfDevice, Rates, kind="kernel"):
-    """One kernel in one phase and module; modules that differ in a number only are one row."""
+    """A kernel in one phase and module; modules that differ in a number only are one row."""
 
     phase: str = setting()
     module: str = setting()
@@ -114,7 +114,7 @@ class KernelRow(OfDevice, Rates, kind="kernel"):
 
 
 class TimelineRow(OfDevice, kind="timeline"):
-    """One step kernel by kernel, as series: start and duration in nanoseconds, and indices into lists of names."""
+    """A step kernel by kernel, as series: start and duration in nanoseconds, and indices into lists of names."""
 
     kernels: int | None = None
     bars: int | None = None
@@ -123,7 +123,7 @@ class TimelineRow(OfDevice, kind="timeline"):
 
 
 class AttentionRow(GpuState, Timed, kind="attention"):
-    """One case of `bench attention`: times of forward, backward and both, memory, and errors against float64."""
+    """A case of `bench attention`: times of forward, backward and both, memory, and errors against float64."""
 
     impl: str = setting()
     batch: int = setting()
@@ -190,7 +190,7 @@ class FusedSettings(Row):
 
 
 class FusedRow(FusedSettings, GpuState, Timed, kind="fused operator"):
-    """One case of `bench fused`: times of forward, backward and both, memory, and errors."""
+    """A case of `bench fused`: times of forward, backward and both, memory, and errors."""
 
     rounds: int | None = None  # in turns with the other implementations; samples come round after round
     package: str | None = None  # whose kernels ran and which version, where they are neither torch's nor ours

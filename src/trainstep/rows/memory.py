@@ -38,7 +38,8 @@ class MemoryTimelineRow(StepSettings, kind="memory-timeline"):
 
 
 class OwnerRow(StepSettings, kind="owner"):
-    """What one owner holds at the peak, or a part of it: the part has a module, an operation, a phase or a line."""
+    """Bytes that an owner holds at the peak, or a part of it: the part has a module, an operation, a phase or a
+    line."""
 
     mode: str | None = setting(None)
     device: int | None = setting(None)
@@ -54,12 +55,12 @@ class OwnerRow(StepSettings, kind="owner"):
 
     @property
     def is_total(self) -> bool:
-        """Whether the row is about all that the owner holds."""
+        """True if the row is about all that the owner holds."""
         return self.module is self.operation is self.phase is self.line is None
 
 
 class AllocationRow(StepSettings, kind="allocation"):
-    """One of the largest allocations; alike ones are one row."""
+    """An allocation among the largest; alike ones are one row."""
 
     mode: str | None = setting(None)
     device: int | None = setting(None)
@@ -74,7 +75,7 @@ class AllocationRow(StepSettings, kind="allocation"):
 
 
 class ResidualRow(StepSettings, kind="residual"):
-    """What forward keeps for backward: a group of alike residuals of the step or of its first block."""
+    """Tensors saved for backward: a group of alike residuals of the step or of its first block."""
 
     part: str = setting()  # step, first block, residual stream, first block's backward
     group: str = setting()

@@ -6,7 +6,7 @@ from trainstep.rows.row import GpuState, Row, StepSettings, Timed, setting
 
 
 class CollectiveRow(GpuState, Timed, kind="collective"):
-    """One collective at one size; a call lasts as long as on its slowest rank."""
+    """A collective at one size; a call lasts as long as on its slowest rank."""
 
     collective: str = setting()
     world_size: int = setting()
@@ -27,7 +27,7 @@ class CollectiveRow(GpuState, Timed, kind="collective"):
 
 
 class CollectiveFitRow(Row, kind="collective fit"):
-    """What a call costs: an overhead, and bytes on each link at a bandwidth."""
+    """Cost of a call: an overhead, and bytes on each link at a bandwidth."""
 
     collective: str = setting()
     world_size: int = setting()
@@ -54,13 +54,13 @@ class SchemeSettings(StepSettings):
 
     @property
     def label(self) -> str:
-        """As `Scheme.label`."""
+        """The scheme's name, made as `Scheme.label` makes it."""
         label = self.scheme if self.replicas is None else f"{self.scheme}-{self.replicas}"
         return label if self.blocks_per_group is None else f"{label} by {self.blocks_per_group} blocks"
 
 
 class ParallelRow(SchemeSettings, GpuState, Timed, kind="parallel"):
-    """One scheme of data parallel training: the step of the slowest rank, traffic, memory, agreement with one process.
+    """A scheme of data parallel training: the step of the slowest rank, traffic, memory, agreement with one process.
 
     Among the times are `exposed_communication`, all that a step waits for other ranks, and `PHASE_computing`, a phase
     without its waits. Memory is of the rank that holds most, at the start, before the optimizer's step and after it.
@@ -116,12 +116,12 @@ class ParallelRow(SchemeSettings, GpuState, Timed, kind="parallel"):
 
     @property
     def goes_among_all(self) -> bool:
-        """Whether gradients went among the ranks of all replicas at once, by what `parallel.ranks.AMONG_ALL` names."""
+        """True if gradients went among the ranks of all replicas at once, by what `parallel.ranks.AMONG_ALL` names."""
         return self.transport_between == "peer-copies among all"
 
 
 class ParallelRatioRow(StepSettings, kind="parallel ratio"):
-    """One of our schemes over one of torch's, in one run: its step and its peak memory.
+    """Ratio of one of our schemes to one of torch's, in one run: its step and its peak memory.
 
     Of a peer with several settings it is the fastest.
     """
@@ -141,7 +141,7 @@ class ParallelRatioRow(StepSettings, kind="parallel ratio"):
 
 
 class ParallelTraceRow(SchemeSettings, kind="parallel trace"):
-    """One profiled step of rank 0 under a scheme: its overlap, and its bars as series."""
+    """A profiled step of rank 0 under a scheme: its overlap, and its bars as series."""
 
     on_cpu: bool | None = None
     step_ms: float | None = None  # median without the profiler, on the slowest rank

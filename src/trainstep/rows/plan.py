@@ -8,7 +8,7 @@ from trainstep.rows.row import Row, Scalar, Times, further, setting, times
 
 
 class PlanMachineRow(Row, kind="plan machine"):
-    """What a prediction stands on."""
+    """Machine that a prediction stands on."""
 
     workload: str = setting()
     device: str = setting()
@@ -39,7 +39,7 @@ class PlannedStep(Row):
 
 
 class PlannedMemory(PlannedStep):
-    """What one GPU holds at its peak under a strategy and a checkpointing policy."""
+    """Bytes that one GPU holds at its peak under a strategy and a checkpointing policy."""
 
     checkpointing: str = setting()
     strategy: str = setting()
@@ -60,7 +60,7 @@ class PlannedMemory(PlannedStep):
 
 
 class PlanRow(PlannedMemory, kind="plan"):
-    """One step under one strategy."""
+    """A step under one strategy."""
 
     smallest_gpus: int | None = None
     sent_gb: float | None = None
@@ -82,7 +82,7 @@ class PlanMemoryRow(PlannedMemory, kind="plan memory"):
 
 
 class PlanLimitRow(PlannedStep, kind="plan limit"):
-    """How far one axis scales before its communication takes longer than the matrix products."""
+    """Limit of one axis: how far it scales before its communication takes longer than the matrix products."""
 
     axis: str = setting()
     connection: str = setting()
@@ -94,7 +94,7 @@ class PlanLimitRow(PlannedStep, kind="plan limit"):
 
 
 class PlanFeedForwardRow(Row, kind="plan feed-forward"):
-    """One pass of a feed-forward layer under one parallel strategy on N GPUs."""
+    """A pass of a feed-forward layer under one parallel strategy on N GPUs."""
 
     tokens: float = setting()
     d_model: float = setting()
@@ -146,7 +146,7 @@ class PlanCheckRow(Row, kind="plan check"):
 
 
 class SweepRow(Row, kind="sweep"):
-    """One case of a sweep, or one row of a case that measures several."""
+    """A case of a sweep, or one row of a case that measures several."""
 
     command: str = setting()
     row: str | None = setting(None)  # which of the case's rows this is, in words; None where there is one

@@ -58,7 +58,7 @@ class RecordWriter:
 
     @property
     def rows(self) -> list[Row]:
-        """What the file holds."""
+        """Rows of the file."""
         return [*self._written, *self._so_far]
 
     def write(self, row: Row | SoFar) -> None:
@@ -272,7 +272,7 @@ def belonging(rows: Iterable[Row], kind: type[AnyRow], head: Row) -> list[AnyRow
 
 
 def frame(rows: Iterable[Row]) -> pandas.DataFrame:
-    """One tidy row per row: kind, case, values, status, reason, environment. Samples stay in the rows."""
+    """A table with a tidy line per row: kind, case, values, status, reason, environment. Samples stay in the rows."""
     import pandas
 
     return pandas.DataFrame(

@@ -1,4 +1,4 @@
-"""What a row is made of, and the fields that rows of several kinds share.
+"""Parts of a row, and the fields that rows of several kinds share.
 
 Every kind of row is a class in `trainstep.rows`. Its fields are the case (what was run, made with
 `setting()`: the fields by which rows of two files are matched) and the values (what was measured, with the unit at the
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, dataclass_tra
 from trainstep.base.stats import Summary
 
 Scalar = str | int | float | bool | None | tuple[str, ...]
-"""What a column of a row holds: a number, a word, or several words."""
+"""Value of a row's column: a number, a word, or several words."""
 if TYPE_CHECKING:
     Sample = float
 else:
@@ -76,7 +76,7 @@ def times() -> Any:
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What rows of every kind have; a class derived from it is a frozen dataclass without saying so."""
+    """Fields of rows of every kind; a class derived from it is a frozen dataclass without saying so."""
 
     kind: ClassVar[str]  # its name in files, `class StepRow(Row, kind="step")`
 
@@ -101,7 +101,7 @@ class Row:
 
     @cached_property
     def values(self) -> Mapping[str, Scalar]:
-        """What was measured by name, with a column for every part of `Times`; what is None is left out."""
+        """Measured values by name, with a column for every part of `Times`; None is left out."""
         return self._columns("values")
 
     def _columns(self, section: str) -> Mapping[str, Scalar]:
@@ -197,7 +197,7 @@ def _by_field(
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the columns of a section go: rows of one command have the same columns, so it is looked up once."""
+    """Places of a section's columns: rows of one command have the same columns, so they are looked up once."""
 
     times: str  # the field of `Times`, empty where there is none
     open: str  # the field of further columns
@@ -246,7 +246,7 @@ class Timed(Row):
 
 
 class StepSettings(Row):
-    """How a training step was taken: fields of `StepConfig`, those that a user's workload fixes left None."""
+    """Settings of a training step: fields of `StepConfig`, those that a user's workload fixes left None."""
 
     workload: str | None = setting(None)
     batch: int | None = setting(None)
@@ -271,7 +271,7 @@ class GpuState(Row):
 
 
 class Rates(Row):
-    """What kernels computed and moved, and how fast, where it could be counted."""
+    """Work of kernels and its rates, where it could be counted."""
 
     tflop: float | None = None
     gb: float | None = None
@@ -291,4 +291,4 @@ class Peaks(Row):
     optimizer_peak_gib: float | None = None
     cache_gib: float | None = None  # of a key-value cache that forward returned, which training does not use
     uncompiled: bool | None = None
-    """Whether code that the workload compiles by itself ran eagerly for these figures, as on a CPU."""
+    """True if code that the workload compiles by itself ran eagerly for these figures, as on a CPU."""

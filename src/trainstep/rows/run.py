@@ -6,7 +6,7 @@ from trainstep.rows.row import Row, Timed, setting
 
 
 class OfScript(Row):
-    """Which script, and which of its ranks."""
+    """Script of a row, and the rank of it."""
 
     workload: str = setting()  # the script's file name, or its module
     rank: int | None = setting(None)  # None where there is one

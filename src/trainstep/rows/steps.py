@@ -6,7 +6,7 @@ from trainstep.rows.row import GpuState, Peaks, Row, StepSettings, Timed, settin
 
 
 class WorkloadRow(StepSettings, kind="workload"):
-    """What is known of a workload before anything runs. FLOPs are those of the mathematics."""
+    """Facts about a workload before anything runs. FLOPs are those of the mathematics."""
 
     parameters: int | None = None
     trainable_parameters: int | None = None
@@ -22,8 +22,8 @@ class WorkloadRow(StepSettings, kind="workload"):
 
 
 class MeasuredStep(StepSettings, GpuState, Peaks, Timed):
-    """What one run of timed steps gives: the times of the whole step ("step", by the host's clock), each phase, each
-    phase's time to issue ("forward_issue" …) and the host's wait ("wait")."""
+    """Times of one run of steps: the whole step ("step", by the host's clock), each phase, each phase's time to issue
+    ("forward_issue" …) and the host's wait ("wait")."""
 
     first_step_ms: float | None = None
     tokens_per_s: float | None = None
@@ -35,7 +35,7 @@ class MeasuredStep(StepSettings, GpuState, Peaks, Timed):
 
 
 class Checked(Row):
-    """How far a step is from the plain one, beside what is allowed: relative errors, at most of two places."""
+    """Errors of a step relative to the plain one, beside what is allowed, at two places at most."""
 
     loss_error: float | None = None
     gradient_error: float | None = None  # over all parameters, in the step's precision
@@ -55,7 +55,7 @@ class Checked(Row):
 
 
 class StepRow(MeasuredStep, Checked, kind="step"):
-    """One case of `bench step`. Samples: milliseconds by phase, and `training_loss` of every step, warm-up included.
+    """A case of `bench step`. Samples: milliseconds by phase, and `training_loss` of every step, warm-up included.
 
     Beside the phases there is "batch": the host's time to make the next batch ready, which is outside of the step. A
     sustained step has none, as its time has it inside.
@@ -102,7 +102,7 @@ ANOTHER_STEP = "another step"
 
 
 class ChangeRow(MeasuredStep, Checked, kind="change"):
-    """What a ladder found of a change, or of several at once: whether it is right, and what it brings.
+    """Result of a ladder for a change, or for several at once: whether it is right, and what it brings.
 
     Of a workload's step, samples are phases, and "step_before" of what was accepted before. Of a script, which is run
     anew for each, a run's step is its total over its steps, and "step" the median of these over the runs; samples are
@@ -168,12 +168,12 @@ class ChangeRow(MeasuredStep, Checked, kind="change"):
 
     @property
     def lines(self) -> str:
-        """What to write for it, with where."""
+        """Code to write for the change, with where."""
         return f"{self.code} ({self.where})" if self.where else self.code or ""
 
 
 class CeilingRow(Row, kind="ceiling"):
-    """What the device reaches: a large matrix product in one precision, or a large copy."""
+    """Rate that the device reaches: a large matrix product in one precision, or a large copy."""
 
     operation: str = setting()  # matmul, copy, or all where none could be measured
     precision: str | None = setting(None)  # of a product
@@ -205,7 +205,7 @@ class AccumulationRow(Row, kind="accumulation"):
 
 
 class TourRow(Row, kind="tour"):
-    """How long the commands of the documents' tour took, in seconds."""
+    """Seconds that the commands of the documents' tour took."""
 
     slow_s: float | None = None
     fast_s: float | None = None

@@ -1,4 +1,4 @@
-"""What is in a batch: its tensors, the tokens among them, a rank's share of its rows, and a print of its content.
+"""Contents of a batch: its tensors, the tokens among them, a rank's share of its rows, and a print of its content.
 
 A batch is a tensor, or tuples, lists, dicts and dataclasses of them, as a workload's author has it.
 """
@@ -84,7 +84,7 @@ def count_tokens(batch: Any) -> int | None:
 
 
 def fingerprint(batch: Any) -> str:
-    """Of the types, shapes and bits of a batch's tensors."""
+    """Hash of the types, shapes and bits of a batch's tensors."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors_of(batch):
         found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())

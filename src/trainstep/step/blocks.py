@@ -48,7 +48,7 @@ def _stacks_of_list(elements: nn.Module) -> list[list[nn.Module]]:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether the module has a `forward`, as ModuleList and ModuleDict have not."""
+    """True if the module has a `forward`, as ModuleList and ModuleDict have not."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 

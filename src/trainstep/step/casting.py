@@ -1,4 +1,4 @@
-"""What a precision means to torch: which hardware it needs, what autocast casts to, how float32 is multiplied."""
+"""Meaning of a precision to torch: which hardware it needs, what autocast casts to, how float32 is multiplied."""
 
 from __future__ import annotations
 

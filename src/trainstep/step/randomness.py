@@ -16,14 +16,14 @@ class Source(Protocol):
     """Draws random numbers of its own, beside the model's."""
 
     def random_state(self) -> Any:
-        """Where it is."""
+        """State of the generator."""
 
     def restore_random_state(self, state: Any) -> None:
         """Go on from there."""
 
 
 DRAWING: list[Source] = []
-"""Those that draw at this moment: a call that runs again draws from them what it drew before."""
+"""Generators that draw at this moment: a call that runs again draws from them what it drew before."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,6 @@ def from_seed(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def generator_states(devices: Iterable[torch.device]) -> list[bytes]:
-    """Where torch's generators are, on the CPU and on these devices."""
+    """States of torch's generators, on the CPU and on these devices."""
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in devices if each.type == "cuda")]
     return [state.numpy().tobytes() for state in states]

@@ -55,7 +55,7 @@ class Factory:
         self._known: dict[int, _Known | None] = {}
 
     def __call__(self, seed: int) -> Any:
-        """What the factory returns, torch, numpy and `random` having been seeded."""
+        """Call the factory after seeding torch, numpy and `random`."""
         seed_everything(seed)
         if _get_current_dispatch_mode() is not None:
             return self._factory()  # others watch it already, or have it build tensors without data
@@ -97,7 +97,7 @@ class _Fill:
 
     form: tuple[Any, ...]
     after: Tensor
-    """Where the generator was then."""
+    """State of the generator after the draw."""
     is_left_out: bool
 
 
@@ -134,7 +134,8 @@ class _Fills(TorchDispatchMode):
         def trunc_normal(
             tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
         ) -> Tensor:
-            """As one: it draws until all values are within bounds, so what it draws depends on what it drew."""
+            """Draw as a single call: it draws until all values are within bounds, so what it draws depends on what it
+            drew."""
 
             def run() -> Tensor:
                 with _disable_current_modes():
@@ -184,7 +185,8 @@ class _Watch(_Fills):
         return storage._cdata
 
     def known(self, module: object) -> _Known | None:
-        """What may be left out, and the weights then; None where that is nothing, or too little to be worth it."""
+        """Draws that may be left out, and the weights then; None where that is nothing, or too little to be worth
+        it."""
         if not isinstance(module, nn.Module) or any(is_lazy(each) for each in module.parameters()):
             return None
         state = tensors_of(module)
@@ -234,7 +236,7 @@ def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
 
 
 def _has_room(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a copy takes at most a quarter of the free memory."""
+    """True if a copy takes at most a quarter of the free memory."""
     return 4 * sum(each.nbytes for each in tensors.values()) <= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf(
         "SC_PAGE_SIZE"
     )

@@ -1,4 +1,4 @@
-"""One training step of a workload under a `StepConfig`: the precision, checkpointing, compilation and optimizer.
+"""A training step of a workload under a `StepConfig`: the precision, checkpointing, compilation and optimizer.
 
 All of it is applied from outside, so it works on any module; the phases are announced to whatever instrument listens.
 """
@@ -38,7 +38,7 @@ from trainstep.step.weights import load_buffers
 from trainstep.step.workload import Workload, WorkloadSource, has_bf16_weights, resolve_device
 
 ACTIVATION_BUDGET = 0.8
-"""Of what a compiled block would keep for backward, where "blocks-recompute" is asked for (torch's
+"""Share of a compiled block's saved tensors that is kept, where "blocks-recompute" is asked for (torch's
 `activation_memory_budget`). Norms and a SwiGLU's product are a third of it, and are computed again below 1; below 0.7
 or so products would be, too, which a policy of checkpointing chooses better."""
 
@@ -65,7 +65,7 @@ Parallelize = Callable[[nn.Module, MakeOptimizer], Replica]
 
 
 def alone(module: nn.Module, make_optimizer: MakeOptimizer) -> Replica:
-    """One process, no ranks."""
+    """A replica of one process, without ranks."""
     return Replica(module, make_optimizer(module.parameters()))
 
 
@@ -130,7 +130,7 @@ class TrainingStep:
 
     @property
     def compiles_by_itself(self) -> bool:
-        """Whether the workload has compiled code of its own since this step was built, nobody having asked for it."""
+        """True if the workload has compiled code of its own since this step was built, nobody having asked for it."""
         return self.config.compile == "off" and _graphs_so_far() > self._graphs_before
 
     def next_batch(self) -> Any:
@@ -163,7 +163,7 @@ class TrainingStep:
             return loss
 
     def accumulate(self, parts: Sequence[Any], max_norm: float | None = None) -> tuple[Tensor, Tensor | None]:
-        """One step on a batch that comes in parts of one size, one after another.
+        """Take a step on a batch that comes in parts of one size, one after another.
 
         Args:
             parts: batches; only the last one's backward communicates.
@@ -312,7 +312,7 @@ def uncompiled() -> Iterator[None]:
 
 
 def _graphs_so_far() -> int:
-    """How many graphs torch has compiled in this process."""
+    """Number of graphs that torch has compiled in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])
 
@@ -322,7 +322,7 @@ def build_step(source: WorkloadSource, config: StepConfig) -> TrainingStep:
 
 
 def batches_of(workload: Workload) -> Iterator[Any]:
-    """Its batches, from the start again where they end."""
+    """Batches of the workload, from the start again where they end."""
     while True:
         empty = True
         for batch in workload.batches:

@@ -20,7 +20,7 @@ ALIGNED = 64
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Its parameters and buffers by name, those that are used twice once."""
+    """Parameters and buffers of a module by name, those that are used twice once."""
     return dict([*module.named_parameters(), *module.named_buffers()])
 
 

@@ -76,7 +76,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class WorkloadSource:
-    """Where workloads come from; called anew for every setting that is measured."""
+    """Source of workloads; called anew for every setting that is measured."""
 
     name: str  # for tables and file names
     build: Callable[[StepConfig], Workload]
@@ -86,12 +86,12 @@ class WorkloadSource:
 
     @property
     def is_builtin(self) -> bool:
-        """Whether the model is ours, so that its attention, loss, batch and context can be chosen."""
+        """True if the model is ours, so that its attention, loss, batch and context can be chosen."""
         return self.model is not None
 
     @cached_property
     def own_precision(self) -> PrecisionName:
-        """What it is trained in where no precision is asked for: fp32, or bf16-pure where its weights come in bf16.
+        """Precision of training where none is asked for: fp32, or bf16-pure where its weights come in bf16.
 
         A user's workload is built to see.
         """
@@ -99,7 +99,7 @@ class WorkloadSource:
 
 
 def has_bf16_weights(module: nn.Module) -> bool:
-    """Whether weights of the module are in bf16, trained ones or frozen."""
+    """True if weights of the module are in bf16, trained ones or frozen."""
     return any(parameter.dtype == torch.bfloat16 for parameter in module.parameters())
 
 

@@ -1,4 +1,4 @@
-"""What a consumer of the one-kernel backward does with a tile of queries: its part of five products.
+"""A consumer of the one-kernel backward takes a tile of queries through its part of five products.
 
 A tile has 128 queries up to head_dim 64 (`step_of_128`) and 64 above (`step_of_64`), where the gradients of 64 keys
 leave registers for no more. What 64 features wait for most is shared memory: a product of 64 rows and 64 columns reads

@@ -122,7 +122,7 @@ def statistic_tiles(statistic: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _by_rows(kernel: Any, tensors: dict[str, Tensor], scale: float) -> Launch:
-    """One program for 64 rows; the first tensor has dq's shape."""
+    """A program for each 64 rows; the first tensor has dq's shape."""
     batch, heads, n_queries, head_dim = next(iter(tensors.values())).shape
     stat_rows = padded_rows(n_queries)
     named = pointers_and_strides(kernel, tensors)

@@ -113,7 +113,7 @@ def _packed(p, dtype: gl.constexpr):
 
 @gluon.jit
 def _operand(packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """What `_packed` made, as the left operand of a product."""
+    """The result of `_packed`, as the left operand of a product."""
     both = gl.join(packed.to(gl.int16), (packed >> 16).to(gl.int16))
     return gl.convert_layout(both.reshape([packed.shape[0], packed.shape[1] * 2]).to(dtype, bitcast=True), LAYOUT)
 

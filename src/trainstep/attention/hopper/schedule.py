@@ -1,4 +1,4 @@
-"""Which tiles of queries a program of the forward works on, one after another, and which keys each of them walks."""
+"""Tiles of queries that a program of the forward works on, one after another, and the keys that each walks."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,8 +8,8 @@ from trainstep.attention.triton import tile_and_head
 
 @gluon.jit
 def item_of(turn, IS_CAUSAL: gl.constexpr):
-    """Which of all tiles of queries this program works on in its turn. Every other turn goes through the programs
-    backwards: who had the longest of one has the shortest of the next."""
+    """Number, among all tiles of queries, of the tile that this program works on in its turn. Every other turn goes
+    through the programs backwards: who had the longest of one has the shortest of the next."""
     programs = gl.num_programs(0)
     place = gl.program_id(0)
     if IS_CAUSAL:

@@ -35,7 +35,7 @@ with sums of 64, the worst are 0.99 (dQ at head_dim 64), 0.74 (128) and 0.56 (25
 
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether Triton's interpreter was chosen (TRITON_INTERPRET=1 before its import): then kernels run on a CPU."""
+"""True if Triton's interpreter was chosen (TRITON_INTERPRET=1 before its import): then kernels run on a CPU."""
 
 
 @triton.jit
@@ -176,19 +176,20 @@ Launch = tuple[tuple[int, ...], dict[str, Any]]
 
 
 def tensor_names(kernel: Any) -> list[str]:
-    """What a kernel reads and writes, in its order: "q" for arguments q_ptr or q_desc. The `bounds` of documents are
-    last, and left out where there are none."""
+    """Tensors that a kernel reads and writes, in its order: "q" for arguments q_ptr or q_desc. The `bounds` of
+    documents are last, and left out where there are none."""
     places = (name.rpartition("_") for name in kernel.arg_names)
     return list(dict.fromkeys(tensor for tensor, _, kind in places if kind in ("ptr", "desc")))
 
 
 def owns_keys(kernel: Any) -> bool:
-    """Whether a program of `kernel` owns keys of a key head, rather than queries of a query head."""
+    """True if a program of `kernel` owns keys of a key head, rather than queries of a query head."""
     return "kv_heads" in kernel.arg_names
 
 
 def pointers_and_strides(kernel: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Of a tensor called "q": q_ptr, stride_qb, stride_qh and stride_qn, those that `kernel` has arguments for."""
+    """Pointer and strides of a tensor called "q": q_ptr, stride_qb, stride_qh and stride_qn, if `kernel` has such
+    arguments."""
     values: dict[str, Any] = {}
     for name, t in tensors.items():
         values[f"{name}_ptr"] = t

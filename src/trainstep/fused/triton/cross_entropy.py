@@ -164,7 +164,7 @@ def halves(n_vocab: int) -> tuple[int, int]:
 
 
 def is_whole(n_vocab: int) -> bool:
-    """Whether a program holds a row of so many logits at once, and by at most a sixteenth of it more than that."""
+    """True if a program holds a row of so many logits at once, and by at most a sixteenth of it more than that."""
     return 1 < n_vocab <= WHOLE and 16 * sum(halves(n_vocab)) <= 17 * n_vocab
 
 

@@ -16,12 +16,13 @@ from trainstep.attention.triton import Launch, Launcher
 from trainstep.fused.triton import named_arguments
 
 BLOCK_PAIRS = 2048
-"""Of queries, and as many of keys, that a program holds at a time at most."""
+"""Pairs of queries, and as many of keys, that a program holds at a time at most."""
 
 
 @triton.jit
 def _pairs_of(ptr, stride, head, heads, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """Of heads [BLOCK_H] of one position, each HALF pairs: where the first of each pair is, and which there are."""
+    """Pairs of heads [BLOCK_H] of one position, each HALF pairs: where the first of each pair is, and which there
+    are."""
     features = tl.arange(0, BLOCK_HALF)[None, :]
     return ptr + head.to(tl.int64)[:, None] * stride + features, (head < heads)[:, None] & (features < HALF)
 
