@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from trainstep.base.config import StepConfig
+from trainstep.base.errors import UsageError
 from trainstep.check.step import StepCheck
 from trainstep.commands.cli import main
 from trainstep.commands.options import StepGrid, field_docs
@@ -85,11 +86,12 @@ def test_both_modules_are_the_command(module):
     assert wrong.stderr.startswith("trainstep: unknown size 'huge'")
 
 
-def test_every_flag_of_a_step_is_documented_once():
+def test_every_flag_of_a_step_is_documented_once(capsys):
     docs = field_docs(StepConfig)
     assert set(docs) == set(StepGrid.__annotations__) == set(StepConfig.__dataclass_fields__)
     assert all(len(text) > 10 for text in docs.values())
-    text = " ".join(re.sub(r"[│╭╰─╮╯]", " ", trainstep("bench", "step", "--help").stdout).split())
+    assert main_code(["bench", "step", "--help"]) == 0
+    text = " ".join(re.sub(r"[│╭╰─╮╯]", " ", capsys.readouterr().out).split())
     for name, doc in docs.items():
         assert f"--{name.replace('_', '-')}" in text
         assert doc[:40] in text
@@ -120,22 +122,6 @@ def test_a_quick_analysis_compiles_and_checks_nothing(tmp_path, monkeypatch, cap
         "what the device reaches",
         "kernels",
     ]
-
-
-@pytest.mark.parametrize("command", [["analyze"], ["bench", "ladder"]])
-def test_an_unknown_rung_is_refused_before_anything_runs(command, tmp_path):
-    found = trainstep(*command, "--device", "cpu", "--changes", "compiled", "--out", str(tmp_path / "out"))
-    assert found.returncode == 2
-    assert "unknown change 'compiled'; did you mean 'compiled blocks'? Expected some of fused att" in found.stderr
-    assert not (tmp_path / "out" / "results.jsonl").exists()
-
-
-@pytest.mark.parametrize(("flag", "hint"), [("--changes", False), ("--rungs", True)])
-def test_changes_of_a_quick_analysis_are_refused_and_their_old_name_is_a_hint(tmp_path, flag, hint):
-    found = trainstep("analyze", "--quick", flag, "compiled blocks", "--out", str(tmp_path / "out"))
-    assert found.returncode == 2
-    assert ("--rungs is now --changes" in found.stderr) is hint
-    assert "--quick leaves out" in found.stderr
 
 
 def test_analyze_end_to_end(tmp_path):
@@ -195,15 +181,15 @@ def test_when_no_case_could_run_the_exit_code_says_so(tmp_path, capsys):
     assert len(read_records(tmp_path / "results.jsonl")) == 2, "the rows are kept"
 
 
+def test_tuning_refuses_what_would_measure_nothing(capsys):
+    assert main_code(["tune", "attention", "--part", "choice", "--dtype", "tf32"]) == 2
+    assert "tf32 has tiles only" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without a GPU")
 def test_tuning_needs_a_gpu(capsys):
     assert main_code(["tune", "attention", "--dry-run"]) == 2
     assert "torch finds none" in capsys.readouterr().err
-
-
-def test_tuning_refuses_what_would_measure_nothing(capsys):
-    assert main_code(["tune", "attention", "--part", "choice", "--dtype", "tf32"]) == 2
-    assert "tf32 has tiles only" in capsys.readouterr().err
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path):
@@ -232,25 +218,15 @@ def test_a_users_module_in_the_example(tmp_path):
     assert all(rung.status in ("ok", "unsupported") for rung in rungs), [rung.reason for rung in rungs]
 
 
-@pytest.mark.thorough
-def test_compare_a_run_with_its_former(tmp_path):
-    words = ["bench", "step", "--context", "16", "--device", "cpu", "--steps", "7", "--out", str(tmp_path)]
-    assert main_code(words) == main_code(words) == 0
-    found = trainstep("compare", str(tmp_path / "results.previous.jsonl"), str(tmp_path / "results.jsonl"))
-    assert found.returncode == 0, found.stderr
-    assert re.search(r"step +tiny.*(faster|slower|inconclusive)", found.stdout)
-
-
 def main_code(words):
     with pytest.raises(SystemExit) as stop:
         main(words)
     return stop.value.code
 
 
-def test_info_names_the_versions():
-    found = trainstep("info")
-    assert found.returncode == 0
-    assert re.search(r"^torch +\d", found.stdout, re.M)
+def test_info_names_the_versions(capsys):
+    assert main_code(["info"]) == 0
+    assert re.search(r"^torch +\d", capsys.readouterr().out, re.M)
 
 
 def test_memory_shows_a_step_and_then_its_snapshot(tmp_path):
@@ -356,6 +332,19 @@ BAD = [
     (["profile", "--from", "README.md"], "README.md is not a trace of torch.profiler"),
     (["compare", "absent.jsonl", "absent.jsonl"], "cannot read results from absent.jsonl"),
     (["compare", "README.md", "README.md"], "line 1: not JSON"),
+    (
+        ["bench", "step", "--data", "tests/commands/__init__.py", "--device", "cpu"],
+        "the data has 0 tokens, but one seq",
+    ),
+    (["tune", "attention", "--part", "choice", "--dtype", "tf32"], "tf32 has tiles only"),
+    (["analyze", "--changes", "compiled"], "unknown change 'compiled'; did you mean 'compiled blocks'? Expected some"),
+    (
+        ["bench", "ladder", "--changes", "compiled"],
+        "unknown change 'compiled'; did you mean 'compiled blocks'?",
+    ),
+    (["analyze", "--quick", "--changes", "compiled blocks"], "--quick leaves out"),
+    (["dtypes", *("--workload", "examples.own_model:workload", "--size", "small")], "brings its own model"),
+    (["analyze", *("--workload", "examples.own_model:workload", "--num-layers", "2")], "brings its own model"),
 ]
 
 
@@ -384,30 +373,10 @@ def test_flags_that_cannot_be_parsed(words):
 
 
 def test_debug_shows_the_traceback():
-    found = trainstep("analyze", "--size", "huge", "--debug")
-    assert found.returncode != 0
-    assert "Traceback" in found.stderr
+    with pytest.raises(UsageError, match="unknown size"):
+        main(["analyze", "--size", "huge", "--debug"])
 
 
-def test_too_little_data(tmp_path):
-    data = tmp_path / "short.txt"
-    data.write_text("short")
-    found = trainstep("bench", "step", "--data", str(data), "--device", "cpu", "--out", str(tmp_path / "out"))
-    assert found.returncode == 2
-    assert "the data has 5 tokens, but one sequence needs context + 1 = 513" in found.stderr
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["bench", "step", "--size", "small"],
-        ["dtypes", "--size", "small"],
-        ["analyze", "--size", "small"],
-        ["analyze", "--num-layers", "2"],
-    ],
-)
-def test_a_workload_has_its_own_model_and_takes_no_other(words, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main([*words, "--workload", "examples.own_model:workload"])
-    assert exit_.value.code == 2
-    assert "--workload brings its own model" in capsys.readouterr().err
+def test_the_old_name_of_changes_is_taken_with_a_hint(capsys):
+    assert main_code(["analyze", "--quick", "--rungs", "compiled blocks"]) == 2
+    assert "--rungs is now --changes" in capsys.readouterr().err
