@@ -1,4 +1,4 @@
-"""What a right result is: how far a computation may be from its reference, the error budget that every check shares.
+"""Right results: how far a computation may be from its reference, the error budget that every check shares.
 
 Errors are relative, ‖x − ref‖ / ‖ref‖, against a reference in a wider precision. Allowed is at most twice the error
 that the plain computation makes in the same precision, plus one rounding of that precision (`allowed_error`).
@@ -17,7 +17,7 @@ from trainstep.base.precision import PRECISIONS, PrecisionName
 
 
 def one_rounding(form: torch.dtype | PrecisionName) -> float:
-    """One rounding of numbers near 1, twice the unit roundoff: of a dtype, or of a precision's matmul inputs."""
+    """A rounding of numbers near 1, twice the unit roundoff: of a dtype, or of a precision's matmul inputs."""
     return torch.finfo(form).eps if isinstance(form, torch.dtype) else PRECISIONS[form].one_rounding
 
 

@@ -69,11 +69,11 @@ class Errors:
     found: Found
     allowed: Found
     moved: tuple[str, ...] = ()
-    """Those of `NAMES` whose bits were others the second time, where the same were asked for."""
+    """Results among `NAMES` whose bits were others the second time, where the same were asked for."""
 
     @property
     def within_budget(self) -> bool:
-        """Whether every error is allowed, which NaN never is, and no bit moved that should not."""
+        """True if every error is allowed, which NaN never is, and no bit moved that should not."""
         return not self.moved and all(self.found[key] <= self.allowed[key] for key in self.found)
 
     def share(self, name: str, statistic: str) -> float:
@@ -240,7 +240,8 @@ def _errors(inputs: Four, results_of: Callable[[slice], Four], is_causal: bool, 
 
 
 def _sums(own: Tensor, reference: Tensor, size: Tensor) -> Tensor:
-    """Of each head: squared norm of the error, of the denominator; worst row; the scale's numerator, denominator."""
+    """Sums of each head: squared norm of the error, of the denominator; worst row; the scale's numerator,
+    denominator."""
     off, norm = own - reference, reference.square().sum(-1)  # size: the squares of the rows' sizes
     error, along = off.square().sum(-1), (off * reference).sum(-1)
     sums = (

@@ -31,16 +31,16 @@ from torch import Tensor, nn
 from trainstep.step.weights import copied_to_host
 
 SUMS = 1e-5
-"""What sums over a batch in another order may move a buffer by, as a part of the largest of its module in root mean
+"""Error that sums over a batch in another order may give a buffer, as a part of the largest of its module in root mean
 square. Gradients were seen to be that far apart on a GPU."""
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """What one pass made of a module's buffers; tensors are on the host."""
+    """Buffers of a module after one pass; tensors are on the host."""
 
     before: Mapping[str, Tensor]
-    """Those that it changed, as they were, by name."""
+    """Buffers that the pass changed, as they were, by name."""
     after: Mapping[str, Tensor]
     """The same afterwards."""
     unchanged: frozenset[str]
@@ -57,7 +57,7 @@ class Buffers:
 
 
 NO_BUFFERS = Buffers({}, {}, frozenset(), frozenset())
-"""Of a module without any."""
+"""Buffers of a module without any."""
 
 
 class Watched:
@@ -88,7 +88,8 @@ class Watched:
                 yield self._called(name), own.cpu() if self._on_host else own
 
     def changes(self) -> Buffers:
-        """What became of them since; those that were not there, or have another shape or type by now, are left out."""
+        """Buffers that changed since, as they are; those that were not there, or have another shape or type by now, are
+        left out."""
         now = {
             name: value
             for name, value in self._now()
@@ -100,7 +101,7 @@ class Watched:
 
 
 def joined(several: Iterable[Buffers]) -> Buffers:
-    """Of several modules, whose buffers are called by different names."""
+    """Join the buffers of several modules, which are called by different names."""
     found = NO_BUFFERS
     for each in several:
         found = Buffers(
@@ -114,22 +115,22 @@ def joined(several: Iterable[Buffers]) -> Buffers:
 
 @dataclass(frozen=True)
 class Apart:
-    """How far one buffer is from the reference's. Norms are over what is finite in the reference."""
+    """Distance of one buffer from the reference's. Norms are over what is finite in the reference."""
 
     error: float
     """‖b − b_ref‖; infinite where there is none to compare."""
     change: float
     """‖b_ref − b_before‖."""
     count: int
-    """Of its elements."""
+    """Number of its elements."""
     stored: float | None
-    """What one rounding of the value, in the format in which it is stored, makes; None for whole numbers."""
+    """Error that one rounding of the value makes in the format in which it is stored; None for whole numbers."""
     typical: float = 0.0
     """A norm of as many elements as large as those of the module's largest buffer."""
 
     def rounded(self, rounding: float) -> float:
-        """What one rounding of a precision, relative, that of the value, and sums in another order make; nothing for
-        whole numbers."""
+        """Error that one rounding of a precision, relative, that of the value, and sums in another order make; nothing
+        for whole numbers."""
         return 0.0 if self.stored is None else rounding * self.change + self.stored + SUMS * self.typical
 
 

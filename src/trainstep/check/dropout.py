@@ -45,10 +45,10 @@ def eager_random() -> Iterator[None]:
 
 @dataclass
 class Seen:
-    """What would have been dropped."""
+    """Calls that would have dropped something."""
 
     calls: int = 0
-    """Of functions that drop; of those in compiled code one or all are counted."""
+    """Calls of functions that drop; of those in compiled code one or all are counted."""
     elements: dict[float, int] = field(default_factory=dict)
     """By probability, from how many elements in forward passes; 0 in compiled code, where calls are not counted."""
 
@@ -62,7 +62,7 @@ class Seen:
 
 
 def drops_otherwise(own: Mapping[float, int], plain: Mapping[float, int], *, are_counted: bool) -> str:
-    """How a step would have dropped something else than the plain one, in words; empty where it would not.
+    """Say how a step would have dropped something else than the plain one; empty where it would not.
 
     Args:
         own, plain: what each has `Seen.elements` of.

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainstep.check import allowed_error, one_rounding
 
 Operator = Callable[..., Tensor | tuple[Tensor, ...]]
-"""Of the inputs in their order; may return several results."""
+"""Function of the inputs in their order; it may return several results."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Budget:
 
     @property
     def within(self) -> bool:
-        """Whether every error is allowed; NaN never is, nor is anything where plain torch has no finite error."""
+        """True if every error is allowed; NaN never is, nor is anything where plain torch has no finite error."""
         return all(self.share(name) <= 1 for name in self.found)
 
     @property
@@ -43,7 +43,7 @@ class Budget:
         return share if math.isfinite(share) and math.isfinite(self.allowed[name]) else math.inf
 
     def __str__(self) -> str:
-        """What is wrong, in words; empty where nothing is."""
+        """Say what is wrong; empty where nothing is."""
         off = [name for name in self.found if self.share(name) > 1]
         return ", ".join(f"{name} off by {self.found[name]:.2g} of {self.allowed[name]:.2g}" for name in off)
 
@@ -66,7 +66,7 @@ def check(
 def expected(
     oracle: Operator, inputs: Sequence[Tensor], upstream: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What the oracle makes of the inputs in their own dtype, and in float64."""
+    """Results of the oracle for the inputs in their own dtype, and in float64."""
     plain = differentiate(oracle, inputs, upstream)
     wide = [_wide(each) for each in inputs]
     return plain, differentiate(oracle, wide, [each.double() for each in upstream])

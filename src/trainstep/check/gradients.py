@@ -1,4 +1,4 @@
-"""How far a loss and gradients are from a reference, and how far rounding may take them: per parameter and per row.
+"""Distance of a loss and gradients from a reference, and how far rounding may take them: per parameter and per row.
 
 Three things are held against the reference, each by what the plain computation in the same precision is off by
 (`Rounding`): every parameter's gradient, and every row of it, by ‖x − ref‖; all gradients together also by their scale,
@@ -43,11 +43,11 @@ class Gradients:
     loss: float
     by_name: Mapping[str, Tensor]
     buffers: Buffers = NO_BUFFERS
-    """What the pass made of the module's buffers, where that is looked at."""
+    """Buffers of the module after the pass, where they are compared."""
 
     @staticmethod
     def of(loss: Tensor | float, module: nn.Module, buffers: Buffers = NO_BUFFERS) -> Gradients:
-        """What backward left in the module's `.grad`; they are taken off it, not copied."""
+        """Take the gradients that backward left in the module's `.grad`; they are taken off it, not copied."""
         by_name = {}
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
@@ -93,17 +93,18 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Error:
-    """How far one gradient is off: absolute, as norms."""
+    """Error of one gradient: absolute, as norms."""
 
     norm: float
     rows: Tensor
-    """Of each slice along the first dimension; one element for a vector, whose elements are too few to judge alone."""
+    """Errors of each slice along the first dimension; one element for a vector, whose elements are too few to check
+    alone."""
     product: float = 0.0
     """⟨x − ref, ref⟩."""
 
     @staticmethod
     def between(found: Tensor, reference: Tensor) -> Error:
-        """Of one tensor, held against another of its shape, which is moved to its device."""
+        """Error of one tensor, held against another of its shape, which is moved to its device."""
         product = 0.0
         squares = torch.zeros(len(as_rows(found)), dtype=torch.float64, device=found.device)
         for rows, (own, expected) in in_parts(found, reference.to(found.device)):
@@ -121,11 +122,11 @@ class Rounding:
     scale: float = 0.0
     by_name: dict[str, Error] = field(default_factory=dict)
     buffers: dict[str, float] = field(default_factory=dict)
-    """How far each buffer is off, as `Apart.error`."""
+    """Errors of the buffers, as `Apart.error`."""
 
     @staticmethod
     def between(a: Gradients, b: Gradients) -> Rounding:
-        """What sets `a` apart from `b`; a gradient that only one of them has is left out."""
+        """Difference between `a` and `b`; a gradient that only one of them has is left out."""
         errors = {name: Error.between(a.by_name[name], each) for name, each in b.by_name.items() if name in a.by_name}
         product, square = sum(each.product for each in errors.values()), sum(b.squares.values())
         buffers = {name: each.error for name, each in apart(a.buffers, b.buffers)}
@@ -146,7 +147,7 @@ class Rounding:
         return found
 
     def plus(self, other: Rounding) -> Rounding:
-        """What both do one after the other, at most."""
+        """Rounding of both, one after the other, at most."""
         errors = dict(self.by_name)
         for name, error in other.by_name.items():
             known = errors.get(name)
@@ -156,7 +157,7 @@ class Rounding:
         return Rounding(self.loss + other.loss, self.scale + other.scale, errors, buffers)
 
     def relative(self, to: Gradients) -> float:
-        """Of all gradients together, as a part of these."""
+        """Rounding of all gradients together, as a part of these."""
         size = math.sqrt(sum(to.squares.values()))
         return math.sqrt(sum(each.norm**2 for each in self.by_name.values())) / (size or 1.0)
 
@@ -169,7 +170,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far loss and gradients are from the reference's, relative, and what is allowed."""
+    """Distance of loss and gradients from the reference's, relative, and what is allowed."""
 
     loss: float
     loss_allowed: float
@@ -185,13 +186,13 @@ class Deviation:
     worst_allowed: float
     worst_name: str
     note: str = ""
-    """Which other step is off alike, or is not: where the mistake may lie. Empty where nothing is known of that."""
+    """Another step that is off alike, or is not: where the mistake may lie. Empty where nothing is known of that."""
     fault: str = ""
-    """What is wrong with the step though its gradients are right as they were compared."""
+    """Fault of the step though its gradients are right as they were compared."""
 
     @property
     def is_right(self) -> bool:
-        """Whether everything is allowed; NaN never is."""
+        """True if everything is allowed; NaN never is."""
         return (
             not self.fault
             and self.loss <= self.loss_allowed
@@ -202,7 +203,7 @@ class Deviation:
 
     @property
     def is_vacuous(self) -> bool:
-        """Whether so much is allowed that gradients of anything else might be within it."""
+        """True if so much is allowed that gradients of anything else might be within it."""
         return not self.gradient_allowed < VACUOUS
 
     @property

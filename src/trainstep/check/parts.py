@@ -19,7 +19,7 @@ PART = 2**15 - 1
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """As a matrix (rows, numbers of each) of slices along the first dimension; (1, numel) where there are no two."""
+    """A matrix (rows, numbers of each) of slices along the first dimension; (1, numel) where there are no two."""
     rows = max(1, tensor.shape[0]) if tensor.dim() > 1 else 1
     return tensor.reshape(rows, tensor.numel() // rows)
 

@@ -1,4 +1,4 @@
-"""What a workload's plain step computes, as the reference of every check, and how far rounding takes it.
+"""Results of a workload's plain step, as the reference of every check, and how far rounding takes them.
 
 The plain step is the workload's own model in float32, eager, nothing replaced. It is looked at in two places: with its
 initial weights, and with those it has after some training, because at the start attention's gradients are a few per
@@ -44,7 +44,7 @@ EVERY_BLOCK = "every-1"
 TRAINED_STEPS = 10
 """Updates before the second place."""
 DRAWS = 3
-"""Of random roundings: their largest error counts."""
+"""Number of random roundings: their largest error counts."""
 MORE_DRAWS = 20
 """At most, twice as many each time, where something is over its budget: a router that sends a token elsewhere for one
 rounding in ten shows by then."""
@@ -71,14 +71,14 @@ def gradients_at(step: TrainingStep, batch: Any) -> Gradients:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What rounding does to a precision's gradients in one place."""
+    """Effects of rounding on a precision's gradients in one place."""
 
     draws: int
-    """How many random roundings tell."""
+    """Number of random roundings that were measured."""
     random: Rounding
     """The most that one of them did."""
     cast: Rounding
-    """What casting the weights does, where they are cast."""
+    """Rounding by casting the weights, where they are cast."""
     most: Rounding
     """The same, and what the precision itself is off by where that is no more than roundings explain."""
 
@@ -132,18 +132,18 @@ class Reference:
         del step, batch, found
         self._unsteady: frozenset[str] = frozenset()
         self.batches_differ = self._build_again(places, states[0], batches[0], plain[0])
-        """Whether a second build gets other batches."""
+        """True if a second build gets other batches."""
         plain = [self._steady(each) for each in plain]
         exact = self._exact(states, batches, plain)
         self.is_exact = exact is not None
-        """Whether the gradients are float64's."""
+        """True if the gradients are float64's."""
         chosen = plain if exact is None else exact
         self.places = [Place(*each) for each in zip(states, batches, chosen, strict=True)]
         self._measured: dict[tuple[PrecisionName, bool], list[_Measured]] = {}
         self._from_zero: dict[PrecisionName, Mapping[str, Tensor]] = {}
 
     def _build_again(self, places: Places, state: Mapping[str, Tensor], batch: Any, known: Gradients) -> bool:
-        """Whether the same workload, built once more, comes to the first place with another batch.
+        """True if the same workload, built once more, comes to the first place with another batch.
 
         Raises:
             NotReproducibleError: it has other weights, or makes other gradients of the same batch.
@@ -157,7 +157,7 @@ class Reference:
         return fingerprint(own) != fingerprint(batch)
 
     def _at(self, step: TrainingStep, batch: Any) -> Gradients:
-        """What is compared, there."""
+        """Gradients and buffers that are compared, there."""
         return self._steady(self._differentiate(step, step.place(batch)))
 
     def _steady(self, found: Gradients) -> Gradients:
@@ -200,7 +200,7 @@ class Reference:
 
     @cached_property
     def draws_numbers(self) -> bool:
-        """Whether a step of the model draws from torch's generators."""
+        """True if a step of the model draws from torch's generators."""
         step = build_step(self.source, self.config)
         batch = step.place(self.places[0].batch)
         with from_seed(step.config.seed, [step.device]):
@@ -210,7 +210,7 @@ class Reference:
 
     @cached_property
     def updates(self) -> Mapping[str, Tensor]:
-        """How far each parameter moves in updates of the gradients of the two places."""
+        """Distances that each parameter moves in updates of the gradients of the two places."""
         step = build_step(self.source, self.config)
         moved = take_updates(step.optimizer, step.module.named_parameters(), self.update_gradients)
         return copied_to_host(moved)
@@ -261,7 +261,8 @@ class Reference:
     def _with_plain(
         self, deviation: Deviation, found: Gradients, place: int, form: tuple[PrecisionName, bool], known: _Measured
     ) -> Deviation:
-        """What is wrong, and whether the plain step in this precision has it too, within its own roundings."""
+        """Deviation of the step, with a note whether the plain step in this precision has it too, within its own
+        roundings."""
         step = self._rounded_step(*form)
         load(step.module, self.places[place].state)
         plain = self._at(step, self.places[place].batch)
@@ -270,7 +271,7 @@ class Reference:
         return dataclasses.replace(deviation, note=f"so is the plain step in {form[0]}, {OWN_ARITHMETIC}")
 
     def _measure(self, precision: PrecisionName, narrow_weights: bool) -> list[_Measured]:
-        """What this precision's rounding does in each place, by a few drawings."""
+        """Measure this precision's rounding in each place, by a few drawings."""
         casts = self._narrowing() if narrow_weights else [Rounding()] * len(self.places)
         step, none = self._rounded_step(precision, narrow_weights), Rounding()
         of_each = zip(self.places, casts, strict=True)
@@ -303,13 +304,13 @@ class Reference:
         return _Measured(draws, random, known.cast, most)
 
     def _drawn(self, step: TrainingStep, place: Place, seed: int) -> Gradients:
-        """One random rounding's."""
+        """Gradients of one random rounding."""
         with uncompiled(), RandomRounding(step.config.precision, seed):
             load(step.module, place.state)
             return self._at(step, place.batch)
 
     def _narrowing(self) -> list[Rounding]:
-        """What the rounding of weights alone does in each place, computed as the reference is.
+        """Roundings of the weights alone in each place, computed as the reference is.
 
         It is not random: norms whose weights are all alike are all off alike.
         """

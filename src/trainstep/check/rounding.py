@@ -1,4 +1,4 @@
-"""What a precision's rounding does to a computation, measured without another implementation: rounding it at random.
+"""Rounding of a computation in a precision, measured without another implementation: rounding it at random.
 
 Every operation whose result has the precision's format is rounded once more: one result in twelve moves by one unit in
 the last place, up or down. Moves of one unit with probability 1/12 have the mean square of rounding to nearest, which
@@ -44,9 +44,9 @@ _ONE_IN = 12
 _POOL = 2**22
 """Moves that are drawn beyond those of the largest tensor: each tensor takes its own from another place."""
 _MEAN = (3 / (8 * math.log(2)) / 3) ** 0.5
-"""Of rounding to nearest, in the root mean square: this part of the unit roundoff."""
+"""Error of rounding to nearest, in the root mean square: this part of the unit roundoff."""
 _TF32_NOISE = 2**-11 * _MEAN * 2**0.5
-"""Of both inputs of a convolution, taken as independent of each other and of all others."""
+"""Error of both inputs of a convolution, taken as independent of each other and of all others."""
 CUT_OFF = 2**-30
 """By which part a long sum of float32 products on matrix units is too small, for each of its terms; half of it, as
 float32's budget is more than twice the usual one (`budgets.FLOAT32_LOSES`). PyTorch's fused attention was off in one
@@ -93,7 +93,8 @@ class RandomRounding(TorchDispatchMode):
         DRAWING.remove(self)
 
     def random_state(self) -> Any:
-        """What a block that is computed again draws from anew, so that it rounds as it did."""
+        """State of the random roundings, from which a block that is computed again draws anew, so that it rounds as it
+        did."""
         states = {device: generator.get_state() for device, generator in self._generators.items()}
         return self._offsets.getstate(), states, dict(self._pools), self._scalars
 
@@ -166,7 +167,8 @@ class RandomRounding(TorchDispatchMode):
             result.add_(off, alpha=self._offsets.choice((-1, 1)))
 
     def _round_softmax(self, args: Any, result: Tensor) -> None:
-        """Of its backward: p · (dp − Σ p·dp), where the sum is off: in float32 by chance, and by what is cut off."""
+        """Round the softmax's backward: p · (dp − Σ p·dp), where the sum is off: in float32 by chance, and by what is
+        cut off."""
         grad, output, dim = args[:3]
         if self._row_sums is not None:
             if (errors := self._row_sums.row_errors(output, dim)) is not None:

@@ -61,7 +61,7 @@ class RowSums:
         return errors
 
     def _off(self, weights: Tensor, values: Tensor) -> Tensor:
-        """What the output is off by, of what the row sum is taken from besides."""
+        """Error of the output, of what the row sum is taken from besides."""
         with matmul_precision("tf32"):  # holds 16 bits, and sums in float32
             if self._dtype == torch.float32:
                 return (in_tf32(weights) - weights) @ values
@@ -69,8 +69,8 @@ class RowSums:
         return exact.to(self._dtype) - exact
 
     def row_errors(self, output: Tensor, dim: int) -> Tensor | None:
-        """How far each row sum of this softmax's backward is off, (…, queries, 1) in float32; None where the softmax
-        is not attention's."""
+        """Errors of each row sum of this softmax's backward, (…, queries, 1) in float32; None where the softmax is not
+        attention's."""
         errors, self._errors = self._errors, None
         is_last = dim % output.dim() == output.dim() - 1
         if errors is None or not is_last or errors.numel() * output.shape[-1] != output.numel():

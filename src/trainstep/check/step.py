@@ -49,14 +49,14 @@ from trainstep.step.weights import load
 from trainstep.step.workload import WorkloadSource
 
 Compared = Literal["as it is", "with eager code's random numbers", "without dropout"]
-"""How gradients were held against the reference."""
+"""Ways in which gradients were held against the reference."""
 RIGHT_UNCOMPILED = "the same step is right without torch.compile"
-"""What is said of a compiled step that is wrong, where that is so."""
+"""Note on a compiled step that is wrong, where its eager form is right."""
 WITH_CHECKPOINTING = "the plain step with its checkpointing"
 COMPUTED_AGAIN = "the plain step with every block computed again"
 WITH_FUSED_ATTENTION = "the plain step with PyTorch's fused attention"
 FITTING = "the first step that fits"
-"""What steps are held against where the plain step does not fit."""
+"""Name of the reference where the plain step does not fit."""
 OTHER_BATCHES = "other ones in every build; gradients are compared on the reference's"
 START, TRAINED = 0, 1
 """The places of a `Reference`."""
@@ -64,7 +64,7 @@ START, TRAINED = 0, 1
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of a step so far."""
+    """Findings on a step so far."""
 
     own: Deviation
     """In its own precision: in the place where it uses most of what is allowed."""
@@ -72,16 +72,16 @@ class Verdict:
     float32: Deviation | None = None
     """In float32, where that is another precision."""
     not_in_float32: str = ""
-    """Why the step has no such form here, such as memory; empty where it has."""
+    """Reason why the step has no such form here, such as memory; empty where it has."""
     compared: Compared = "as it is"
     batches_differ: bool = False
-    """Whether every build gets other batches, so that all were given the reference's."""
+    """True if every build gets other batches, so that all were given the reference's."""
     held_against: str = ""
-    """What the reference is where it is not the plain step, and why; empty where it is."""
+    """Reference where it is not the plain step, and why; empty where it is."""
 
     @property
     def not_told(self) -> str:
-        """Why nothing says whether the step is right; empty where something does."""
+        """Reason why nothing says whether the step is right; empty where something does."""
         if not self.own.is_vacuous or not self.is_right:
             return ""
         return (
@@ -90,7 +90,7 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        """Whether everything is within its budget."""
+        """True if everything is within its budget."""
         in_float32 = self.float32 is None or self.float32.is_right
         return self.own.is_right and in_float32 and self.update.is_right
 
@@ -116,7 +116,7 @@ class Verdict:
         }
 
     def __str__(self) -> str:
-        """What is wrong, in words; empty where nothing is."""
+        """Say what is wrong; empty where nothing is."""
         parts = []
         if self.float32 is not None and not self.float32.is_right:
             parts.append(f"in float32, {self.float32}")
@@ -135,7 +135,7 @@ def plain_form(config: StepConfig) -> StepConfig:
 
 
 def first_form(source: WorkloadSource, config: StepConfig) -> StepConfig:
-    """What a ladder starts from: the plain form, with the workload's weights as they come."""
+    """Form that a ladder starts from: the plain form, with the workload's weights as they come."""
     return dataclasses.replace(plain_form(config), precision=source.own_precision)
 
 
@@ -153,12 +153,12 @@ class StepCheck:
         self._too_large: set[StepConfig] = set()
         self._references: tuple[Reference, Reference] | None = None
         self._unlike = ""
-        """Why the workload can be held against nothing; empty where it can."""
+        """Reason why the workload can be held against nothing; empty where it can."""
         self._held_against = ""
         self._not_plain = ""
-        """Why the plain step is not the reference; empty where it is."""
+        """Reason why the plain step is not the reference; empty where it is."""
         self._plain_drops: dict[int, dict[float, int]] = {}
-        """What the plain step drops in each place, as `Seen.elements`."""
+        """Elements that the plain step drops in each place, as `Seen.elements`."""
 
     @property
     def reference(self) -> Reference:
@@ -180,7 +180,7 @@ class StepCheck:
 
     @property
     def is_stood_in_for(self) -> bool:
-        """Whether the reference is some step, as no plain one fits."""
+        """True if the reference is some step, as no plain one fits."""
         return self._held_against.startswith(FITTING)
 
     def _choose_reference(self, config: StepConfig) -> tuple[Reference, Reference]:

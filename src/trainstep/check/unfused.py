@@ -20,7 +20,7 @@ BACKWARD = (
     _aten._scaled_dot_product_efficient_attention_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward,
 )
-"""Of fused attention that takes float32."""
+"""Backward operators of fused attention that takes float32."""
 MOST_SCORES = 2**26
 """Scores that are held at once; of longer contexts it is some queries' at a time."""
 
@@ -61,7 +61,7 @@ def _named_arguments(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> dic
 
 @dataclass(frozen=True)
 class _Call:
-    """What attention is computed of: (batch, heads, tokens, head_dim); of keys and values there may be fewer heads."""
+    """Inputs of attention: (batch, heads, tokens, head_dim); of keys and values there may be fewer heads."""
 
     query: Tensor
     key: Tensor
@@ -87,7 +87,7 @@ class _Call:
         )
 
     def parts(self) -> Iterator[tuple[slice, slice]]:
-        """Of the batch and of the queries, with at most `MOST_SCORES` scores each."""
+        """Parts of the batch and of the queries, with at most `MOST_SCORES` scores each."""
         batch, heads, queries, _ = self.query.shape
         of_one = heads * self.key.shape[-2]
         rows = max(1, min(queries, MOST_SCORES // of_one))

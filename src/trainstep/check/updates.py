@@ -35,7 +35,7 @@ UPDATES = 12
 
 @dataclass(frozen=True)
 class UpdateError:
-    """How far the updates are from the plain optimizer's, where they use most of what is allowed."""
+    """Distance of the updates from the plain optimizer's, where they use most of what is allowed."""
 
     error: float = 0.0
     """‖Δ − Δ_ref‖ / ‖Δ_ref‖ of the change of a parameter."""
@@ -50,7 +50,7 @@ class UpdateError:
 
     @property
     def is_right(self) -> bool:
-        """Whether the worst is allowed; NaN never is."""
+        """True if the worst is allowed; NaN never is."""
         return self.error <= self.allowed
 
 
@@ -63,7 +63,7 @@ def take_updates(
     from_zero: bool = False,
     in_backward: UpdatesInBackward | None = None,
 ) -> dict[str, Tensor]:
-    """How far each parameter moves, in float32, in updates of these gradients; weights and state are put back.
+    """Distances that each parameter moves, in float32, in updates of these gradients; weights and state are put back.
 
     Args:
         optimizer: as it is made, without state yet.

@@ -1,4 +1,4 @@
-"""Which collectives a step starts, and how many bytes each is given.
+"""Collectives that a step starts, and how many bytes each is given.
 
 Every call of torch.distributed goes through torch's dispatcher, where a mode sees it, in backward's threads too; copies
 and messages between ranks announce themselves there. Counted is the payload: the full tensors that are reduced,
@@ -56,7 +56,7 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether torch may compile under this mode; else code that insists on being compiled raises."""
+        """True if torch may compile under this mode; else code that insists on being compiled raises."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -48,7 +48,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Lists:
-    """What the profiler does not record of the lists of tensors that optimizers work on."""
+    """Facts that the profiler does not record of the lists of tensors that optimizers work on."""
 
     element_bytes: int = 4  # of the parameters
     elements: int | None = None  # of all parameters, where one list holds them all; else None
@@ -130,7 +130,8 @@ def _product(tensors: Tensors, sizes: list[int], left: int) -> Cost | None:
 
 
 def _grouped_product(tensors: Tensors, sizes: list[int]) -> Cost:
-    """Where neither side has a dimension of groups, the result has one: as many as there are ends of groups."""
+    """Cost of a grouped product. Where neither side has a dimension of groups, the result has one: as many as there are
+    ends of groups."""
     left, right = tensors.shapes[:2]
     groups = math.prod(tensors.shapes[2]) if len(left) == len(right) == 2 and len(tensors.shapes) > 2 else 1
     result = groups * right[-1] * (math.prod(left[:-1]) if len(right) == 3 else left[-2])
@@ -139,7 +140,7 @@ def _grouped_product(tensors: Tensors, sizes: list[int]) -> Cost:
 
 
 def _convolution(tensors: Tensors, sizes: list[int]) -> Cost | None:
-    """Of (batch, channels, *space) with (results, channels per group, *window)."""
+    """Cost of a convolution of (batch, channels, *space) with (results, channels per group, *window)."""
     texts = [text.strip("[]").split(",") for text in tensors.scalars if text.startswith("[")]
     lists = [[int(word) for word in words if word.strip().isdigit()] for words in texts]
     if len(tensors.shapes) < 2 or len(lists) < 3:
@@ -156,7 +157,8 @@ def _convolution(tensors: Tensors, sizes: list[int]) -> Cost | None:
 
 
 def _convolution_backward(tensors: Tensors, sizes: list[int]) -> Cost | None:
-    """Of the result's gradient, the input and the weight; the last argument says which of their gradients are made."""
+    """Cost of a convolution's backward, of the result's gradient, the input and the weight; the last argument says
+    which of their gradients are made."""
     transposed = "True" in tensors.scalars  # the only truth outside of a list
     if len(tensors.shapes) < 3 or transposed or not tensors.scalars[-1:]:
         return None
@@ -176,7 +178,7 @@ def _attention(tensors: Tensors, sizes: list[int], query: int, causal: int, *, i
 
 
 def _is_banded(tensors: Tensors) -> bool:
-    """Whether our attention has a window, two places after whether it is causal, or the bounds of documents."""
+    """True if our attention has a window, two places after whether it is causal, or the bounds of documents."""
     truth = next(place for place, text in enumerate(tensors.scalars) if text in ("True", "False"))
     return bool("".join(tensors.scalars[truth + 2 : truth + 3])) or "int" in tensors.dtypes
 

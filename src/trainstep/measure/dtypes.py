@@ -1,4 +1,4 @@
-"""Which dtype everything really had: each module's parameters, inputs, outputs and gradients, the result and the loss.
+"""Dtypes that everything really had: each module's parameters, inputs, outputs and gradients, the result and the loss.
 
 Autocast decides per operation, so what ran in which dtype is not in the configuration; it is read here off the tensors
 as they pass. An activation's gradient needs no column of its own: autograd gives it the activation's dtype.
@@ -30,7 +30,7 @@ def short_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class ModuleDtypes:
-    """One module's dtypes, each a tuple of the different ones in the order seen; empty where it has or got none."""
+    """A module's dtypes, each a tuple of the different ones in the order seen; empty where it has or got none."""
 
     name: str  # dotted, as in `named_modules`; empty for the root
     kind: str  # its class
@@ -124,7 +124,7 @@ def _dtypes(value: Any) -> dict[str, None]:
 
 
 def module_rows(modules: Sequence[ModuleDtypes], own: Mapping[str, Any]) -> Iterator[DtypeRow]:
-    """One row for every module, or group of alike modules, each with `own` columns."""
+    """A row for every module, or group of alike modules, each with `own` columns."""
     for module, count in alike(modules):
         yield DtypeRow(
             **own,
@@ -152,7 +152,7 @@ def alike(modules: Sequence[ModuleDtypes]) -> list[tuple[ModuleDtypes, int]]:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """One way to add 0.01 a thousand times."""
+    """A way to add 0.01 a thousand times."""
 
     accumulator: str  # dtype of the running sum
     addend: str  # dtype of 0.01, and what it is cast to before it is added

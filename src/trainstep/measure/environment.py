@@ -1,4 +1,4 @@
-"""Where a number was measured: machine, versions, commit, the GPU's clocks, power and throttling; and its ceilings.
+"""Environment of a number: machine, versions, commit, the GPU's clocks, power and throttling; and its ceilings.
 
 A ceiling is the best rate of several large matrix products (per precision) or copies, of random inputs, never zeros:
 zeros run faster, as fewer bits toggle, which takes less power.
@@ -39,7 +39,7 @@ _THROTTLE_REASONS = {  # NVML's clocks-event bits that mean "slower than it coul
 
 @functools.cache
 def describe(device: torch.device) -> Environment:
-    """What stays the same for the process: device, host, versions and commit. Goes into every record."""
+    """Facts that stay the same for the process: device, host, versions and commit. Goes into every record."""
     found: Environment = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": device_name(device),
@@ -68,7 +68,7 @@ def describe(device: torch.device) -> Environment:
 
 
 def allocator_settings() -> str:
-    """What the environment tells torch's allocator on GPUs; empty where that is nothing."""
+    """Settings that the environment gives torch's allocator on GPUs; empty where there are none."""
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 

@@ -97,12 +97,13 @@ class _WrittenOut:
 
 
 def _scores(tensor: torch.Tensor) -> tuple[int, frozenset[int]]:
-    """What scores have in common wherever they appear, transposed or flattened to one dimension of batches."""
+    """Properties that scores have in common wherever they appear, transposed or flattened to one dimension of
+    batches."""
     return tensor.numel(), frozenset(tensor.shape[-2:])
 
 
 def _is_lower(used: torch.Tensor) -> bool:
-    """Whether nothing above the diagonal is used, which ends in the last corner; and something below."""
+    """True if nothing above the diagonal is used, which ends in the last corner; and something below."""
     above = used.triu(1 + used.shape[-1] - used.shape[-2])
     return not bool(above.any()) and bool(used.any())
 
@@ -195,7 +196,7 @@ def _attention_flops(is_lower: Callable[[torch.Tensor], bool], given: Mapping[st
 
 
 def _loss_flops(given: Mapping[str, Any]) -> int:
-    """Of the head joined with its loss: the product, and one more for each gradient that is asked for of it."""
+    """FLOPs of the head joined with its loss: the product, and one more for each gradient that is asked for of it."""
     products = 1 + given.get("of_states", 0) + given.get("of_weight", 0)
     return products * 2 * math.prod(given["states"].shape) * len(given["weight"])
 
@@ -212,7 +213,7 @@ def grouped_flops(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def _convolution_backward_flops(given: Mapping[str, Any]) -> int:
-    """As much as forward for each of the two gradients that is asked for; a weight has the channels of its group."""
+    """FLOPs of forward for each of the two gradients that is asked for; a weight has the channels of its group."""
     weight, outputs = given["weight"].shape, given["input" if given["transposed"] else "grad_output"].shape
     return 2 * math.prod(outputs) * math.prod(weight[1:]) * sum(map(bool, given["output_mask"][:2]))
 

@@ -40,7 +40,7 @@ _TAKES_WHAT_PYTHON_MADE = (torch.ops.aten.lift.default, torch.ops.aten.lift_fres
 
 @dataclass(slots=True, eq=False)
 class StorageLife:
-    """When one storage lived, in states: the first is 0, and every making and every release of one begins another."""
+    """Life of one storage, in states: the first is 0, and every making and every release of one begins another."""
 
     bytes: int
     start: int  # 0 if the storage was there before
@@ -113,7 +113,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def storages_of(value: object) -> list[torch.UntypedStorage]:
-    """What a tensor's elements lie in: one storage, or those of a sparse tensor's indices and values, or of the tensors
+    """Storages of a tensor's elements: one storage, or those of a sparse tensor's indices and values, or of the tensors
     inside a wrapper such as DTensor; else none."""
     if not isinstance(value, Tensor):
         return []
@@ -199,7 +199,7 @@ def parameter_bytes(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Residual:
-    """One storage that is kept for backward."""
+    """A storage that is saved for backward."""
 
     module: str  # dotted name of the innermost module that was running; empty for the root, or outside of all modules
     operation: str  # the operation whose backward needs it, as autograd names it, such as `Softmax`
@@ -306,7 +306,7 @@ def operation_name(node_name: str) -> str:
 
 
 def casts_parameter(tensor: Tensor) -> bool:
-    """Whether the tensor is a parameter that was only cast or viewed since."""
+    """True if the tensor is a parameter that was only cast or viewed since."""
     node, casts = tensor.grad_fn, False
     while node is not None and node.name().rstrip("0123456789") in _CASTS_AND_VIEWS:
         casts |= node.name().startswith("ToCopy")

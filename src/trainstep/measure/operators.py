@@ -1,4 +1,4 @@
-"""How long each operator of a traced step takes alone on the device that is here.
+"""Times that each operator of a traced step takes alone on the device that is here.
 
 A call is made again with tensors of the same shapes, strides and dtypes: floats are random, indices are zero, which is
 an index everywhere, but for an embedding's, which are spread over its rows as tokens are. Several sets of arguments
@@ -90,7 +90,7 @@ def _arguments(call: OperatorCall, device: torch.device) -> Any:
 
 
 def _rows(call: OperatorCall) -> int:
-    """Of the table that the operator looks up in; 0 where it is another operator."""
+    """Rows of the table that the operator looks up in; 0 where it is another operator."""
     args = call.arguments[0]
     if call.name == "aten::embedding":
         return int(args[0].shape[0])

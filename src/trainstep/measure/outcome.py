@@ -27,11 +27,11 @@ class WrongError(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a case has no result."""
+    """Reason why a case has no result."""
 
     status: Status
     reason: str
-    """One line."""
+    """A line that says why."""
 
 
 def failed_row(
@@ -103,7 +103,7 @@ def _let_go_of_collectives(process: Process) -> None:
 
 
 def classify(error: Exception) -> Failure:
-    """What a grid records of an error."""
+    """Failure that a grid records of an error."""
     text = one_line(error)
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "memory: you tried to allocate" in str(error):
         return Failure("out of memory", text)  # the CPU's allocator raises a plain RuntimeError

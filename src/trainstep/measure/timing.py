@@ -25,7 +25,7 @@ COVERED = 1.5
 
 
 class DeviceClock(Protocol):
-    """What the stopwatch needs of a device."""
+    """Functions that the stopwatch needs of a device."""
 
     def synchronize(self) -> None:
         """Return once all work given to the device so far is done."""
@@ -76,7 +76,7 @@ def device_clock(device: torch.device) -> DeviceClock:
 
 @dataclass(frozen=True)
 class Lap:
-    """One phase of one step, in milliseconds."""
+    """A phase of one step, in milliseconds."""
 
     host_ms: float  # host time between entering and leaving the phase: on a GPU the time to *issue* its work
     device_ms: float | None  # device time from the phase's first to its last mark; None on a CPU
@@ -89,7 +89,7 @@ class Lap:
 
 @dataclass(frozen=True)
 class Sample:
-    """One step, in milliseconds."""
+    """A step, in milliseconds."""
 
     wall_ms: float  # host clock between the synchronisations before and after the step
     wait_ms: float  # part of it spent in the last synchronisation: near 0 on a GPU means the step is bound by launches

@@ -1,4 +1,4 @@
-"""One step traced: the operators that it calls, with shapes and dtypes, and whose the live bytes are at each moment.
+"""A traced step: the operators that it calls, with shapes and dtypes, and whose the live bytes are at each moment.
 
 A `StepTracer` follows storages as `LiveStorages` does and notes the operators as they pass. It works on fake tensors
 (`torch._subclasses.FakeTensorMode`: shapes and dtypes without data) as on real ones, so a step needs neither the time
@@ -37,7 +37,7 @@ _DTYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What is left of a tensor argument."""
+    """Remains of a tensor argument."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,7 +46,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
-    """One operator with one kind of arguments."""
+    """An operator with one kind of arguments."""
 
     phase: str
     name: str  # aten::mm
@@ -122,11 +122,11 @@ class StepTracer(LiveStorages):
         self.calls[key] = self.calls.get(key, 0) + 1
 
     def operators(self) -> list[tuple[OperatorCall, int]]:
-        """What was called, and how often."""
+        """Operators that were called, and how often."""
         return [(self._seen[key], count) for key, count in self.calls.items()]
 
     def owned_bytes(self, owner: str) -> int:
-        """Of what was there before, or, for gradients, at the end of backward."""
+        """Bytes of what was there before, or, for gradients, at the end of backward."""
         return sum(life.bytes for life in self._noted if self._owners.get(id(life)) == owner)
 
     def moments(self) -> dict[str, list[Moment]]:

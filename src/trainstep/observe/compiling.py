@@ -24,10 +24,10 @@ OURS = (
     *(f"{_HERE}.{each.name}" for each in pkgutil.iter_modules([str(Path(__file__).parent)]) if each.name != "untraced"),
     *("trainstep.ladder.trial", "trainstep.measure"),
 )
-"""What calls a script's code from inside hooks, or is called in between."""
+"""Modules that call a script's code from inside hooks, or are called in between."""
 
 FUNCTIONAL = "torch.distributed._functional_collectives"
-"""Where dynamo has a table of collectives."""
+"""Module in which dynamo has a table of collectives."""
 
 
 def leave_untraced(calls: Iterable[Callable[..., Any]]) -> Callable[[], object]:
@@ -99,5 +99,5 @@ def nothing_is_compiled() -> Iterator[None]:
 
 
 def is_anything_compiled() -> bool:
-    """Whether dynamo has compiled anything in this process."""
+    """True if dynamo has compiled anything in this process."""
     return bool(getattr(sys.modules.get("torch._dynamo.utils"), "_compilation_metrics", None))

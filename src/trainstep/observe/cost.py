@@ -1,4 +1,4 @@
-"""What measuring costs a step: the same very short steps with the hooks and without them.
+"""Cost of measuring a step: the same very short steps with the hooks and without them.
 
 They are taken when the script is done, so that it sees nothing of them, neither time nor random numbers. A script's
 step costs about as much if it has as many phases, and more for every part of an accumulated one.

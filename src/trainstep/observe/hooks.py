@@ -41,7 +41,7 @@ COLLECTIVES = (
 
 
 class Hooks:
-    """What is changed in torch while a script runs; `remove` takes all of it back.
+    """Hooks in torch while a script runs; `remove` takes all of them back.
 
     Args:
         finder: who is told.
@@ -65,7 +65,7 @@ class Hooks:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those that have stepped, in the order of their first step."""
+        """Optimizers that have stepped, in the order of their first step."""
         return list(self._names)
 
     def install(self) -> None:
@@ -99,7 +99,7 @@ class Hooks:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is waited for or moved while entered is our doing, and told of no line of the script's."""
+        """Mark as our doing what is waited for or moved while entered: no line of the script's is told of it."""
         before, self.is_reading = self.is_reading, True
         try:
             yield

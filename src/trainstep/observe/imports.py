@@ -21,7 +21,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """As the other finders, with this as the loader."""
+        """Find a module as the other finders do, with this as the loader."""
         if name != self._name:
             return None
         self.forget()
@@ -31,11 +31,11 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """As its own loader does."""
+        """Create the module as its own loader does."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As its own loader does; then call."""
+        """Execute the module as its own loader does; then call."""
         spec = module.__spec__
         assert spec is not None, "a module that is loaded has a spec"
         spec.loader = module.__loader__ = self._loader

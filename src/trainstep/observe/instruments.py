@@ -1,4 +1,4 @@
-"""What looks into a few steps of a running script: the profiler, and one step's allocations and dtypes.
+"""Instruments that look into a few steps of a running script: the profiler, and one step's allocations and dtypes.
 
 All of it begins and ends where an optimizer step has ended, and the steps it looks into are not timed. Allocations and
 dtypes come first, the profiler last: on a GPU its library stays in the process and makes every launch after it slower,
@@ -42,7 +42,7 @@ _OURS = tuple(str(Path(__file__).parents[1] / room) for room in ("observe", "lad
 
 
 def trace_path(folder: Path, rank: int) -> Path:
-    """Where a rank's trace is."""
+    """Path of a rank's trace."""
     return folder / ("trace.json.gz" if rank == 0 else f"trace-rank-{rank}.json.gz")
 
 
@@ -128,7 +128,7 @@ class Instruments:
 
     @property
     def _knows_models(self) -> bool:
-        """Whether some were called, or are no longer looked for."""
+        """True if some models were called, or are no longer looked for."""
         return bool(self._hooks.roots.called()) or not self._hooks.roots.is_searching
 
     def before_optimizer(self) -> None:
@@ -268,7 +268,7 @@ class _Profiling:
 
 
 class _Recording:
-    """One step's allocations and dtypes."""
+    """Allocations and dtypes of one step."""
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ class _Recording:
 
 
 def _modes() -> tuple[int, int]:
-    """How many modes are entered that see all of torch's functions and operators."""
+    """Numbers of modes entered that see all of torch's functions and operators."""
     return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
 
 

@@ -17,7 +17,7 @@ _OURS = str(Path(__file__).resolve().parents[1])
 
 
 class Place(NamedTuple):
-    """Where a call was made: the innermost line that is neither torch's nor Python's, and the user's own around it."""
+    """Place of a call: the innermost line that is neither torch's nor Python's, and the user's own around it."""
 
     file: str
     line: int
@@ -63,7 +63,7 @@ def shown_line(file: str | None, line: int | None) -> str:
 
 
 def line_of_call() -> str:
-    """As `shown_line`: the innermost line under way that is neither torch's, nor Python's, nor ours."""
+    """Line, as `shown_line` has it: the innermost line under way that is neither torch's, nor Python's, nor ours."""
     place = place_of_call(sys._getframe(1))
     return shown_line(place.file, place.line)
 

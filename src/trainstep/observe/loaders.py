@@ -76,7 +76,7 @@ def _stock_of(iterator: Any) -> tuple[int, int]:
 
 
 def share_of_waiting(steps: Sequence[Step]) -> float | None:
-    """How much of a run's steps is waiting for data, as the device had it where there is one; None without steps.
+    """Share of a run's steps that waits for data, as the device had it where there is one; None without steps.
 
     Args:
         steps: of the run's log. The first one, in which loaders start, is left out.
@@ -96,7 +96,7 @@ def main_loader(found: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def begins_again(found: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the loader that most batches came from was begun a second time; without any, nothing was."""
+    """True if the loader that most batches came from was begun a second time; without any, nothing was."""
     return bool(found) and _most_used(found)["begun"] > 1
 
 

@@ -1,4 +1,4 @@
-"""What a run knows, on disk as it goes: one file per rank, a JSON object per line, the last of which may be cut short.
+"""Log of a run, on disk as it goes: one file per rank, a JSON object per line, the last of which may be cut short.
 
 The script's process writes it and may end at any moment; whoever started it reads what is there. Lines are gathered for
 a tenth of a second, which costs a step less than a write of its own.
@@ -67,7 +67,7 @@ class LogWriter:
 
 @dataclass
 class RankLog:
-    """What one rank's log says."""
+    """Contents of one rank's log."""
 
     header: dict[str, Any] = field(default_factory=dict)
     """rank, world_size, launch (which start of all ranks), pid, script."""
@@ -132,5 +132,5 @@ def read_logs(folder: Path, launch: str, world_size: int, patience_s: float = PA
 
 
 def log_path(folder: Path, rank: int) -> Path:
-    """Where a rank's log is."""
+    """Path of a rank's log."""
     return folder / f"rank-{rank}.jsonl"

@@ -20,8 +20,8 @@ from trainstep.observe.steps import EVALUATION, FORWARD, StepFinder
 from trainstep.observe.untraced import when_eager
 
 LAST = 32
-"""Of the steps without a model's call, the first, second, fourth, and so on to this one are searched after, each among
-the parts of what was found before and was never called."""
+"""Last step of the search: of the steps without a model's call, the first, second, fourth, and so on to this one are
+searched after, each among the parts of what was found before and was never called."""
 SEARCHED = "searched"
 """Tag of steps that paid for that."""
 
@@ -47,7 +47,7 @@ class Roots:
 
     @property
     def is_searching(self) -> bool:
-        """Whether steps without a model's call would have more searched."""
+        """True if steps without a model's call would have more searched."""
         return self._missed < LAST
 
     def search_deeper(self) -> bool:
@@ -116,12 +116,12 @@ class Roots:
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether a call of it, if it is a module, is compiled code."""
+    """True if a call of it, if it is a module, is compiled code."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def _is_compiled_graph(module: nn.Module) -> bool:
-    """Whether dynamo made it, of code that may be anything, such as an optimizer's update; or the wrapper around it."""
+    """True if dynamo made it, of code that may be anything, such as an optimizer's update; or the wrapper around it."""
     graph = module.__dict__.get("_modules", {}).get("_orig_mod", module)
     return "compile_subgraph_reason" in graph.__dict__
 

@@ -1,4 +1,4 @@
-"""What torch.compile compiled while a script ran, and why it did so again."""
+"""Compilations by torch.compile while a script ran, and why it compiled again."""
 
 from __future__ import annotations
 

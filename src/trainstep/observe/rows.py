@@ -139,7 +139,8 @@ _COUNTED = [name for name in COUNTS if name in _OWN]
 
 
 def _samples_per_step(steps: Sequence[Step]) -> float | None:
-    """Of loaders' batches, the median: the first step may take more, where a library fetches ahead, and the last less.
+    """Median of the samples in loaders' batches: the first step may take more, where a library fetches ahead, and the
+    last less.
 
     None where most steps take none, or where a part of them may be an evaluation's.
     """
@@ -165,7 +166,7 @@ def _taken_from_stock(log: RankLog, steps: Sequence[Step]) -> int:
 
 
 def _what_is_apart(step: Step, compiled: Collection[int]) -> list[str]:
-    """Why a step is not as the others, the weightiest first."""
+    """Reasons why a step is not as the others, the weightiest first."""
     found = {
         "instrumented": INSTRUMENTED & step.tags,
         "skipped": step.is_skipped,
@@ -225,7 +226,7 @@ def _wait_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[WaitRow]:
 
 
 def _place_columns(log: RankLog, line: int) -> dict[str, Any]:
-    """Where a line is, and what it calls."""
+    """Columns that say where a line is, and what it calls."""
     place = log.lines[line]
     user = place.get("user_file")
     return {
@@ -266,7 +267,7 @@ def _shortened(reason: str) -> str:
 
 
 def how_it_ended(log: RankLog, code: int | None) -> str:
-    """How a script ended, in words."""
+    """Say how a script ended."""
     ended = log.ended
     if ended is None:
         if code is None:
@@ -279,7 +280,7 @@ def how_it_ended(log: RankLog, code: int | None) -> str:
 
 
 def why_no_step(log: RankLog, code: int | None) -> str:
-    """One sentence for a script of which no step was seen."""
+    """A sentence for a script of which no step was seen."""
     elsewhere = list(dict.fromkeys(each["what"] for each in log.elsewhere))
     trains = next((each for each in log.elsewhere if "pid" in each), None)
     how = how_it_ended(log, code)

@@ -57,7 +57,8 @@ def main() -> None:
 
 
 def _run_path(target: str) -> None:
-    """As `python target`: `__file__` and lines of a traceback are absolute, `sys.argv[0]` is as it was given."""
+    """Run as `python target` does: `__file__` and lines of a traceback are absolute, `sys.argv[0]` is as it was
+    given."""
     if not os.path.isfile(target) or zipfile.is_zipfile(target) or target.endswith(".pyc"):
         runpy.run_path(target, run_name="__main__")
         return

@@ -1,4 +1,4 @@
-"""One rank's measurement of the process it runs in: hooks, the steps they find, and the log that these go to.
+"""A rank's measurement of the process it runs in: hooks, the steps they find, and the log that these go to.
 
 On a GPU every mark is an event in the device's queue as well, so that the phases are those of the device; they are read
 once the device has passed them, and nothing ever waits for that.
@@ -34,7 +34,7 @@ from trainstep.rows.records import Row, sections_of
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is asked to do beside timing its steps."""
+    """Measurements that a run is asked for beside the times of its steps."""
 
     steps: int | None = None  # after how many it stops by itself
     profiled_steps: int = 2  # how many the profiler records; 0 for none
@@ -98,7 +98,7 @@ class Session:
             self.log.flush()
 
     def _cost_ms(self) -> float | None:
-        """What measuring costs a step; None where that cannot be found out here and now."""
+        """Milliseconds that measuring costs a step; None where that cannot be found out here and now."""
         probe = Session(Plan(profiled_steps=0, has_memory=False), LogWriter(Path(os.devnull)))
         probe.finder.mark, probe._knows_device = self.finder.mark, True
 
@@ -210,7 +210,7 @@ class Session:
         self.log.write("step", step.logged())
 
     def _write_found(self, found: Row | str) -> None:
-        """What an instrument found, or why it found nothing."""
+        """Write what an instrument found, or why it found nothing."""
         if isinstance(found, str):
             self.log.write("note", {"text": found})
         else:

@@ -37,7 +37,7 @@ def count() -> Any:
 
 @dataclass(slots=True)
 class Step:
-    """One step: counted while it runs, written to the log, and read from there.
+    """A step: counted while it runs, written to the log, and read from there.
 
     A new field is written and read as it is. Where several updates make one step, `count()` fields add up, and a row of
     the script has the median of those that are columns of it.
@@ -96,7 +96,7 @@ class Step:
         return found
 
     def logged(self) -> dict[str, Any]:
-        """Its fields for the log, without those that are empty."""
+        """Fields of the step for the log, without those that are empty."""
         found = {name: value for name in _LOGGED if (value := getattr(self, name))}
         for clock in ("host", "device"):
             if clock in found:
@@ -166,7 +166,7 @@ class StepFinder:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a step has begun, so that what happens belongs to one."""
+        """True if a step has begun, so that what happens belongs to one."""
         return self._open is not None
 
     @property
@@ -180,7 +180,7 @@ class StepFinder:
         return self._current
 
     def is_mine(self) -> bool:
-        """Whether this thread is the one that trains."""
+        """True if this thread is the one that trains."""
         return threading.get_ident() == self._thread
 
     def switch_off(self) -> None:
@@ -235,7 +235,7 @@ class StepFinder:
         self._return()
 
     def backward_computed(self) -> None:
-        """What is left of the backward pass is waiting for other ranks; called in any of autograd's threads."""
+        """Mark that the rest of the backward pass is waiting for other ranks; called in any of autograd's threads."""
         if self._stack and self._stack[-1] == BACKWARD:
             self._switch(COMMUNICATION)
 
@@ -248,7 +248,8 @@ class StepFinder:
             self._optimizers.append(optimizer)
 
     def optimizer_ended(self, optimizer: int, name: str, *, is_skipped: bool = False) -> None:
-        """It has stepped, or was left out by a scaler. Inside another optimizer's step it is a part of that."""
+        """Mark that the optimizer has stepped, or was left out by a scaler. Inside another optimizer's step it is a
+        part of that."""
         if optimizer in self._optimizers:
             self._optimizers.remove(optimizer)
             self._stack.pop()

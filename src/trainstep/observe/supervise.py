@@ -28,7 +28,7 @@ EXPECTED = "expected a script: trainstep run [options] python train.py …, trai
 
 @dataclass(frozen=True)
 class Command:
-    """What to run."""
+    """A command to run."""
 
     target: str  # the script's path, or a module's name
     is_module: bool
@@ -38,7 +38,7 @@ class Command:
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """Name of the script in reports."""
         return self.target if self.is_module else Path(self.target).name
 
 
@@ -94,7 +94,7 @@ class Rank:
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Rank:
-        """As torchrun tells."""
+        """Take the rank that torchrun tells."""
         number, count = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
         names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
         launch = ":".join(environment.get(name, "") for name in names)

@@ -1,4 +1,4 @@
-"""One's own training loop watched from inside: the hooks, rows and report of `trainstep run`, in this process."""
+"""A user's own training loop watched from inside: the hooks, rows and report of `trainstep run`, in this process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Watch:
         self.out = Path(out)
         self.name = name or Path(sys.argv[0] or "python").name
         self.rows: Sequence[Row] = ()
-        """What was measured; empty until the end, and on other ranks than the first."""
+        """Rows of the measurement; empty until the end, and on other ranks than the first."""
         self._options: dict[str, Any] = {"profiled_steps": profiled_steps, "profile_after": profile_after}
         self._options |= {"has_memory": memory, "folder": str(self.out)}
         self._rank = Rank.of(os.environ)

@@ -1,4 +1,4 @@
-"""What moves between ranks, how long that takes, and what each scheme of data parallel training keeps on a rank.
+"""Traffic between ranks, how long it takes, and what each scheme of data parallel training keeps on a rank.
 
 Rings. A collective of P payload bytes over n ranks is cut into n chunks that travel around a ring, each rank sending to
 the next (Patarasuk & Yuan 2009). The payload is the full tensor: what is reduced or sent, or comes out of a gather.
@@ -47,7 +47,7 @@ COLLECTIVES: tuple[CollectiveName, ...] = get_args(CollectiveName)
 
 @dataclass(frozen=True)
 class Link:
-    """What a call costs, as fitted to measurements by `trainstep bench collectives`."""
+    """Cost of a call, as fitted to measurements by `trainstep bench collectives`."""
 
     overhead_s: float  # of each call, whatever its size
     bus_bytes_per_s: float  # on each link of the ring
@@ -65,7 +65,7 @@ def bus_factor(collective: CollectiveName, world_size: int) -> float:
 
 
 def passes(collective: CollectiveName, world_size: int) -> int:
-    """How often a chunk is handed on, one after the other."""
+    """Number of times that a chunk is handed on, one after the other."""
     if world_size < 1:
         raise UsageError(f"world_size is {world_size}; expected at least 1")
     return (2 if collective == "all-reduce" else 1) * (world_size - 1)
@@ -140,8 +140,8 @@ OUTBOX_BYTES, INBOX_BYTES = 2**28, 2**29
 """Most that `parallel.transport` stages of a group that is gathered, and of gradients."""
 
 LEAST_BUCKET_BYTES, MOST_BUCKETS = 25 * 10**6, 16
-"""Of gradients that our DistributedDataParallel averages in one call by default: so many bytes at least, and by copies
-a sixteenth of all if that is more."""
+"""Gradients that our DistributedDataParallel averages in one call by default: so many bytes at least, and by copies a
+sixteenth of all if that is more."""
 
 
 def default_bucket(nbytes: int, largest: int) -> int:
@@ -157,7 +157,7 @@ def staged_gradients(nbytes: int, bucket: int, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What a scheme keeps on one rank, and sends in a step."""
+    """Bytes that a scheme keeps on one rank, and sends in a step."""
 
     weights: int
     gradients: int  # once backward is done
@@ -174,7 +174,7 @@ class RankBytes:
 
     @property
     def before_step(self) -> int:
-        """When the optimizer is about to step, for the second time or later: weights, gradients and state.
+        """Bytes when the optimizer is about to step, for the second time or later: weights, gradients and state.
 
         The same is there when it has, until gradients are set to None.
         """

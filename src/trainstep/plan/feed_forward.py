@@ -1,4 +1,4 @@
-"""One feed-forward layer on N GPUs: FLOPs, bytes, seconds, and the most GPUs before communication takes longer.
+"""A feed-forward layer on N GPUs: FLOPs, bytes, seconds, and the most GPUs before communication takes longer.
 
 The layer has m matrices: m − 1 of D × F, whose results are multiplied, and one of F × D. SwiGLU has three, a plain
 feed-forward two. B tokens, everything in two bytes per element, C FLOP/s of a GPU, W bytes/s that it sends, α = C / W.

@@ -1,4 +1,5 @@
-"""Which activations to keep, to compute again or to send to host memory, so that a step fits at the least added time.
+"""Choice of the activations to keep, to compute again or to send to host memory, so that a step fits at the least added
+time.
 
 Everything is measured beforehand (`bench/fit/`); here is the choice. The step in which every block is computed again
 is the base. It has a peak for each moment: at the loss, in the head's backward, in each block's backward, and one of
@@ -38,14 +39,14 @@ GIB = 2**30
 LIMIT_S = 30.0
 """After this time the best choice so far is taken, and what it may cost more than the best there is goes with it."""
 ENOUGH = 0.02
-"""As a share of the added time: a choice that is known to be so near the best counts as the best."""
+"""Gap, as a share of the added time: a choice that is known to be so near the best counts as the best."""
 CLOSE = 1e-3
-"""Of the time that choices save: what the solver need not tell apart, which would take it most of its time."""
+"""Gap, of the time that choices save, that the solver need not tell apart, which would take it most of its time."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What an operator of a block makes, and what it saves not to compute that again."""
+    """Result of an operator of a block, and what it saves not to compute that again."""
 
     name: str  # `mm#0`
     bytes: int
@@ -62,7 +63,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What one block's choices weigh and cost."""
+    """Weights and costs of one block's choices."""
 
     name: str
     input_bytes: int  # what waits for backward of a block that is computed again
@@ -80,7 +81,7 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class Copies:
-    """How fast activations go to host memory and come back, and how many bytes of them there may be."""
+    """Rates at which activations go to host memory and come back, and how many bytes of them there may be."""
 
     out_bytes_per_s: float
     back_bytes_per_s: float
@@ -102,7 +103,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Choice:
-    """One block's."""
+    """Choice for one block."""
 
     is_plain: bool = False
     kept: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ OMISSIONS = (
     "matrix products and the causal half of attention, backward as twice forward; without norms, softmax, rotary "
     "positions, activation functions, embedding, optimizer and recomputation"
 )
-"""One line for tables: what the count includes and leaves out."""
+"""A line for tables: what the count includes and leaves out."""
 
 
 @dataclass(frozen=True)

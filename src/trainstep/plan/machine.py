@@ -1,4 +1,4 @@
-"""What one GPU and its connections reach: rates to predict with, from a datasheet or from measurements.
+"""Rates that one GPU and its connections reach: to predict with, from a datasheet or from measurements.
 
 A datasheet's peak is never reached. Without measurements of the device itself its peaks are multiplied with the
 fractions that were measured on an H200 (`ATTAINABLE`); that they carry over to other devices is an assumption. A
@@ -24,12 +24,13 @@ ATTAINABLE: Mapping[str, float] = {"fp32": 0.76, "tf32": 0.83, "bf16": 0.79, "co
 NVLink as measured on H200s; of the network's nothing was measured, and 0.8 is an assumption."""
 
 OPTIMIZER_FRACTION: Mapping[str, float] = {"adamw-foreach": 0.91, "adamw-fused": 0.83, "sgd": 0.91}
-"""Of a copy's bandwidth, reached by the optimizer: measured on an H200, but for sgd, which is taken as foreach."""
+"""Share of a copy's bandwidth that the optimizer reaches: measured on an H200, but for sgd, which is taken as
+foreach."""
 
 LINK_OVERHEAD_S, NETWORK_OVERHEAD_S = 30e-6, 50e-6
-"""Of a call within a node, as between two H200s, and of one that leaves it, an assumption."""
+"""Overheads of a call within a node, as between two H200s, and of one that leaves it, an assumption."""
 LINK_HOP_S, NETWORK_HOP_S = 1e-6, 5e-6
-"""What each further hand-over from rank to rank adds: assumptions."""
+"""Seconds that each further hand-over from rank to rank adds: assumptions."""
 
 INTERFERENCE = 0.42
 """By how much of the time that communication is hidden it slows the computation that hides it: NCCL takes
@@ -41,7 +42,7 @@ LESSER: Mapping[Strategy, Strategy] = {"zero-2": "sharded optimizer", "fsdp + tp
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU as it is, not as it is advertised."""
+    """A GPU as it is, not as it is advertised."""
 
     name: str
     matmul_flops: Mapping[str, float]  # FLOP/s of a large product, per precision
@@ -66,7 +67,7 @@ class Machine:
 
     @property
     def is_connected(self) -> bool:
-        """Whether it is one of several; a CPU that was measured alone has no connection."""
+        """True if it is one of several; a CPU that was measured alone has no connection."""
         return self.link.bus_bytes_per_s > 0
 
     def scheme_launch_seconds(
@@ -120,7 +121,7 @@ class Cluster:
         return self.gpus_per_node * self.nodes
 
     def group_link(self, collective: CollectiveName, ranks: int, stride: int = 1) -> Link:
-        """What a call costs a group of `ranks` GPUs, every `stride`-th one of the cluster, all such groups at once.
+        """Cost of a call for a group of `ranks` GPUs, every `stride`-th one of the cluster, all such groups at once.
 
         Rings go through every GPU of a node before they leave it, as many rings as the group has GPUs in the node. So a
         group sends through all of its network connections, and the slower of link and network sets the pace. Each

@@ -38,7 +38,7 @@ from trainstep.rows.records import Row, Scalar, make_row, of_kind
 from trainstep.rows.steps import MeasuredStep
 
 LAUNCH_BOUND = 0.97
-"""Of the forward phase spent launching it: then the host sets the pace (docs/lab-log.md)."""
+"""Share of the forward phase spent launching it: then the host sets the pace (docs/lab-log.md)."""
 
 
 def calibrated(records: Sequence[Row], spec: DeviceSpec | None = None) -> Machine:
@@ -115,14 +115,14 @@ def _link(records: Sequence[Row]) -> dict[str, Any]:
 
 
 def network_links(rows: Sequence[CollectiveFitRow]) -> dict[CollectiveName, Link]:
-    """What a call costs between hosts, for one rank of each, by collective; of most ranks, where there are several."""
+    """Costs of a call between hosts, for one rank of each, by collective; of most ranks, where there are several."""
     crossing = [row for row in rows if row.hosts is not None]
     between = sorted(crossing, key=lambda row: (row.world_size, row.groups is not None))
     return {row.collective: _link_of(row, row.world_size // (row.hosts or 1)) for row in between}  # type: ignore[misc]
 
 
 def _link_of(row: CollectiveFitRow, connections: int = 1) -> Link:
-    """Of one of the connections that share what is sent."""
+    """Link of one of the connections that share what is sent."""
     return Link(_positive(row, "overhead_us") / 1e6, _positive(row, "bus_gb_s") * 1e9 / connections)
 
 
@@ -165,7 +165,7 @@ def scheme_launches(records: Iterable[Row]) -> dict[tuple[Strategy, str, str, in
 
 
 def _launched(launches: Iterable[tuple[Strategy, str, str, int]]) -> str:
-    """Of what steps they are, in words."""
+    """Say of which steps they are."""
     steps = dict.fromkeys(f"compile {compiled}, {precision}" for _, compiled, precision, _ in launches)
     blocks = ", ".join(map(str, sorted({blocks for *_, blocks in launches})))
     return "; ".join([*steps, f"blocks a group {blocks}"])

@@ -69,7 +69,7 @@ BEFORE_BACKWARD = ("loss", "log-softmax")
 
 @dataclass(frozen=True)
 class StaticBytes:
-    """What does not depend on the batch."""
+    """Bytes that do not depend on the batch."""
 
     weights: int
     gradients: int
@@ -89,7 +89,7 @@ def static_bytes(num_parameters: int, precision: PrecisionName, optimizer: Optim
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """What one block keeps for backward, and what its backward needs besides."""
+    """Bytes that one block saves for backward, and what its backward needs besides."""
 
     attention_half: int  # kept by the attention and its norm, weights' casts included
     feed_forward_half: int  # kept by the feed-forward and its norm, weights' casts included

@@ -1,4 +1,4 @@
-"""One training step under each strategy on a cluster: bytes sent, seconds, and what limits it.
+"""A training step under each strategy on a cluster: bytes sent, seconds, and what limits it.
 
 Every GPU brings `batch` sequences: t GPUs of tensor parallelism work on t · batch of them together, so strategies
 compare at equal work.
@@ -43,7 +43,7 @@ from trainstep.plan.roofline import StepSeconds, step_seconds
 from trainstep.plan.strategies import MOST_GPUS, Layout, MemorySplit, kept_groups, shared_bytes, strategy_memory
 
 GATHER_BYTES = 256e6
-"""Of updated parameters gathered in one call by the sharded optimizer, at least."""
+"""Bytes of updated parameters that the sharded optimizer gathers in one call, at least."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ class StepPlan:
 
     @property
     def step_s(self) -> float:
-        """As long as the GPU takes, or the host, whichever is slower: they work side by side."""
+        """Seconds of the GPU, or of the host, whichever is slower: they work side by side."""
         return max(self.compute.total + self.exposed_s, self.launch_s)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all GPUs."""
+        """Tokens per second of all GPUs."""
         return None if self.tokens is None else self.tokens / self.step_s
 
     @property
     def limit(self) -> str:
-        """What is busy longest: the host, communication, or what takes most of the computation."""
+        """Part that is busy longest: the host, communication, or what takes most of the computation."""
         if self.launch_s > self.compute.total + self.exposed_s:
             return "launches"
         return "communication" if self.communication_s > self.compute.total else self.compute.limit
@@ -84,7 +84,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What data parallel ranks exchange in a step, in bytes of the whole model (or of a tensor parallel part of it)."""
+    """Traffic of data parallel ranks in a step, in bytes of the whole model (or of a tensor parallel part of it)."""
 
     reduced: float  # gradients, as they travel
     gathered: float  # weights: once by the sharded optimizer and zero-2, in forward and in backward by fsdp

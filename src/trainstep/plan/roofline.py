@@ -46,7 +46,8 @@ TILES = {
 """(rows, columns, speed against the best) of tensor cores and of ordinary float32 units. The speeds are assumptions."""
 
 FUSED_ATTENTION = 0.5
-"""Of the rate of a large product, reached by fused attention: on an H200 0.55 in long sequences, less in short ones."""
+"""Share of a large product's rate that fused attention reaches: on an H200 0.55 in long sequences, less in short
+ones."""
 
 OPTIMIZER_BYTES = {"adamw-foreach": 84, "adamw-fused": 28, "sgd": 20}
 """Read and written per float32 parameter."""
@@ -54,7 +55,7 @@ OPTIMIZER_BYTES = {"adamw-foreach": 84, "adamw-fused": 28, "sgd": 20}
 
 @dataclass(frozen=True)
 class PhaseSeconds:
-    """One phase."""
+    """Seconds of one phase."""
 
     products: float
     traffic: float
@@ -68,7 +69,7 @@ class PhaseSeconds:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """What one GPU computes in a step, without any communication."""
+    """Seconds that one GPU computes in a step, without any communication."""
 
     forward: PhaseSeconds  # the loss included
     backward: PhaseSeconds  # what checkpointing computes again included
@@ -80,7 +81,7 @@ class StepSeconds:
 
     @property
     def limit(self) -> str:
-        """What takes most of it."""
+        """Part that takes most of the time."""
         phases = (self.forward, self.backward, self.optimizer)
         parts = {
             "matrix products": sum(each.products for each in phases),

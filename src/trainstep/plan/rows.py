@@ -27,7 +27,7 @@ from trainstep.rows.records import Row
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """What is planned: the built-in model, or a user's step that was traced."""
+    """Step to plan: the built-in model's, or a user's that was traced."""
 
     name: str
     model: ModelConfig | None  # None where `traced` is given
@@ -51,7 +51,7 @@ class PlanRequest:
 
     @property
     def subject(self) -> _BuiltIn | _Traced:
-        """What answers for the model."""
+        """Object that answers for the model."""
         return _BuiltIn(self) if self.model is not None else _Traced(self.traced, self.step.checkpointing)
 
 
@@ -101,7 +101,7 @@ class _Traced:
         return None
 
     def least_tokens(self, machine: Machine, rate: float) -> tuple[float, float]:
-        """As of the built-in model, if FLOPs grow with the tokens."""
+        """Limits as of the built-in model, if FLOPs grow with the tokens."""
         return self._case.least_tokens(machine, rate)
 
 
@@ -149,7 +149,8 @@ def _check_sizes(request: PlanRequest) -> None:
 
 
 def _layouts(request: PlanRequest) -> list[Layout]:
-    """One for each strategy; on one GPU too, to say how many it would take. TP only where a mesh is possible."""
+    """Layouts, one for each strategy; on one GPU too, to say how many it would take. TP only where a mesh is
+    possible."""
     gpus, chosen, model = request.cluster.gpus, request.tensor_parallel, request.model
     if model is None:
         refuse_for_own_models(chosen, request.blocks_per_group)
@@ -190,7 +191,7 @@ def _alone(request: PlanRequest, strategy: Strategy) -> Layout:
 
 
 def _replicas(request: PlanRequest, cluster: Cluster) -> int | None:
-    """Of hsdp on a cluster; None where it is not planned."""
+    """Replicas of hsdp on a cluster; None where it is not planned."""
     if request.replicas is None:
         return usual_replicas(cluster.gpus, cluster.nodes)
     return None if cluster.gpus % request.replicas else request.replicas
@@ -218,7 +219,7 @@ def _machine_row(request: PlanRequest) -> PlanMachineRow:
 
 
 def _memory_columns(request: PlanRequest, policy: str, layout: Layout, memory: MemorySplit) -> dict[str, Any]:
-    """What rows of a strategy and rows of a checkpointing policy have in common."""
+    """Columns that rows of a strategy and rows of a checkpointing policy have in common."""
     kinds = ("weights", "gradients", "optimizer_state", "activations", "buffers")
     return {
         **request.settings,

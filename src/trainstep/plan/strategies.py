@@ -50,7 +50,7 @@ class Layout:
 
     @property
     def scheme(self) -> DataParallel:
-        """What the data parallel ranks do."""
+        """Scheme of the data parallel ranks."""
         if self.strategy == "single":
             return "ddp"
         return "fsdp" if self.strategy == "fsdp + tp" else self.strategy
@@ -65,7 +65,7 @@ class Layout:
         return self.data // self.replicas
 
     def replicas_cross(self, gpus_per_node: int) -> bool:
-        """Whether each replica is within a node and no two share one, so that what goes between them has the network to
+        """True if each replica is within a node and no two share one, so that what goes between them has the network to
         itself."""
         together = self.parts * self.tensor
         return self.replicas > 1 and together <= gpus_per_node < 2 * together
@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def exchanges_among_all(self) -> bool:
-        """Whether hsdp has no second step between replicas; see `plan.communication.rank_bytes`."""
+        """True if hsdp has no second step between replicas; see `plan.communication.rank_bytes`."""
         return self.by_copies and self.replicas > 1
 
     @property
@@ -90,7 +90,7 @@ class Layout:
 
     @property
     def between_replicas(self) -> CollectiveName:
-        """What replicas then do with what each rank has of the gradients."""
+        """Collective that replicas then use for each rank's part of the gradients."""
         return "all-gather" if self.exchanges_among_all else "all-reduce"
 
     @property
@@ -129,7 +129,7 @@ def _divisors(number: int) -> list[int]:
 
 
 RESERVED_BYTES = GIB
-"""Of a GPU's memory that no tensor gets: the CUDA context and the libraries' workspaces. An assumption."""
+"""Bytes of a GPU's memory that no tensor gets: the CUDA context and the libraries' workspaces. An assumption."""
 
 MOST_GPUS = 16_384
 
@@ -172,7 +172,7 @@ def _block(model: ModelConfig) -> int:
 
 
 def strategy_memory(model: ModelConfig, step: StepConfig, layout: Layout) -> MemorySplit:
-    """What one GPU holds at its peak. Compiled code is counted as uncompiled, which holds somewhat more.
+    """Bytes that one GPU holds at its peak. Compiled code is counted as uncompiled, which holds somewhat more.
 
     Raises:
         UnsupportedError: a step without a memory formula, see `plan.memory.peak_bytes`.
@@ -204,7 +204,7 @@ def strategy_memory(model: ModelConfig, step: StepConfig, layout: Layout) -> Mem
 
 
 def shared_bytes(model: ModelConfig, step: StepConfig, layout: Layout) -> RankBytes:
-    """What the data parallel ranks keep and send, by `rank_bytes`."""
+    """Bytes that the data parallel ranks keep and send, by `rank_bytes`."""
     precision, parameters = PRECISIONS[step.precision], -(-model.num_parameters // layout.tensor)
     bucket = default_bucket(parameters * precision.stored_bytes, largest_matrix(model) * precision.stored_bytes)
     found = rank_bytes(
@@ -226,12 +226,12 @@ def shared_bytes(model: ModelConfig, step: StepConfig, layout: Layout) -> RankBy
 
 
 def tensor_bytes(machine: Machine) -> int:
-    """What of a GPU's memory tensors can have: all but `RESERVED_BYTES`."""
+    """Bytes of a GPU's memory that tensors can have: all but `RESERVED_BYTES`."""
     return max(0, machine.memory_bytes - RESERVED_BYTES)
 
 
 def fits(memory: MemorySplit, cluster: Cluster) -> bool:
-    """Whether a GPU has that much for tensors."""
+    """True if a GPU has that much for tensors."""
     return memory.total <= tensor_bytes(cluster.machine)
 
 

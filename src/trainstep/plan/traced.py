@@ -49,7 +49,7 @@ class TracedOperator:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """One step of a workload, its optimizer's state in place."""
+    """A step of a workload, its optimizer's state in place."""
 
     parameters: int
     parameter_bytes: int
@@ -100,7 +100,7 @@ class TracedCase:
     traced so. Else the same step."""
 
     def memory(self, layout: Layout) -> MemorySplit:
-        """What one GPU holds at its peak."""
+        """Bytes that one GPU holds at its peak."""
         made = self.sharded if layout.shards_weights else self.step
         kept, found = self.step, []
         share = layout.parts if layout.shards_weights or layout.scheme == "zero-2" else 1
@@ -120,7 +120,7 @@ class TracedCase:
         return max(found, key=lambda each: each.total)
 
     def rank_bytes(self, layout: Layout) -> RankBytes:
-        """What the data parallel ranks keep and send."""
+        """Bytes that the data parallel ranks keep and send."""
         n, step, scheme, is_fsdp = layout.parts, self.step, layout.scheme, layout.shards_weights
         precision = PRECISIONS[self.precision]
         share = -(-step.weights // n) if is_fsdp else step.weights
@@ -147,7 +147,7 @@ class TracedCase:
         return RankBytes(share, gradients, state, buffers if layout.data > 1 else 0, sent, staging)
 
     def exchange(self, layout: Layout) -> Exchange:
-        """What is exchanged in a step, in bytes of the whole model."""
+        """Bytes of the whole model that are exchanged in a step."""
         step, precision = self.step, PRECISIONS[self.precision]
         if not layout.shards_weights:
             return Exchange(step.gradients, step.trained_bytes, step.gradients, step.groups)
@@ -156,7 +156,7 @@ class TracedCase:
         return Exchange(step.gradients * narrow, gathered, step.gradients, step.groups, not_again=kept)
 
     def seconds(self, machine: Machine, *, optimizer_share: float = 1.0) -> StepSeconds:
-        """What one GPU computes."""
+        """Seconds that one GPU computes."""
         phases = {name: _phase_seconds(self.step, name, machine, self.precision) for name in self.step.moments}
         first = [phases[name] for name in ("forward", "loss") if name in phases]
         forward = PhaseSeconds(sum(each.products for each in first), sum(each.traffic for each in first))

@@ -216,7 +216,7 @@ def _keep(folder: Path) -> None:
 
 
 def form_of(replica: Replica) -> dict[str, Any]:
-    """How this replica's optimizer state is written, for a checkpoint's note."""
+    """Form in which this replica's optimizer state is written, for a checkpoint's note."""
     if isinstance(replica.optimizer, ShardedOptimizer):
         return {"form": SLICES, "slices": numbering(replica.optimizer, _plain(replica.module))}
     return {"form": NAMES}
@@ -264,12 +264,12 @@ def _load(checkpoint: Checkpoint, replica: Replica, group: dist.ProcessGroup) ->
 
 
 def _plain(module: nn.Module) -> nn.Module:
-    """What DistributedDataParallel wraps; FSDP answers for the module itself."""
+    """Module inside DistributedDataParallel; FSDP answers for the module itself."""
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def _trained(replica: Replica) -> dict[str, nn.Parameter]:
-    """What the optimizer updates, by name in the plain module."""
+    """Parameters that the optimizer updates, by name in the plain module."""
     if isinstance(replica.module, FullyShardedDataParallel):
         return {name: parameter.shard for name, parameter in replica.module.saved_parameters().items()}
     return dict(_plain(replica.module).named_parameters())

@@ -1,4 +1,4 @@
-"""What a training run is: its length, batch, schedule, scheme, and what it keeps. Imports no torch.
+"""Configuration of a training run: its length, batch, schedule, scheme, and what it keeps. Imports no torch.
 
 The batch that is configured is the *global* one, of all ranks together. So the same configuration makes the same loss
 curve on any number of ranks.
@@ -23,7 +23,7 @@ MOST = 10**15  # parameters of a model, and tokens of an update: more is a slip 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a run trains: its length, its batch, its schedule, its scheme, and what it keeps."""
+    """Settings of a run: its length, its batch, its schedule, its scheme, and what it keeps."""
 
     steps: int = 200
     """Updates of the weights."""
@@ -36,7 +36,7 @@ class TrainConfig:
     """The part of the updates over which the learning rate rises to --learning-rate; a cosine follows. 0 for a
     --workload, whose optimizer has its own rates: they rise to themselves."""
     min_learning_rate: float = 0.1
-    """Where the cosine ends, as a fraction of --learning-rate. 1 for a --workload: its rates stay as they are."""
+    """End of the cosine, as a fraction of --learning-rate. 1 for a --workload: its rates stay as they are."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this norm, taken over all of them together; inf, as for a --workload: never."""
     weight_decay: float = 0.1
@@ -58,9 +58,9 @@ class TrainConfig:
     optimizer state in slices), fsdp (weights too), hsdp (the same in each of several replicas); auto: ddp on several
     ranks, else single."""
     replicas: int = 0
-    """Of hsdp, each sharded over consecutive ranks; 0: one on each host, or two on a single host."""
+    """Replicas of hsdp, each sharded over consecutive ranks; 0: one on each host, or two on a single host."""
     blocks_per_group: int = 1
-    """Of fsdp and hsdp: how many blocks are gathered together. More ask less of the host, and take more memory."""
+    """Blocks that are gathered together, in fsdp and hsdp. More ask less of the host, and take more memory."""
     bucket_mb: float | None = None
     """Megabytes of gradients per call (ddp and sharded-optimizer); by default 25, or by copies a sixteenth of all."""
     allow_unused: bool = False
@@ -71,7 +71,7 @@ class TrainConfig:
     sample_tokens: int = 120
     """Tokens in each of them."""
     temperature: float = 0.8
-    """Of their sampling; 0 takes the likeliest token."""
+    """Temperature of their sampling; 0 takes the likeliest token."""
     tensorboard: bool = True
     """Write TensorBoard's event files too (needs the package tensorboard)."""
 
@@ -93,7 +93,7 @@ class TrainConfig:
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether the learning rate changes from update to update."""
+        """True if the learning rate changes from update to update."""
         return self.warmup > 0 or self.min_learning_rate < 1
 
     def validates_after(self, step: int) -> bool:
@@ -104,7 +104,7 @@ class TrainConfig:
 
 
 OF_WORKLOADS = TrainConfig(warmup=0.0, min_learning_rate=1.0, clip_norm=math.inf)
-"""What a run of a user's workload goes by unless flags say otherwise: its optimizer as it is, and nothing clipped."""
+"""Settings of a run of a user's workload unless flags say otherwise: its optimizer as it is, and nothing clipped."""
 OF_BUILTIN = ("global_batch", "weight_decay", "validation_fraction", "samples", "sample_tokens", "temperature")
 """Fields that say nothing of a workload, which has its own batches and optimizer."""
 OF_OWN = ("batches_per_update", "allow_unused")
@@ -116,16 +116,16 @@ class RunConfig:
     """A run in full: the model, how a step is taken, and how the run goes."""
 
     name: str
-    """What the model is called in tables; of a user's workload, what names its factory."""
+    """Name of the model in tables; of a user's workload, what names its factory."""
     model: ModelConfig | None
     """The shape of the built-in model; None for a user's workload."""
     step: StepConfig
-    """Its batch is that of one rank and one pass; its learning rate is the schedule's peak."""
+    """Settings of one rank and one pass, as for the batch; the learning rate is the schedule's peak."""
     train: TrainConfig
 
     @property
     def tokens_per_update(self) -> int:
-        """Of a built-in model; a workload's batches are counted as they come."""
+        """Tokens of an update of a built-in model; a workload's batches are counted as they come."""
         return self.train.global_batch * self.step.context
 
     def learning_rate(self, step: int, peak: float | None = None) -> float:
@@ -144,7 +144,7 @@ class RunConfig:
         return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
 
     def scheme(self, world_size: int, hosts: int = 1) -> Scheme:
-        """What this number of ranks trains with, in buckets, groups and replicas as configured."""
+        """Scheme that this number of ranks trains with, in buckets, groups and replicas as configured."""
         name = self.train.scheme
         if name == "auto":
             name = "single" if world_size == 1 else "ddp"
@@ -158,7 +158,7 @@ class RunConfig:
         return self.train.global_batch // (self.step.batch * world_size)
 
     def describe_update(self, world_size: int) -> str:
-        """What an update takes, and how the ranks share it."""
+        """Say what an update takes, and how the ranks share it."""
         passes = self.passes(world_size)
         how = f"{counted(world_size, 'rank')} × {passes} pass{'es' if passes > 1 else ''}"
         if self.model is not None:
@@ -251,7 +251,8 @@ class RunConfig:
         return numbers | {f"data.{name}": value for name, value in data.items()}
 
     def identity(self, data: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """What the loss curve depends on, by name: a run goes on only with the same. `data` describes the tokens."""
+        """Settings that the loss curve depends on, by name: a run goes on only with the same. `data` describes the
+        tokens."""
         return {name: value for name, value in self.settings(data).items() if name not in MAY_CHANGE}
 
 
@@ -261,7 +262,7 @@ MAY_CHANGE = {
     *(f"train.{name}" for name in ("replicas", "blocks_per_group", "allow_unused")),
     *(f"train.{name}" for name in ("sample_tokens", "temperature", "tensorboard")),
 }
-"""What may differ when a run goes on: the curve does not depend on it, or by roundings only."""
+"""Settings that may differ when a run goes on: the curve does not depend on them, or by roundings only."""
 
 
 def differences(mine: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> list[str]:
@@ -271,7 +272,8 @@ def differences(mine: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> lis
 
 
 def division(batches: int, world_size: int) -> tuple[int, int]:
-    """How ranks share the batches of an update: how many batches a rank takes part in, and how many ranks divide each.
+    """Division of an update's batches among ranks: how many batches a rank takes part in, and how many ranks divide
+    each.
 
     As few as can be: 4 ranks take 4 batches whole, and of 2 batches, or of 6, each is divided among 2 ranks.
     """

@@ -24,7 +24,7 @@ from trainstep.step.workload import Workload, builtin_workload, make_optimizer
 from trainstep.train.config import RunConfig
 
 _PIECES, _PIECE_TOKENS = 64, 2**16
-"""Of the tokens this many pieces, evenly spaced, are hashed; of a small data set that is all of it."""
+"""Pieces of the tokens, this many, evenly spaced, that are hashed; of a small data set that is all of it."""
 _CHECKED_TOKENS = 2**24  # ids are held against the vocabulary this many at a time
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch, context), int64
@@ -42,12 +42,12 @@ class TokenData:
 
     @property
     def validates(self) -> bool:
-        """Whether there are tokens to validate on."""
+        """True if there are tokens to validate on."""
         return True
 
     @property
     def parameters(self) -> str:
-        """How many the model has."""
+        """Number of the model's parameters."""
         return f"{self._model.num_parameters:,} parameters"
 
     def workload(self, step: StepConfig) -> Workload:
@@ -70,7 +70,7 @@ class TokenData:
         return self._parts(self.validation, starts, rank, world_size, batch)
 
     def describe(self) -> dict[str, Scalar]:
-        """What identifies the tokens: how many, and a hash of pieces all over them."""
+        """Identity of the tokens: how many, and a hash of pieces all over them."""
         digest = hashlib.sha256()
         for tokens in (self.training, self.validation):
             for start in np.linspace(0, max(0, len(tokens) - _PIECE_TOKENS), _PIECES).astype(np.int64):

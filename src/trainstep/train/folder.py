@@ -36,7 +36,7 @@ class Start:
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     def tokens(self, config: RunConfig) -> int | None:
-        """That the run was trained on so far; None where a workload's batches do not tell."""
+        """Tokens that the run was trained on so far; None where a workload's batches do not tell."""
         if config.model is not None:
             return self.step * config.tokens_per_update
         return 0 if self.checkpoint is None else self.checkpoint.note["tokens"]

@@ -30,7 +30,7 @@ NAMES = "by name"
 
 
 def numbering(optimizer: ShardedOptimizer, module: nn.Module) -> dict[str, list[str]]:
-    """What a checkpoint in slices says of itself, so that it can be read by name.
+    """Numbering that a checkpoint in slices has of itself, so that it can be read by name.
 
     `names` of the parameters by their number; `unordered`, those whose memory is not in the order of their rows.
     """
@@ -88,7 +88,7 @@ def read_slices_by_name(
 
 
 class _Empty:
-    """What a checkpoint has under `optimizer`, with memory to read it into where it is no part of something."""
+    """Contents of a checkpoint under `optimizer`, with memory to read it into where it is no part of something."""
 
     def __init__(self, *rooms: str) -> None:
         self.values: dict[str, Any] = {room: {} for room in rooms}

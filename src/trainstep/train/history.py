@@ -23,7 +23,7 @@ POINTS = 50  # updates whose losses are kept in the record; metrics.jsonl has al
 DRAWN = 400  # points of a curve on a page; of a longer run each is of several updates
 
 MEANS = ("loss", "learning_rate", "gradient_norm", "utilisation")
-"""What a point of several updates has the mean of; of times it has the median."""
+"""Curves of which a point of several updates has the mean; of times it has the median."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ def record_of(
     environment: Mapping[str, Scalar],
     peak_gib: float | None = None,
 ) -> TrainRow:
-    """One row for a run. The curve is all of it; speed and memory are of the last start alone, as earlier ones may have
+    """A row for a run. The curve is all of it; speed and memory are of the last start alone, as earlier ones may have
     been of another number of ranks or another scheme.
 
     Args:

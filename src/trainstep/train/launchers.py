@@ -20,14 +20,14 @@ Launcher = Literal["slurm", "skypilot", "kubeflow"]
 NOTICE_S = 120
 """Before its time is up, a run on Slurm is told to save and stop."""
 RESTARTS = 3
-"""How often torchrun starts all processes again, from the newest checkpoint, where one died."""
+"""Number of times that torchrun starts all processes again, from the newest checkpoint, where one died."""
 PORT = 29500
 """At which the processes meet, torchrun's usual one; on Slurm, where jobs share nodes, one of the job's own."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Where a run is to be launched, by a file for another launcher."""
+    """Place in which a run is to be launched, by a file for another launcher."""
 
     emit: Launcher | None = None
     """Print the file that starts this run by slurm (sbatch), skypilot (sky launch) or kubeflow (kubectl create), and

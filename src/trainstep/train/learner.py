@@ -34,7 +34,7 @@ BYTES = 256  # text has no other ids than these, so no other is drawn
 
 @dataclass(frozen=True)
 class Update:
-    """One update on this rank. Tensors are on the device, where they may not be computed yet."""
+    """An update on this rank. Tensors are on the device, where they may not be computed yet."""
 
     loss: Tensor
     norm: Tensor  # of the gradient over all ranks, before it was clipped
@@ -64,7 +64,7 @@ class Learner:
         self._mark: Any = None
         self.step = TrainingStep(data.workload(step), step, parallelize)
         self._part = process.rank, process.world_size, step.batch
-        """Which part of a global batch is this rank's, in passes of how many sequences."""
+        """Part of a global batch that is this rank's, in passes of how many sequences."""
 
     def update(self, number: int) -> Update:
         """Update number `number` of the weights, from 1 on."""
@@ -89,7 +89,7 @@ class Learner:
         return float(loss) / self._process.world_size
 
     def learning_rate(self, number: int) -> float:
-        """Of an update; where an optimizer has several groups, of the first."""
+        """Learning rate of an update; where an optimizer has several groups, of the first."""
         return self._config.learning_rate(number)
 
     def _set_rates(self, number: int) -> None:
@@ -175,7 +175,7 @@ def as_text(tokens: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """One update, as all ranks see it."""
+    """An update, as all ranks see it."""
 
     step: int
     loss: float  # mean over the global batch

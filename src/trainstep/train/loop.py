@@ -236,7 +236,7 @@ class _Run:
         return update
 
     def _note(self, done: int) -> dict[str, Any]:
-        """What goes into the checkpoint after an update beside the state. All ranks call it."""
+        """Note in the checkpoint after an update, beside the state. All ranks call it."""
         note = {**self.note, "tokens": self.meter.tokens}
         if isinstance(self.learner, OwnLearner) and isinstance(self.data, OwnData):
             self.learner.buffers.look()
@@ -262,7 +262,7 @@ class _Run:
             self.pages.draw()
 
     def _not_finite(self, reading: Reading) -> AgreedError:
-        """What every rank raises. The checkpoint under way is of an update before, so it is completed first."""
+        """Error that every rank raises. The checkpoint under way is of an update before, so it is completed first."""
         self.checkpoints.wait()
         good, last = "there is no checkpoint yet", self.checkpoints.last
         if last is not None:

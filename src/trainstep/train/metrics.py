@@ -1,4 +1,4 @@
-"""What is written and shown of a run: metrics.jsonl and TensorBoard's files, the terminal's lines, and its record."""
+"""Output of a run: metrics.jsonl and TensorBoard's files, the terminal's lines, and its record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 CURVES = ("loss", "validation_loss", "learning_rate", "gradient_norm", "tokens_per_s", "utilisation")
-"""What TensorBoard draws."""
+"""Curves that TensorBoard draws."""
 
 
 class Meter:
@@ -41,12 +41,12 @@ class Meter:
     def __init__(self, config: RunConfig, process: Process, first: int, tokens: int | None = 0) -> None:
         self._config, self._world_size, self._first = config, process.world_size, first
         self.tokens = tokens
-        """That the updates so far were trained on."""
+        """Tokens that the updates so far were trained on."""
         self._start = {"case": case_of(config, process), "environment": describe(process.device)}
         self.again = 0
         """Updates that were made before and are made once more since this start."""
         self.checkpoint_ms: float | None = None
-        """What the next update waited for the checkpoint before it."""
+        """Milliseconds that the next update waited for the checkpoint before it."""
         spec = find_device(device_name(process.device))
         self.peak_flops = None if spec is None else 1e12 * spec.peak_tflops(config.step.precision) * process.world_size
         """FLOP/s of all ranks at most, in the run's precision; None: no peak is known of the device."""
@@ -54,7 +54,8 @@ class Meter:
     def row(
         self, reading: Reading, learning_rate: float, validation_loss: float | None, *, validation_ms: float | None
     ) -> dict[str, Any]:
-        """One update: the loss over the global batch, the gradient's norm before clipping, speed over all ranks."""
+        """A row of one update: the loss over the global batch, the gradient's norm before clipping, speed over all
+        ranks."""
         self.tokens = None if self.tokens is None or reading.tokens is None else self.tokens + reading.tokens
         rate = None if reading.flops is None or self.peak_flops is None else reading.flops / reading.seconds
         waited, self.checkpoint_ms = self.checkpoint_ms, None
@@ -171,7 +172,7 @@ class Show:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """One update: the bar moves; a line every `log_every` updates, and where there was a validation."""
+        """Show an update: the bar moves; a line every `log_every` updates, and where there was a validation."""
         if self._bar is not None:
             self._bar[0].update(self._bar[1], completed=row["step"])
         if row["step"] == 1 or row["step"] % self._log_every == 0 or row["validation_loss"] is not None:
@@ -243,7 +244,7 @@ def case_of(config: RunConfig, process: Process) -> dict[str, Any]:
 def run_record(
     config: RunConfig, process: Process, rows: Sequence[Mapping[str, Any]], first: int, peak_bytes: int | None
 ) -> TrainRow:
-    """One row for a finished run; `rows` has every update once.
+    """A row for a finished run; `rows` has every update once.
 
     `first` is the update from which the last start went on. `peak_bytes` is the most that a rank held since; None where
     it is not counted.

@@ -52,7 +52,7 @@ class NumberedBatches:
 
     @property
     def is_sequence(self) -> bool:
-        """Whether a batch can be had without those before it."""
+        """True if a batch can be had without those before it."""
         return self._sequence is not None
 
     def __getitem__(self, number: int) -> Any:
@@ -101,7 +101,7 @@ class OwnData:
 
     @property
     def parameters(self) -> str:
-        """How many there are."""
+        """Number of parameters."""
         module = self._workload.module
         counts = [sum(each.numel() for each in module.parameters() if each.requires_grad is trained)
                   for trained in (True, False)]  # fmt: skip
@@ -165,7 +165,7 @@ class OwnData:
         seed_everything(seed_of(self._config.step.seed, "update", step))
 
     def describe(self) -> dict[str, Scalar]:
-        """What identifies the module and its batches: names, shapes and types, and a print of the first batch."""
+        """Identity of the module and its batches: names, shapes and types, and a print of the first batch."""
         named = [*self._workload.module.named_parameters(), *self._workload.module.named_buffers()]
         shapes = [(name, tuple(each.shape), str(each.dtype), each.requires_grad) for name, each in named]
         digest = hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest()
@@ -183,7 +183,7 @@ class OwnData:
             share_of(self._first, 0, ranks)
 
     def note(self, step: int, process: Process) -> dict[str, Any]:
-        """What a checkpoint after update `step` says of the data; the same on every rank, or it is an error."""
+        """Note on the data in a checkpoint after update `step`; the same on every rank, or it is an error."""
         number = step * self._config.train.batches_per_update - 1
         prints: list[Any] = [None] * process.world_size
         dist.all_gather_object(prints, fingerprint(self._batches[number]), group=process.group)
@@ -191,7 +191,7 @@ class OwnData:
         return {"batch": number, "batch_print": prints[0]}
 
     def before_resuming(self, step: int) -> str:
-        """What the terminal says before `check_resumed`; empty where that takes no time."""
+        """Line on the terminal before `check_resumed`; empty where that takes no time."""
         if self._batches.is_sequence:
             return ""
         return f"drawing {step * self._config.train.batches_per_update} batches again, to go on with the next"
@@ -255,7 +255,7 @@ _HOW_ONLY = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each of its groups says of an update, as JSON has it; some optimizers count there."""
+    """Values that each of its groups has of an update, as JSON has them; some optimizers count there."""
     return [
         {name: told for name, value in group.items() if name not in _HOW_ONLY and (told := _as_json(value)) is not _NOT}
         for group in optimizer.param_groups

@@ -44,7 +44,7 @@ class OwnLearner(Learner):
         optimizer = self.step.optimizer
         check_steps_once(optimizer)
         self.made = options_of(optimizer)
-        """What each of the optimizer's groups said when it was made."""
+        """Values of the optimizer's groups when it was made."""
         self._rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self._number = 0
         optimizer.register_step_pre_hook(lambda *_: data.seed_update(self._number))
@@ -54,7 +54,7 @@ class OwnLearner(Learner):
         self._shapes: list[tuple[int, ...]] | None = None  # of the batches whose FLOPs were counted
 
     def update(self, number: int) -> Update:
-        """As of a built-in model; then the buffers that it changed are rank 0's."""
+        """Update as of a built-in model; then the buffers that it changed are rank 0's."""
         self._number = number
         self.buffers.note()
         update = super().update(number)
@@ -67,7 +67,7 @@ class OwnLearner(Learner):
             return super().validate()
 
     def learning_rate(self, number: int) -> float:
-        """Of an update; where an optimizer has several groups, of the first; NaN where it has none."""
+        """Learning rate of an update; where an optimizer has several groups, of the first; NaN where it has none."""
         return self._config.learning_rate(number, self._rates[0]) if self._rates else math.nan
 
     def _set_rates(self, number: int) -> None:
@@ -108,7 +108,7 @@ class MovingBuffers:
         self._module, self._process = module, process
         self._still: dict[str, Tensor] | None = None  # those that have not changed since the first update, as copies
         self.names: list[str] | None = None
-        """Of those that are known to change; None before the first update."""
+        """Names of the buffers that are known to change; None before the first update."""
 
     def note(self) -> None:
         """Call before an update: what changes from the first one on is a change."""
@@ -143,7 +143,7 @@ class MovingBuffers:
         self._still = {name: value for name, value in still.items() if name not in found}
 
     def lost(self) -> list[str]:
-        """Those that change and that no checkpoint has, as they are not persistent."""
+        """Names of buffers that change and that no checkpoint has, as they are not persistent."""
         left_out = {
             f"{path}.{name}".lstrip(".")
             for path, each in self._module.named_modules()

@@ -23,11 +23,11 @@ _UNSHARED = 4  # references to a list that one event has: the event, the unpickl
 
 
 class NotAHistory(Exception):
-    """What is wrong with a log, in a few words."""
+    """A log is wrong; the error says how in a few words."""
 
 
 class History:
-    """One device's log: `feed` it events, then `close` it with the segments at its end."""
+    """A device's log: `feed` it events, then `close` it with the segments at its end."""
 
     def __init__(self) -> None:
         self.events = 0  # allocations and releases

@@ -44,7 +44,7 @@ _HOW = "expected what torch.cuda.memory._dump_snapshot writes"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a file says: by device its log, closed."""
+    """Contents of a file: by device its log, closed."""
 
     histories: dict[int, History]
 

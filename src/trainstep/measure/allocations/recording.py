@@ -1,4 +1,5 @@
-"""One step's allocations recorded, and who owns each, told from what the step announces while a log of them is kept.
+"""Allocations of one step, recorded, and the owner of each, told from what the step announces while a log of them is
+kept.
 
 The log of a GPU is the caching allocator's own history, that of a CPU what `LiveStorages` follows. Positions in it are
 counted, not timed. A `StepWatch` notes, at positions in the log, which phase, module and backward operation is running.
@@ -50,7 +51,7 @@ class _Mark:
 
 @dataclass
 class StepWatch:
-    """What was announced during one step; hand `phase` and `loss_of` to the step, then call `attribute`."""
+    """Announcements of one step; hand `phase` and `loss_of` to the step, then call `attribute`."""
 
     module: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
@@ -186,7 +187,7 @@ def _sequence_number() -> int:
 
 
 class _Lines(TorchFunctionMode):
-    """Which line of code made which nodes of the graph: calls of torch functions, by the nodes' numbers."""
+    """Lines of code that made the nodes of the graph: calls of torch functions, by the nodes' numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +202,7 @@ class _Lines(TorchFunctionMode):
 
 
 def _latest(noted: Sequence[tuple[int, Noted]], number: int, default: Noted) -> Noted:
-    """What was noted last up to a number."""
+    """Note that was taken last up to a number."""
     index = bisect.bisect_right(noted, number, key=itemgetter(0)) - 1
     return noted[index][1] if index >= 0 else default
 
@@ -214,7 +215,7 @@ def python_frames(skip: int) -> tuple[Frame, ...]:
 
 @dataclass(frozen=True)
 class Recording:
-    """One step's allocations."""
+    """Allocations of one step."""
 
     timeline: Timeline
     snapshot: Mapping[str, Any]  # as `torch.cuda.memory._snapshot` gives it, each allocation's owner as its category
@@ -251,7 +252,7 @@ def recording_on_cpu(watch: StepWatch, batch: Any = ()) -> Iterator[list[Recordi
 
 
 def record_on_cuda(step: Callable[[], object], watch: StepWatch, batch: Any, device: torch.device) -> Recording:
-    """As `record_on_cpu`, for a step on `device`, eager or compiled."""
+    """Record as `record_on_cpu` does, for a step on `device`, eager or compiled."""
     with recording_on_cuda(watch, device, batch) as found:
         step()
     return found[0]
@@ -259,7 +260,7 @@ def record_on_cuda(step: Callable[[], object], watch: StepWatch, batch: Any, dev
 
 @contextmanager
 def recording_on_cuda(watch: StepWatch, device: torch.device, batch: Any = ()) -> Iterator[list[Recording]]:
-    """As `recording_on_cpu`, for a step on `device`, eager or compiled."""
+    """Record as `recording_on_cpu` does, for a step on `device`, eager or compiled."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     torch.cuda.synchronize(index)
 

@@ -90,7 +90,7 @@ def part_of(name: str) -> str:
 
 
 def _colour_name(activation: Allocation) -> str:
-    """What the group of an activation is called after: the part of the model, or where else it was made."""
+    """Name that the group of an activation is called after: the part of the model, or where else it was made."""
     return part_of(activation.what) or ("the loss" if activation.phase == "loss" else "the model itself")
 
 

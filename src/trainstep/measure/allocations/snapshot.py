@@ -23,7 +23,7 @@ _UNKNOWN_CATEGORY = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "f
 
 
 def blocks_of(snapshot: Mapping[str, Any], device: int) -> tuple[list[Block], int]:
-    """One device's blocks (what the log has not made was there before), and how many events the log counts."""
+    """Blocks of one device (what the log has not made was there before), and how many events the log counts."""
     history = History()
     history.feed(snapshot["device_traces"][device])
     history.close(snapshot["segments"], device)

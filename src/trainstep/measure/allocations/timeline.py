@@ -33,7 +33,7 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether it is Python outside of torch."""
+        """True if it is Python outside of torch."""
         path = self.file.replace("\\", "/")
         return path.endswith(".py") and "/torch/" not in path and "/triton/" not in path
 
@@ -45,7 +45,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One allocation as an allocator knows it."""
+    """An allocation as an allocator knows it."""
 
     start: int  # the first state it lives in; 0 if it was there before the log began
     end: int | None  # the first state without it; None if it outlived the log
@@ -91,7 +91,7 @@ class Columns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What blocks have in common."""
+    """Properties that blocks have in common."""
 
     frames: tuple[Frame, ...]
     category: str | None

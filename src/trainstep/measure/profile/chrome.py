@@ -88,7 +88,7 @@ def read_chrome_trace(path: Path) -> Trace:
 
 
 def _said(event: dict[str, Any] | None, error: Exception) -> str:
-    """What is wrong with which event, None where one is no object."""
+    """Say what is wrong with which event, None where one is no object."""
     if event is None:
         return f"an event cannot be read: {error}"
     name = f"the event {event.get('name')} of category {event.get('cat')} at ts {event.get('ts')}"
@@ -102,7 +102,7 @@ def _pickle_hint(path: Path) -> str:
 
 
 class _Collector:
-    """What is kept of a trace's events. Times are microseconds from the first event on."""
+    """Parts of a trace's events that are kept. Times are microseconds from the first event on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -272,7 +272,7 @@ def counted(count: int, what: str) -> str:
 
 
 def impossible(count: int) -> str:
-    """What is said of events whose times cannot be."""
+    """Message about events whose times cannot be."""
     return (
         f"{counted(count, 'event')} with impossible times (negative, longer than a day, or a day away from the others) "
         "were left out."

@@ -26,7 +26,7 @@ _TRIES = 4  # ends of elements that are tried for a piece, before its elements a
 
 
 class NotAsExpected(Exception):
-    """What is wrong with the text, in a few words."""
+    """A text is wrong; the error says how in a few words."""
 
 
 def fields_of(path: Path, listed: str) -> Iterator[tuple[str, Any]]:
@@ -134,7 +134,7 @@ class _Reader:
             self._read()
 
     def _separator(self, closing: str) -> bool:
-        """Whether the object or list ends here; otherwise another element follows."""
+        """True if the object or list ends here; otherwise another element follows."""
         found = self._next()
         if found not in (closing, ","):
             raise NotAsExpected(f"not JSON: expected , or {closing}, or cut short")

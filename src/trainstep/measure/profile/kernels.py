@@ -1,4 +1,4 @@
-"""Which GPU kernels (on a CPU: operators) ran, in which phase and module, for how long, and what they achieved.
+"""GPU kernels (on a CPU: operators) that ran, in which phase and module, for how long, and what they achieved.
 
 Work is told apart by device: what one GPU does hides nothing that another waits for. Transfers between host and device
 are not kernels; they stand beside them.
@@ -137,7 +137,7 @@ def _without_arguments(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One run of one kernel, copy or fill; on a CPU, one stretch of an operator's own time."""
+    """A run of one kernel, copy or fill; on a CPU, one stretch of an operator's own time."""
 
     name: str
     family: Family

@@ -70,7 +70,7 @@ def require_nsys(command: Sequence[str]) -> None:
 
 
 def is_sqlite(path: Path) -> bool:
-    """Whether a file begins as SQLite databases do; `UsageError` if it cannot be read."""
+    """True if a file begins as SQLite databases do; `UsageError` if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC

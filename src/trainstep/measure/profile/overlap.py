@@ -1,4 +1,4 @@
-"""What ran beside what: busy time and gaps, communication that computation hides, transfers beside kernels.
+"""Overlap of kernels: busy time and gaps, communication that computation hides, transfers beside kernels.
 
 Points in time are told by unions of spans in microseconds. Communication is NCCL's kernels and copies from GPU to GPU;
 on a CPU, Gloo's threads (or those of our messages) while a collective runs, and the c10d operators that start one. It
@@ -84,13 +84,13 @@ def hidden_ms(profile: KernelProfile) -> float:
 
 
 def beside_us(kernels: Iterable[Kernel], others: Iterable[Kernel]) -> float:
-    """How long kernels ran while at least one of the others did."""
+    """Time that kernels ran while at least one of the others did."""
     shared = intersection(union_of(kernels), union_of(others))
     return length(shared)
 
 
 def union_of(kernels: Iterable[Kernel]) -> list[Span]:
-    """When at least one of the kernels ran, streams laid over one another."""
+    """Spans in which at least one of the kernels ran, streams laid over one another."""
     return union((each.start_us, each.end_us) for each in kernels)
 
 
@@ -128,5 +128,5 @@ def difference(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
 
 
 def length(spans: Sequence[Span]) -> float:
-    """How long the spans of a union are together."""
+    """Length of the spans of a union together."""
     return sum(end - start for start, end in spans)

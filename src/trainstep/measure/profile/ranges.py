@@ -34,7 +34,7 @@ ANNOUNCED: tuple[AnnouncedKind, ...] = ("step", "phase", "module", "attention")
 RangeKind = (
     AnnouncedKind | Literal["profiler step", "named step", "node", "operator", "compiled", "collective", "other"]
 )
-"""What a range is: one of ours, or by torch: a step of its profiler's schedule, a node of backward, an operator's call,
+"""Kinds of ranges: one of ours, or by torch: a step of its profiler's schedule, a node of backward, an operator's call,
 a call of compiled code, a collective of Gloo or an exchange of messages on the thread that runs it (from when it begins
 there until all is received); or anybody's, of which those are told apart that are named as steps are."""
 Step = Callable[[PhaseContext], object]
@@ -48,7 +48,8 @@ _PROFILER_STEP = re.compile(r"ProfilerStep\W?\d+")
 _NAMED_STEP = re.compile(
     r"((train|training|trainer|global|main)[\s_.:-]*)?(step|iteration|iter)[\s_#:=.-]*\d*", re.IGNORECASE
 )
-"""How others announce a whole step: "step 3", "iteration_12", "train_step"; a micro step or an optimizer's is none."""
+"""Names by which others announce a whole step: "step 3", "iteration_12", "train_step"; a micro step or an optimizer's
+is none."""
 _BACKWARD_NODE = re.compile(r"(?:\w+::)*\w*Backward\d*")
 
 

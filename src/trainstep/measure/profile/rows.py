@@ -42,7 +42,7 @@ def _middle_step(profile: KernelProfile) -> str | None:
 
 
 def summary_values(profile: KernelProfile) -> dict[str, Scalar]:
-    """What a profile says as a whole."""
+    """Values of a profile as a whole."""
     forward, step = _of_phase(profile, "forward"), list(profile.kernels)
     values: dict[str, Scalar] = {
         "profiled_n": profile.steps,
@@ -176,13 +176,13 @@ def rates(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
 
 
 def _measured(kernels: Sequence[Kernel], profile: KernelProfile) -> dict[str, Any]:
-    """What every row of kernels tells, per step."""
+    """Values that every row of kernels has, per step."""
     calls = sum(each.is_call for each in kernels) / profile.steps
     return {"calls": calls, "ms": profile.per_step_ms(kernels), **rates(kernels, profile.steps)}
 
 
 def _families(profile: KernelProfile, precision: str | None, own: Mapping[str, Any]) -> Iterator[FamilyRow]:
-    """One row per family of the whole step and of each phase, the most time first."""
+    """Rows of each family, of the whole step and of each phase, the most time first."""
     for phase in ("step", *PHASES):
         kernels = list(profile.kernels) if phase == "step" else _of_phase(profile, phase)
         transfers = [each for each in profile.transfers if phase in ("step", each.phase)]
@@ -218,7 +218,7 @@ def _pieces(profile: KernelProfile, own: Mapping[str, Any]) -> Iterator[PieceRow
 
 
 def _kernels(profile: KernelProfile, own: Mapping[str, Any]) -> Iterator[KernelRow]:
-    """One row per phase, module and kernel, the longest first; modules that differ in a number only are one."""
+    """Rows of each phase, module and kernel, the longest first; modules that differ in a number only are one."""
     groups = _grouped(
         (*profile.kernels, *profile.transfers),
         lambda each: (each.phase or UNKNOWN, without_numbers(each.module or UNKNOWN), each.name, each.family),
@@ -242,7 +242,7 @@ def _kernels(profile: KernelProfile, own: Mapping[str, Any]) -> Iterator[KernelR
 def timeline_values(
     profile: KernelProfile, step: str | None, longest: int = LONGEST
 ) -> tuple[dict[str, Scalar], dict[str, Sequence[Scalar]]]:
-    """One step, bar by bar: nanoseconds from its first kernel, and indices into the series of names.
+    """A step, bar by bar: nanoseconds from its first kernel, and indices into the series of names.
 
     Where there are more than `longest` bars, short neighbours are drawn as one, and the values say so.
     """
@@ -267,7 +267,7 @@ def timeline_values(
 
 
 class _Bar:
-    """One kernel, or several neighbours, of which the longest gives its name."""
+    """A kernel, or several neighbours, of which the longest gives its name."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.start, self.end, self.count = kernel, kernel.start_us, kernel.end_us, 1
@@ -283,7 +283,7 @@ _ALIKE: tuple[Callable[[Kernel], Hashable], ...] = (
     lambda each: (each.lane, each.phase),
     lambda each: each.lane,
 )
-"""What neighbours must have in common to be drawn as one, the strictest first."""
+"""Properties that neighbours must have in common to be drawn as one, the strictest first."""
 _VISIBLE = 1 / 100
 """Share of the timeline from which bars of different phases are rather joined than alike ones that far apart."""
 
@@ -318,7 +318,7 @@ def _joined(bars: Sequence[_Bar], alike: Callable[[Kernel], Hashable], below_us:
 
 
 def _lane(kernel: Kernel, profile: KernelProfile) -> str:
-    """What a lane of the timeline is called: a stream or a thread, or what copies and communication are."""
+    """Name of a lane of the timeline: a stream or a thread, or what copies and communication are."""
     if profile.is_cpu and kernel.kind != "collective":
         return f"thread {kernel.stream.number}"
     if kernel.lane != "compute":

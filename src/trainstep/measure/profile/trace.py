@@ -1,5 +1,5 @@
-"""What a profiler recorded, whoever recorded it: ranges on host threads, the work that was started inside them, and to
-which step, phase, module and operator each piece of work belongs.
+"""Contents of a profiler's trace, whoever recorded it: ranges on host threads, the work that was started inside them,
+and to which step, phase, module and operator each piece of work belongs.
 
 torch.profiler's JSON (`chrome`) and Nsight Systems' SQLite exports (`nsys`) are both read into a `Trace`. On a CPU,
 every operator's own time (without that of the operators it calls) is work.
@@ -41,7 +41,7 @@ engine, of compiled code, and Gloo's collectives."""
 
 
 class Stream(NamedTuple):
-    """What runs one piece of work after the other."""
+    """A stream or thread, which runs one piece of work after the other."""
 
     owner: int | str  # a GPU's number, or a device's name where that does not tell it; on a CPU, the process
     number: int | str  # the stream's; on a CPU, the thread's
@@ -62,7 +62,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One kernel, copy or fill on a device; on a CPU, one stretch of an operator's own time. In microseconds."""
+    """A kernel, copy or fill on a device; on a CPU, one stretch of an operator's own time. In microseconds."""
 
     name: str
     kind: WorkKind
@@ -136,7 +136,7 @@ def own_time(ranges: Iterable[Range]) -> list[Work]:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """Where work belongs; None for what is unknown."""
+    """Step, phase, module and operator of a piece of work; None for what is unknown."""
 
     step: str | None = None
     phase: str | None = None
