@@ -1,4 +1,4 @@
-"""What the first screen claims agrees with the rows: cards with their sentences, headlines with what was measured."""
+"""What the first screen claims agrees with the rows: cards with their stakes, headlines with what was measured."""
 
 import re
 from dataclasses import replace
@@ -6,83 +6,157 @@ from dataclasses import replace
 import pytest
 
 from tests.report.changes import BY_NAME, carried
+from tests.report.subjects.test_formulas import WRITTEN_OUT
+from tests.report.subjects.test_memory import STUDY, policy
+from tests.report.subjects.test_plan import strategy
 from tests.report.subjects.test_script_ladder import BASELINE as SCRIPT
+from tests.report.subjects.test_script_ladder import FUSED
 from tests.report.subjects.test_script_ladder import row as script_rung
+from tests.report.subjects.test_thresholds import COPY, OWNED, ceiling, family, piece
+from tests.report.subjects.test_thresholds import PROFILE as KERNELS
+from tests.report.test_findings import rung, step
 from tests.report.test_summary import PROFILE, SHAPE, finding, first
 from trainstep.base import advice
 from trainstep.base.config import PHASES
-from trainstep.report.blocks import Cards, Headline
-from trainstep.report.cards import CLAIMS, cards
+from trainstep.report.blocks import Cards, Claim, Headline
+from trainstep.report.cards import cards
 from trainstep.report.headlines import headlines
 from trainstep.report.subjects import findings
 from trainstep.rows import (
     AttentionRow,
     ChangeRow,
-    FamilyRow,
     ParallelRow,
+    ParallelTraceRow,
     PeakRow,
-    PieceRow,
     ProfileRow,
     RatioRow,
+    RecompilationRow,
     ScriptRow,
     StepRow,
+    WaitRow,
 )
 from trainstep.rows.records import Times
 
 CASE = {"workload": "m", "precision": "fp32"}
 STEP = StepRow(**CASE, mode="step", warmup=3, times=dict.fromkeys((*PHASES, "step"), Times(5.0)), n=9, peak_gib=4.0)
+LAUNCHES = ScriptRow(
+    workload="train.py", times={"step": Times(10.0), "starved": Times(9.9), "data": Times(4.0)}, n=20, on_gpu=True
+)
+AGAIN = RecompilationRow(workload="train.py", line="a.py:1", function="f", last_step=2)
+WAIT = WaitRow(workload="train.py", line="a.py:3", call="item", ms_per_step=2.0, calls_per_step=1.0, on_gpu=True)
+RANKS = [
+    ScriptRow(workload="train.py", rank=at, n=9, times=dict.fromkeys(("own", "forward", "step"), Times(ms, ms)))
+    for at, ms in enumerate((5.0, 5.0, 8.0))
+]
+TRACES = [
+    ParallelTraceRow(
+        workload="m", world_size=2, scheme=name, hidden_share=share, exposed_communication_ms=ms, communication_ms=9.0
+    )
+    for name, share, ms in (("ddp", 0.9, 1.0), ("fsdp", 0.1, 3.0))
+]
+TIMED = replace(KERNELS, kernels_ms=20.0)
+OPTIMIZER = [family("a", 1, ms=100.0), family("b", 1, "optimizer", ms=15.0)]
+SOFTMAX = [replace(piece("softmax", 1.0, 1.0), ms=1.5), piece("scores", 0.5, 40.0)]
+SIMT = family("FP32 SIMT matmul", 0.5)
+TOP = {"_family": "matmul", "_share": 0.5, "_ms": 4.0, "_calls": 2.0}
+TOP = {"top_step_kernel": "mm"} | {f"top_step_kernel{name}": value for name, value in TOP.items()}
+IN_MATH = replace(WRITTEN_OUT[1], operator="aten::_scaled_dot_product_attention_math", share=0.0)
+ASIDE, APART = {"severity": "aside"}, {"is_part": False}
+
+
+def of(rows, **settings):
+    return [replace(row, **settings) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("id", "rows", "claim"),
+    [
+        ("gain.no-baseline", [rung("baseline", "failed", False, "failed", "why")], {"severity": "alarm"}),
+        ("loss.not-finite", [replace(step(), samples={"training_loss": [None]})], {"severity": "alarm"}),
+        ("gain.faster", [rung("baseline", "baseline", step_ms=90.0), rung("x")], {"ms": 40.0} | ASIDE | APART),
+        ("gain.smaller", [rung("baseline", "baseline", step_ms=90.0), rung("x", speedup_low=0.9)], {}),
+        ("gain.script", [SCRIPT, FUSED], {"ms": 5.0} | ASIDE | APART),
+        ("data.bound", [LAUNCHES], {"ms": 4.0, "verdict": "DATA-BOUND", "action": advice.LOADER_WORKERS}),
+        ("launches.script", [LAUNCHES], {"ms": 9.9, "verdict": "LAUNCH-BOUND", "action": advice.COMPILED_MODEL}),
+        ("waits.line", [LAUNCHES, WAIT], {"ms": 2.0, "verdict": "SYNC-BOUND"}),
+        ("ranks.late", RANKS, {"ms": 3.0, "verdict": "STRAGGLER"}),
+        ("compiled.again", [AGAIN], {"verdict": "RECOMPILING"}),
+        ("phases.longest", [step()], {"ms": 60.0} | ASIDE),
+        ("phases.longest", [step(backward_ms=20.0)], {"ms": 20.0}),  # odd
+        ("launches.bound", [step(forward_issue_ms=29.9)],
+         {"ms": 29.9, "verdict": "LAUNCH-BOUND", "action": advice.COMPILED_BLOCKS}),
+        ("launches.bound", [step(forward_issue_ms=29.9, case={"compile": "blocks"})],
+         {"ms": 29.9, "verdict": "LAUNCH-BOUND", "action": ""}),
+        ("utilisation.low", [step(), ceiling(120.0)], {"ms": 75.0} | ASIDE),
+        ("utilisation.high", [step(), ceiling(40.0)], {"ms": 75.0, "verdict": "COMPUTE-BOUND"}),
+        ("utilisation.beyond", [step(), ceiling(10.0)], {}),
+        ("warm-up.needed", [step(0, step_mean_ms=150.0), step()], {"ms": 50.0} | ASIDE | APART),
+        ("kernels.unfused", [TIMED, family("elementwise", 0.5)],
+         {"ms": 10.0, "verdict": "BANDWIDTH-BOUND", "action": advice.COMPILED_BLOCKS}),
+        ("kernels.unfused", [KERNELS, family("elementwise", 0.5)],
+         {"verdict": "BANDWIDTH-BOUND", "action": advice.COMPILED_BLOCKS}),  # of kernels that were not measured
+        ("kernels.unfused-though-compiled", of([TIMED, family("elementwise", 0.5)], compile="model"), {"ms": 10.0}),
+        ("kernels.optimizer-unfused", [TIMED, *OPTIMIZER], {"ms": 3.0, "action": advice.FUSED_OPTIMIZER}),
+        ("kernels.optimizer", of([TIMED, *OPTIMIZER], optimizer="adamw-fused"), {"ms": 3.0}),
+        ("kernels.softmax", [TIMED, *SOFTMAX, COPY, *of(SOFTMAX, phase="backward", ms=0.5)],
+         {"ms": 2.0, "action": advice.FUSED_ATTENTION}),
+        ("kernels.softmax", [TIMED, SOFTMAX[0], piece("scores", 50.0, 40.0), COPY], {}),  # as fast as it is small
+        ("kernels.float32-products", [TIMED, SIMT], {"ms": 10.0, "action": advice.TF32}),
+        ("kernels.float32-products", of([TIMED, SIMT], precision="tf32"), {"ms": 10.0, "action": ""}),
+        ("kernels.transfers", [replace(TIMED, transfers_ms=4.0, transfers_overlapped_ms=1.0, busy_ms=9.0)],
+         {"ms": 3.0, "verdict": "COPY-BOUND"}),
+        ("kernels.communication", [replace(TIMED, communication_ms=10.0, communication_overlapped_ms=9.0)],
+         {"ms": 1.0, "verdict": "COMMUNICATION-BOUND"}),
+        ("kernels.idle", [replace(TIMED, idle_share=0.2, idle_ms=4.0)], {"ms": 4.0}),
+        ("kernels.top-of-step", [replace(TIMED, **TOP, most_called_step_kernel="mm")], {"ms": 4.0} | ASIDE),
+        ("formulas.attention-written-out", [replace(WRITTEN_OUT[0], kernels_ms=20.0), *WRITTEN_OUT[1:]],
+         {"ms": pytest.approx(4.0), "action": advice.FUSED_ATTENTION}),
+        ("formulas.attention-not-fused", [replace(WRITTEN_OUT[0], kernels_ms=20.0), *WRITTEN_OUT[1:], IN_MATH],
+         {"ms": pytest.approx(4.0)}),
+        ("formulas.cross-entropy-written-out", [replace(WRITTEN_OUT[0], kernels_ms=20.0), *WRITTEN_OUT[1:]],
+         {"ms": pytest.approx(6.0), "action": advice.Line("F.cross_entropy(logits.flatten(0, 1), targets.flatten())")}),
+        ("parallel.hidden", TRACES, {"ms": 3.0} | APART),
+        ("parallel.hidden", TRACES[:1], APART),
+        ("memory.peak", [step()], {"gib": 2.5}),
+        ("memory.owners", OWNED, {"gib": pytest.approx(1.6)}),
+        ("memory.owners", [step(), *OWNED], {}),  # of the same peak
+        ("memory.cache", [StepRow(mode="forward", cache_gib=3.0)],
+         {"gib": 3.0, "action": advice.Line("model.config.use_cache = False")}),
+        ("memory.does-not-fit", STUDY, {"gib": 200.0} | APART),
+        ("residuals.block", STUDY, {"gib": 1.0} | ASIDE | APART),
+        ("checkpointing.best", [policy("none", 9.0), policy("every-2", 3.0)], {"gib": 6.0} | APART),
+        ("checkpointing.best", [policy("every-2", 3.0)], APART),
+        ("checkpointing.no-gain", [policy("none", 2.0), policy("every-2", 3.0)], APART),
+        ("plan.fastest", [strategy("ddp", fits=True)], {"ms": 51.3} | APART),
+        ("plan.nothing-fits", [strategy("ddp", fits=False)], {"gib": 150.0} | APART),
+    ],
+)  # fmt: skip
+def test_a_finding_has_its_stake_its_verdict_and_its_action(id, rows, claim):
+    (told,) = [each for each in findings(rows) if each.id == id]
+    assert replace(told.claim, said="", seen=()) == Claim(**claim)
+    assert "{" not in told.claim.said or told.claim.stake is None
+    if isinstance(told.claim.action, advice.Line) and told.claim.action in vars(advice).values():
+        (change,) = [each for each in BY_NAME.values() if each.line is told.claim.action]
+        assert id in change.answers
+
+
+def test_every_change_answers_what_the_report_asks(request):
+    """By the id of a finding, or by a part of its advice."""
+    folder = request.config.rootpath / "src/trainstep/report/subjects"
+    rules = re.sub(r"\(\s+", "(", " ".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py")))
+    for change in BY_NAME.values():
+        for each in change.answers:
+            asked = "utilisation.high-{" if each.startswith("utilisation") else f'"{each.removeprefix("formulas.")}"'
+            assert asked in rules, f"{change.name} answers {each}"
+
+
+# ---- cards
 
 
 def card(rows, begin):
     """The card of the page whose claim begins so."""
     shown = first(rows, Cards)
     return next((each for each in (shown.cards if shown else ()) if each.claim.startswith(begin)), None)
-
-
-def one_card(told, rows=(PROFILE, STEP)):
-    """That of one finding alone."""
-    (only,) = cards(rows, [told], []).cards
-    return only
-
-
-# ---- claims
-
-
-def softmax(faster):
-    """Pieces whose softmax has a fifth of the scores' FLOPs, and is so many times faster."""
-    softmax = PieceRow(**CASE, phase="forward", piece="softmax", ms=1.0, main_ms=1.0, main_tflop=1.0)
-    return [PROFILE, softmax, replace(softmax, piece="scores", ms=faster, main_ms=faster, main_tflop=5.0)]
-
-
-def test_softmax_is_a_card_only_where_it_is_slow():
-    assert card(softmax(0.5), "Softmax takes long") is not None
-    assert card(softmax(10.0), "Softmax takes long") is None
-
-
-def test_communication_is_claimed_with_what_is_hidden_of_it():
-    rows = [replace(PROFILE, communication_ms=10.0, communication_overlapped_ms=9.0)]
-    told = card(rows, "90% of communication is hidden by compute")
-    assert told.figure == "1.00 ms"
-
-
-@pytest.mark.parametrize(
-    ("precision", "action"), [("fp32", BY_NAME["TF32 matmuls"].line.code), ("tf32", ""), ("bf16", "")]
-)
-def test_tf32_is_advised_only_to_a_step_that_is_not_in_it(precision, action):
-    profile = replace(PROFILE, precision=precision)
-    family = FamilyRow(workload="m", precision=precision, phase="step", family="FP32 SIMT matmul", ms=5.0, share=0.33)
-    assert card([profile, family], "Products run in float32").action == action
-
-
-def test_compiling_is_not_advised_to_a_compiled_step():
-    figures = {"forward_issue_ms": 5.0, "forward_ms": 5.0}
-    assert one_card(finding("launches.bound", **figures, is_compiled=False)).action == advice.COMPILED_BLOCKS.code
-    assert one_card(finding("launches.bound", **figures, is_compiled=True)).action == ""
-
-
-LAUNCHES = ScriptRow(
-    workload="train.py", times={"step": Times(10.0), "starved": Times(9.9), "data": Times(4.0)}, n=20, on_gpu=True
-)
 
 
 @pytest.mark.parametrize(
@@ -99,111 +173,39 @@ def test_what_the_script_s_ladder_did_not_keep_is_not_advised(claim, name):
 
 
 def test_what_a_ladder_found_no_gain_in_is_not_advised_whatever_the_sentence_says():
-    told = finding("kernels.unfused", share=0.5)
-    assert one_card(told, [PROFILE]).action == advice.COMPILED_BLOCKS.code
+    told = finding("kernels.unfused", ms=5.0, action=advice.COMPILED_BLOCKS)
+
+    def action(*rows):
+        (only,) = cards([PROFILE, *rows], [told], []).cards
+        return only.action
+
+    assert action() == advice.COMPILED_BLOCKS.code
     for verdict, status in (("inconclusive", "ok"), ("failed", "failed")):
-        rung = ChangeRow(
+        tried = ChangeRow(
             **CASE, change="compiled model", verdict=verdict, status=status, reason="why", **carried("compiled model")
         )
-        assert one_card(told, [PROFILE, rung]).action == ""
-        other = replace(rung, workload="another")
-        assert one_card(told, [PROFILE, other]).action == advice.COMPILED_BLOCKS.code
-
-
-MADE_UP = {
-    "checkpointing.best": ('found(f"checkpointing.{id}"', 'id, said = "best"'),
-    "formulas.attention-not-fused": ('found(f"formulas.{form}"', '("attention-not-fused", '),
-    "formulas.attention-written-out": ('found(f"formulas.{form}"', '("attention-written-out", '),
-    "gain.faster": ('found(f"gain.{called}"', 'called = "faster"'),
-    "kernels.top-of-step": ('found(f"kernels.top-of-{where}"', '_top(profile, "step"'),
-    "residuals.block": ('found(f"residuals.{id}"', 'kept("block"'),
-    "utilisation.high": ('found(f"utilisation.{judgement}"', 'judgement, judged = "high"'),
-    "utilisation.low": ('found(f"utilisation.{judgement}"', 'judgement, judged = "low"'),
-}
-"""Id that is put together where its finding is made → what stands there: the template, and what is put in."""
-
-
-@pytest.fixture
-def rules(request):
-    """The text of all rules, on one line."""
-    folder = request.config.rootpath / "src/trainstep/report/subjects"
-    text = " ".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
-    return re.sub(r"\(\s+", "(", text)
-
-
-def test_every_claim_is_of_a_rule_that_there_is(rules):
-    whole = set(re.findall(r'found\("([a-z-]+\.[a-z0-9_-]+)"', rules))
-    assert set(CLAIMS) - whole == set(MADE_UP)
-    for id, parts in MADE_UP.items():
-        assert all(part in rules for part in parts), id
-
-
-def test_what_a_claim_advises_is_the_line_of_a_change_that_answers_it():
-    lines = [each for each in vars(advice).values() if isinstance(each, advice.Line)]
-    advised = {id: claim.action for id, claim in CLAIMS.items() if claim.action in lines}
-    assert len(advised) >= 8
-    for id, line in advised.items():
-        (change,) = [each for each in BY_NAME.values() if each.line is line]
-        assert id in change.answers
-
-
-def test_every_change_answers_what_the_report_asks(rules):
-    """By the id of a finding, or by a part of its advice."""
-    for change in BY_NAME.values():
-        for each in change.answers:
-            asked = "utilisation.high-{" if each.startswith("utilisation") else f'"{each}"'
-            assert asked in rules or each in CLAIMS, f"{change.name} answers {each}"
-
-
-# ---- stakes
+        assert action(tried) == ""
+        assert action(replace(tried, workload="another")) == advice.COMPILED_BLOCKS.code
 
 
 @pytest.mark.parametrize(
-    ("id", "figures", "shown"),
+    ("claim", "figure", "share"),
     [
-        ("memory.does-not-fit", {"mode": "step", "predicted_gib": 181.0}, "181.00 GiB"),
-        ("warm-up.needed", {"excess": 0.5, "step_ms": 20.0}, "10.0 ms"),
-        ("plan.fastest", {"strategy": "ddp", "step_ms": 30.0}, "30.0 ms"),
-        ("plan.nothing-fits", {"peak_gib": 90.0}, "90.00 GiB"),
-        ("checkpointing.best", {"best": ("2",), "without_gib": 9.0, "peak_gib": 3.0}, "6.00 GiB"),
-        ("residuals.block", {"gib": 2.0}, "2.00 GiB"),
-        (
-            "parallel.hidden",
-            {"least": "a", "most": "b", "least_hidden_share": 0.1, "most_hidden_share": 0.9, "least_exposed_ms": 3.0},
-            "3.00 ms",
-        ),
-        ("gain.faster", {"speedup": 2.0, "changes": ("a",), "before_ms": 10.0, "after_ms": 5.0}, "5.00 ms"),
-        ("gain.script", {"speedup": 2.0, "changes": ("a",)}, "2.50 ms"),
+        ({"ms": 2.0}, "2.00 ms", "40% of the step"),
+        ({"ms": 2.0, "is_part": False}, "2.00 ms", ""),
+        ({"gib": 1.0}, "1.00 GiB", "25% of the peak"),
+        ({"gib": 181.0, "is_part": False}, "181.00 GiB", ""),
     ],
 )
-def test_what_is_no_part_of_the_step_has_a_figure_and_no_share(id, figures, shown):
-    told = one_card(finding(id, **figures), [STEP])
-    assert (told.figure, told.share) == (shown, "")
-
-
-def test_a_part_of_the_step_has_its_share():
-    assert one_card(finding("waits.line", line="l", ms=2.0), [STEP]).share == "40% of the step"
-
-
-@pytest.mark.parametrize(
-    ("order", "shown"),
-    [
-        ({"first": "backward", "second": "forward"}, "60.0 ms"),
-        ({"first": "forward", "second": "backward"}, "30.0 ms"),
-        ({"first": "forward", "second": "optimizer"}, "30.0 ms"),
-        ({"first": "optimizer", "second": "forward"}, "15.0 ms"),
-    ],
-)
-def test_odd_phases_show_backward_s_time(order, shown):
-    figures = {"first_ms": 60.0, "first_share": 0.6, "second_share": 0.3, "total_ms": 100.0, "is_odd": True}
-    odd = {"backward_over_forward": 0.5, "expected_backward_over_forward": 2.0}
-    assert one_card(finding("phases.longest", **order, **figures, **odd), []).figure == shown
+def test_a_part_of_the_step_or_of_its_peak_has_its_share(claim, figure, share):
+    (only,) = cards([STEP], [finding("x", **claim)], []).cards
+    assert (only.figure, only.share) == (figure, share)
 
 
 # ---- confidence
 
 
-def rung(name, ms, *, accepted=True, **more):
+def timed(name, ms, *, accepted=True, **more):
     speedup = {"speedup": 2.0, "speedup_low": 1.9, "speedup_high": 2.1}
     gain = {"gain": 2.0, "gain_low": 1.9, "gain_high": 2.1}
     verdict = "baseline" if name == "baseline" else "faster" if accepted else "slower"
@@ -213,7 +215,11 @@ def rung(name, ms, *, accepted=True, **more):
 
 def ladder(*throttled, workload="m"):
     """Two rungs that were kept and one that was not, under these limits."""
-    rows = [rung("baseline", 100.0), rung("bf16 autocast", 50.0, precision="bf16"), rung("other", 60.0, accepted=False)]
+    rows = [
+        timed("baseline", 100.0),
+        timed("bf16 autocast", 50.0, precision="bf16"),
+        timed("other", 60.0, accepted=False),
+    ]
     return [replace(row, workload=workload, throttled_by=by) for row, by in zip(rows, throttled, strict=True)]
 
 

@@ -13,7 +13,7 @@ from tests.report.subjects.test_kernels import records as profiled
 from tests.report.subjects.test_script_ladder import BASELINE as SCRIPT
 from tests.report.subjects.test_script_ladder import FUSED, TOP, ratio, row
 from trainstep.base.config import PHASES
-from trainstep.report.blocks import Advice, Breakdown, Cards, Finding, Headline, Sentences
+from trainstep.report.blocks import Advice, Breakdown, Cards, Claim, Finding, Headline, Sentences
 from trainstep.report.breakdown import BESIDE, IDLE, OTHERS, UNPLACED, breakdown
 from trainstep.report.cards import MOST, alarms, cards
 from trainstep.report.numbers import gib
@@ -180,50 +180,43 @@ def test_cards_are_ranked_by_what_is_at_stake_and_lead_to_their_evidence():
     assert (idle.figure, idle.share) == ("0.300 ms", "15% of the step")
 
 
-def finding(id, **figures):
-    return Finding(id.partition(".")[0], f"{id} said", id, figures)
+def finding(id, said="{id}", figures=None, **claim):
+    return Finding(id.partition(".")[0], f"{id} said", id, figures or {}, Claim(said.format(id=id), **claim))
+
+
+def claims(told, rows=()):
+    shown = cards(rows, told, [])
+    return [] if shown is None else [(card.claim, card.figure) for card in shown.cards]
+
+
+WAITS = [finding("waits.line", f"l{index}", ms=float(index)) for index in range(1, 9)]
+ASIDE = finding("phases.longest", ms=9.0, severity="aside")
 
 
 def test_time_comes_before_memory_and_memory_is_not_left_out():
-    told = [finding("waits.line", line=f"l{index}", ms=float(index)) for index in range(1, 9)]
-    told.append(finding("memory.cache", gib=3.0))
-    found = cards([PROFILE], told, []).cards
-    assert [card.figure for card in found] == ["8.00 ms", "7.00 ms", "6.00 ms", "5.00 ms", "3.00 GiB"]
-    assert len(found) == MOST
-    assert found[0].share == "40% of the step"
+    told = claims([*WAITS, finding("memory.cache", gib=3.0)])
+    assert [figure for _, figure in told] == ["8.00 ms", "7.00 ms", "6.00 ms", "5.00 ms", "3.00 GiB"]
+    assert len(told) == MOST
+    of_memory = [finding("x", f"m{index}", gib=float(index)) for index in range(1, 5)]
+    assert [figure for _, figure in claims(of_memory)] == ["4.00 GiB", "3.00 GiB", "2.00 GiB", "1.00 GiB"]
+    assert [figure[-2:] for _, figure in claims([*WAITS, *of_memory])] == ["ms", "ms", "ms", "iB", "iB"]
 
 
 def test_a_claim_is_made_once_of_its_largest_stake():
-    told = [finding("waits.line", line="l", ms=2.0), finding("waits.line", line="m", ms=5.0),
-            finding("waits.line", line="l", ms=9.0)]  # fmt: skip
-    found = cards([], told, []).cards
-    assert [(card.claim[-2:], card.figure) for card in found] == [(" l", "9.00 ms"), (" m", "5.00 ms")]
+    told = [finding("waits.line", "l", ms=2.0), finding("waits.line", "m", ms=5.0), finding("waits.line", "l", ms=9.0)]
+    assert claims(told) == [("l", "9.00 ms"), ("m", "5.00 ms")]
 
 
-def test_phases_that_fit_together_are_a_card_only_where_there_is_little_else():
-    longest = {"first": "backward", "first_ms": 9.0, "first_share": 0.6}
-    odd = {"backward_over_forward": 9.0, "expected_backward_over_forward": 2.0, "is_odd": True}
-    waits = [finding("waits.line", line=f"l{index}", ms=1.0) for index in range(3)]
-    assert len(cards([], [*waits, finding("phases.longest", **longest)], []).cards) == 3
-    (first_of_all, *_), few = (cards([], [*these, finding("phases.longest", **longest | more)], []).cards
-                               for these, more in ((waits, odd), ([], {})))  # fmt: skip
-    assert first_of_all.claim == "Backward takes 9.0× forward, 2× expected"
-    assert [card.claim for card in few] == ["The longest phase is backward, 60% of the step"]
-
-
-def test_a_rule_that_fills_is_told_only_where_there_is_little_else():
-    filler = finding("warm-up.needed", excess=0.5, step_ms=20.0)
-    waits = [finding("waits.line", line=f"l{index}", ms=1.0) for index in range(3)]
-    assert len(cards([], [filler, *waits[:2]], []).cards) == 3
-    assert [card.claim for card in cards([], [filler, *waits], []).cards if "warm-up" in card.claim] == []
+def test_asides_are_cards_only_where_there_is_little_else():
+    assert claims([*WAITS[:2], ASIDE])[0] == ("phases.longest", "9.00 ms")
+    assert ("phases.longest", "9.00 ms") not in claims([*WAITS[:3], ASIDE])
 
 
 def test_nothing_at_stake_is_no_card():
-    assert cards([], [finding("kernels.idle", idle_ms=0.0, idle_share=0.0)], []) is None
-    assert cards([PROFILE], [finding("waits.line", line="l", ms=0.19)], []) is None, "below 1 % of the step"
-    assert cards([PROFILE], [finding("waits.line", line="l", ms=0.21)], []) is not None
-    assert cards([], [finding("kernels.unfused", share=0.5)], []) is None, "of kernels that were not measured"
-    assert cards([], [finding("gain.faster", speedup=2.0, changes=("a",))], []) is None, "of times that are not known"
+    assert claims([finding("x", ms=0.0), finding("x"), finding("x", severity="alarm")]) == []
+    assert claims([finding("x", ms=0.19)], [PROFILE]) == [], "below 1 % of the step"
+    assert claims([finding("x", ms=0.21)], [PROFILE]) != []
+    assert claims([finding("x", ms=0.19, is_part=False)], [PROFILE]) != []
 
 
 def test_what_makes_the_rest_worthless_comes_first():
@@ -232,16 +225,16 @@ def test_what_makes_the_rest_worthless_comes_first():
     assert isinstance(blocks[0], Cards)
     assert blocks[0].is_alarm
     assert "The baseline failed (failed): no loss" in blocks[0].cards[0].sentence
-    assert alarms([finding("kernels.idle", idle_ms=1.0, idle_share=0.5)], []) is None
+    assert alarms(WAITS, []) is None
 
 
 def test_the_action_is_what_a_ladder_found_best_of_what_it_kept():
-    said = finding("utilisation.high", share=0.5, **{"gain of TF32 matmuls": 3.0, "gain of bf16 autocast": 1.2})
+    said = finding("x", ms=9.0, figures={"gain of TF32 matmuls": 3.0, "gain of bf16 autocast": 1.2})
     tf32 = ChangeRow(workload=PROFILE.workload, change="TF32 matmuls", **carried("TF32 matmuls"))
     assert cards([PROFILE, tf32], [said], []).cards[0].action == tf32.code
     kept = [row for row in sample.h200_analysis() if isinstance(row, ChangeRow)]
     assert cards([*kept, PROFILE], [said], []).cards[0].action == BY_NAME["bf16 autocast"].line.code, "TF32 is no more"
-    slower = finding("kernels.unfused", share=0.5, **{"gain of compiled blocks": 0.8})
+    slower = finding("kernels.unfused", ms=9.0, figures={"gain of compiled blocks": 0.8})
     assert cards([PROFILE], [slower], []).cards[0].action == "", "it was tried, and did not help"
 
 

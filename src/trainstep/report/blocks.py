@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import Formatter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from trainstep.base import advice
 from trainstep.base.errors import printable
 from trainstep.report.columns import Cell, median_cell
 from trainstep.report.numbers import as_float, gib, number, numeric, unit_of
@@ -209,20 +210,51 @@ _TOPIC_OF = {
 
 
 @dataclass(frozen=True)
+class Claim:
+    """A finding as a card tells it: in few words, with its stake, its evidence and its action.
+
+    The stake is the time (`ms`) or the memory (`gib`) that the finding is about. No mend saves more. A finding whose
+    stake is unknown has no card, unless it is an alarm.
+    """
+
+    said: str = ""  # a template over the finding's figures
+    seen: tuple[str, ...] = ()  # tables or sections that show it; a card links to the first that the page has
+    ms: float | None = None
+    gib: float | None = None
+    is_part: bool = True  # whether the stake is part of the step, or of its peak, so that a card gives its share
+    severity: Literal["alarm", "cost", "aside"] = "cost"
+    """An alarm comes before all else and makes it worthless. An aside has a card where few costs have."""
+    verdict: str = ""  # the one word for a step that this finding explains, as `DATA-BOUND`
+    action: advice.Line | Literal[""] | None = None
+    """The line to write where no ladder tried a change that answers the finding; empty where the step has it."""
+
+    @property
+    def stake(self) -> float | None:
+        """In ms, or of memory in GiB."""
+        return self.ms if self.gib is None else self.gib
+
+
+@dataclass(frozen=True)
 class Finding:
-    """What one rule found: figures, and the sentence that says them."""
+    """One thing that a rule found. The terminal, the page and its cards tell it from here."""
 
     topic: str  # a name in `TOPICS`
     sentence: str
     id: str  # which rule found what, as `gain.faster`
     figures: Mapping[str, Scalar]  # what the sentence is made from, units in the names
+    claim: Claim = Claim()
 
 
-def found(id: str, template: str, **figures: Scalar) -> Finding:
+def found(id: str, template: str, claim: Claim | None = None, /, **figures: Scalar) -> Finding:
     """A finding that says its figures: `{step_ms:ms}`, `{peak_gib:gib}`, `{names:list}`, `{rate:n}`, `{share:.0%}`."""
-    topic = id.partition(".")[0]
-    sentence = printable(_Figures().vformat(template, (), figures)).replace("\n", " ")
-    return Finding(_TOPIC_OF.get(topic, topic), sentence, id, figures)
+    topic, claim = id.partition(".")[0], claim or Claim()
+    if claim.stake is not None or claim.severity == "alarm":  # of an unknown stake the figures may be unknown, too
+        claim = replace(claim, said=_say(claim.said, figures))
+    return Finding(_TOPIC_OF.get(topic, topic), _say(template, figures), id, figures, claim)
+
+
+def _say(template: str, figures: Mapping[str, Scalar]) -> str:
+    return printable(_Figures().vformat(template, (), figures)).replace("\n", " ")
 
 
 def literal(text: str) -> str:

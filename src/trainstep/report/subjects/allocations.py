@@ -10,7 +10,7 @@ from functools import partial
 from trainstep.base.config import CASE, PHASES, settings_with
 from trainstep.base.stats import RUN_SPREAD
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal, told_apart
+from trainstep.report.blocks import Block, Chart, Charts, Claim, Finding, Section, found, listed, literal, told_apart
 from trainstep.report.charts.allocations import allocation_chart, layout_data, roles
 from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import as_float, gib, number, numeric, unit_of
@@ -202,7 +202,9 @@ def peak_findings(records: Sequence[Row]) -> list[Finding]:
         ]
         said += literal(f" On the ladder, {listed(told)}.")
     figures |= {f"peak with {change}": after for change, (_, after) in proof.items()}
-    return [found("memory.peak", said, **figures, remedies=remedies)]
+    claimed = f"{transient:.0%} of the memory’s peak comes and goes with the step"
+    claim = Claim(claimed, ("memory",), gib=step.peak_gib - step.at_rest_gib)
+    return [found("memory.peak", said, claim, **figures, remedies=remedies)]
 
 
 def _results(rows: Sequence[Row], answers: str | None, workload: str | None) -> dict[str, tuple[float, float]]:
@@ -292,7 +294,11 @@ def owner_findings(records: Sequence[Row]) -> list[Finding]:
         figures |= {"largest_gib": largest.mib / 1024, "line": largest.line}
     proof, proven = _proof(records, step.workload)
     figures = {"peak_gib": step.peak_gib, "phase": step.peak_phase, **figures, **proven}
-    return [found("memory.owners", said + proof, **figures)]
+    owner = max(shares, key=shares.__getitem__)
+    claimed = f"At the memory’s peak: {shares[owner]:.0%} {literal(owner)}"
+    claim = Claim(claimed, ("allocations", "memory"), gib=shares[owner] * step.peak_gib)
+    is_told = bool(peak_findings(records))  # of the same peak
+    return [found("memory.owners", said + proof, None if is_told else claim, **figures)]
 
 
 def _proof(records: Sequence[Row], workload: str | None) -> tuple[str, dict[str, Scalar]]:

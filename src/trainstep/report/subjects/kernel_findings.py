@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from trainstep.base import advice
 from trainstep.base.precision import PRECISIONS
 from trainstep.base.stats import RUN_SPREAD
-from trainstep.report.blocks import Finding, found, listed, literal
-from trainstep.report.numbers import numeric
+from trainstep.report.blocks import Claim, Finding, found, listed, literal
+from trainstep.report.numbers import as_float, numeric
 from trainstep.report.subjects.climbs import advised
 from trainstep.rows import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow
 from trainstep.rows.records import Row, Scalar, belonging, of_kind
@@ -28,6 +29,7 @@ _PLAIN = re.compile(r"array|char|float|double|int|long|bool|true|false|TensorLis
 """Template arguments that do not say what a kernel does."""
 _FUSABLE = ("elementwise", "normalisation", "reduction", "copy")
 _SIMT, _TRANSFER = "FP32 SIMT matmul", "transfer"
+_KERNELS = ("families", "kernels")  # what shows a part of the kernel time
 
 
 def kernel_findings(records: Sequence[Row]) -> list[Finding]:
@@ -136,7 +138,13 @@ def _top(profile: ProfileRow, where: str, words: str) -> list[Finding]:
     if values[often] != values[top]:
         said += ". Called most often, {most_calls:.0f} times, is " + literal(brief_name(str(values[often])))
         figures |= {"most_called": values[often], "most_calls": values[f"{often}_calls"]}
-    return [found(f"kernels.top-of-{where}", f"{said}.", **figures)]
+    claim = Claim(
+        "One kernel takes {share:share} of the kernel time",
+        ("kernels",),
+        ms=as_float(figures["ms"]) if where == "step" else None,
+        severity="aside",
+    )
+    return [found(f"kernels.top-of-{where}", f"{said}.", claim, **figures)]
 
 
 def brief_name(kernel: str) -> str:
@@ -144,6 +152,11 @@ def brief_name(kernel: str) -> str:
     name, _, arguments = kernel.partition("<")
     telling = next((word for word in re.findall(r"[A-Za-z_]\w+", arguments) if not _PLAIN.fullmatch(word)), None)
     return f"{name}<{telling}>" if telling else name
+
+
+def _of_kernels(profile: ProfileRow, share: float) -> float | None:
+    """A share of the kernel time in ms."""
+    return None if profile.kernels_ms is None else share * profile.kernels_ms
 
 
 def _families(own: Sequence[Row]) -> dict[str, FamilyRow]:
@@ -175,17 +188,25 @@ def _matmuls(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) ->
         return
     said = "{share:share} of the kernel time are float32 products on the ordinary units, not on tensor cores"
     entry = PRECISIONS.get(profile.precision or "fp32")  # None for one that only another version knows
-    if entry is not None and entry.rate == "fp32":
+    is_mended = entry is None or entry.rate != "fp32"
+    if not is_mended:
         end, gains = advised(": TF32 or bf16 moves them there.", records, "kernels.float32-products", profile.workload)
         said += end
     else:
         where, gains = _where(own, [_SIMT]), {}
         said += f", though the step runs in {profile.precision}{f': {where}' if where else ''}."
-    yield found("kernels.float32-products", said, share=simt.share, **gains)
+    claim = Claim(
+        "Products run in float32, off the tensor cores",
+        _KERNELS,
+        _of_kernels(profile, simt.share),
+        action="" if is_mended else advice.TF32,
+    )
+    yield found("kernels.float32-products", said, claim, share=simt.share, **gains)
 
 
 def _softmax(own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
-    pieces = {row.piece: row for row in of_kind(own, PieceRow) if row.phase == "forward"}
+    every = of_kind(own, PieceRow)
+    pieces = {row.piece: row for row in every if row.phase == "forward"}
     if "softmax" not in pieces or "scores" not in pieces:
         return []
     softmax, scores = pieces["softmax"], pieces["scores"]
@@ -206,7 +227,14 @@ def _softmax(own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
         is_bound = softmax.main_gb_s >= MEMORY_BOUND * copy
     why = "it is bound by memory" if is_bound else "its arithmetic is not what takes the time"
     said += f": {why}{rate}{end}"
-    return [found("kernels.softmax", said, fewer_flop=fewer, faster=ratio, is_memory_bound=is_bound, **figures)]
+    claim = Claim(
+        "Softmax takes long for its arithmetic",
+        ("pieces",),
+        sum(row.ms or 0.0 for row in every if row.piece == "softmax" and row.phase != "step") or None,
+        action=advice.FUSED_ATTENTION,
+    )
+    figures |= {"fewer_flop": fewer, "faster": ratio, "is_memory_bound": is_bound}
+    return [found("kernels.softmax", said, claim, **figures)]
 
 
 def _memory_bound(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
@@ -223,12 +251,20 @@ def _memory_bound(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row
     if profile.compile not in (None, "off"):
         compiled, where = "the model is" if profile.compile == "model" else "the blocks are", _where(own, present)
         said += f", though {compiled} compiled{f'; {where}' if where else ''}."
-        return [found("kernels.unfused-though-compiled", said, share=share, families=present)]
+        claim = Claim("Small kernels are left though it is compiled", _KERNELS, _of_kernels(profile, share))
+        return [found("kernels.unfused-though-compiled", said, claim, share=share, families=present)]
     saves = "saves" if profile.compile == "off" else "would save, where it is not used yet,"
-    advice = f", which torch.compile {saves} by fusing them."
-    end, gains = advised(advice, records, "kernels.unfused", profile.workload)
+    fusing = f", which torch.compile {saves} by fusing them."
+    end, gains = advised(fusing, records, "kernels.unfused", profile.workload)
     said += end
-    return [found("kernels.unfused", said, share=share, families=present, **gains)]
+    claim = Claim(
+        "Small kernels read and write whole tensors",
+        _KERNELS,
+        _of_kernels(profile, share),
+        verdict="BANDWIDTH-BOUND",
+        action=advice.COMPILED_BLOCKS,
+    )
+    return [found("kernels.unfused", said, claim, share=share, families=present, **gains)]
 
 
 def _optimizer(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
@@ -241,15 +277,17 @@ def _optimizer(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) 
         return []
     said = "The optimizer takes {share:share} of the kernel time" + (" and moves {gb:n} GB" if moved else "")
     figures: dict[str, Scalar] = {"share": spent / total, "gb": moved or None}
+    ms = _of_kernels(profile, spent / total)
     if profile.optimizer in (None, "adamw-foreach"):
         unknown = ", where it is not used yet," if profile.optimizer is None else ""
-        advice = f": its fused form{unknown} reads and writes everything once."
-        end, gains = advised(advice, records, "kernels.optimizer-unfused", profile.workload)
-        said += end
-        return [found("kernels.optimizer-unfused", said, **figures, **gains)]
+        fused_form = f": its fused form{unknown} reads and writes everything once."
+        end, gains = advised(fused_form, records, "kernels.optimizer-unfused", profile.workload)
+        claim = Claim("The optimizer is not fused", _KERNELS, ms, action=advice.FUSED_OPTIMIZER)
+        return [found("kernels.optimizer-unfused", said + end, claim, **figures, **gains)]
     fused = ", fused already" if profile.optimizer == "adamw-fused" else ""
     said += f"{fused}: that grows with the parameters alone, so a larger batch makes its share smaller."
-    return [found("kernels.optimizer", said, **figures)]
+    claim = Claim("The optimizer takes {share:share} of the kernel time", _KERNELS, ms)
+    return [found("kernels.optimizer", said, claim, **figures)]
 
 
 def _idle(profile: ProfileRow, records: Sequence[Row]) -> list[Finding]:
@@ -263,7 +301,10 @@ def _idle(profile: ProfileRow, records: Sequence[Row]) -> list[Finding]:
         f"profiler): the host launches more slowly than the kernels run{end}"
     )
     figures |= {"idle_share": profile.idle_share, "idle_ms": profile.idle_ms, "step_ms": profile.step_ms}
-    return [found("kernels.idle", said, **figures)]
+    claim = Claim(
+        "The device is idle for {idle_share:share} of the step", ("phase-sums", "kernels"), ms=profile.idle_ms
+    )
+    return [found("kernels.idle", said, claim, **figures)]
 
 
 def _transfers(profile: ProfileRow) -> list[Finding]:
@@ -296,7 +337,9 @@ def _transfers(profile: ProfileRow) -> list[Finding]:
             "non_blocking=True on a stream of its own"
         )
     figures = {"ms": taken, "gb": gb, "gb_s": gb / taken * 1e3 if gb else None, "overlapped_share": beside / taken}
-    return [found("kernels.transfers", f"{said}.", **figures, pinned_share=pinned, to_host_share=to_host)]
+    claimed, seen = "Kernels wait for copies between host and device", ("profile", "kernels")
+    claim = Claim(claimed, seen, ms=taken - beside, verdict="COPY-BOUND")
+    return [found("kernels.transfers", f"{said}.", claim, **figures, pinned_share=pinned, to_host_share=to_host)]
 
 
 def _graphs(profile: ProfileRow) -> list[Finding]:
@@ -314,23 +357,38 @@ def _communication(profile: ProfileRow) -> list[Finding]:
         return []
     part = profile.communication_overlapped_ms / profile.communication_ms
     said = f"Communication takes {{ms:ms}} {_per(profile)}, {{overlapped_share:.0%}} of it beside compute."
-    return [found("kernels.communication", said, ms=profile.communication_ms, overlapped_share=part)]
+    claim = Claim(
+        "{overlapped_share:.0%} of communication is hidden by compute",
+        ("profile", "kernels"),
+        ms=profile.communication_ms - profile.communication_overlapped_ms,
+        verdict="COMMUNICATION-BOUND",
+    )
+    return [found("kernels.communication", said, claim, ms=profile.communication_ms, overlapped_share=part)]
 
 
 FORMULA = 0.05  # share of the step's kernel time from which a formula that is written out is remarked on
 _LOSS = "(loss)"
 _MATH_FORM = "aten::_scaled_dot_product_attention_math"
-_WRITTEN_OUT = (
-    "Attention is written out in {modules:list}: products, mask and softmax are kernels of their own there, and take "
-    "{share:.0%} of the kernel time. torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True) "
-    "computes the same in one kernel, without a score matrix in memory."
-)
-_NOT_FUSED = (
-    "In {modules:list}, scaled_dot_product_attention runs in its math form, as products, mask, softmax and dropout one "
-    "after the other, and takes {share:.0%} of the kernel time: no fused kernel took the call. On a CPU dropout is "
-    "one reason, on a GPU a mask, a dtype or head_dim; "
-    "torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION) around the call makes torch say which."
-)
+_ATTENTION = {
+    "attention-written-out": (
+        False,
+        "Attention is written out",
+        advice.FUSED_ATTENTION,
+        "Attention is written out in {modules:list}: products, mask and softmax are kernels of their own there, and "
+        "take {share:.0%} of the kernel time. torch.nn.functional.scaled_dot_product_attention(q, k, v, "
+        "is_causal=True) computes the same in one kernel, without a score matrix in memory.",
+    ),
+    "attention-not-fused": (
+        True,
+        "Attention runs in its math form",
+        None,
+        "In {modules:list}, scaled_dot_product_attention runs in its math form, as products, mask, softmax and "
+        "dropout one after the other, and takes {share:.0%} of the kernel time: no fused kernel took the call. On a "
+        "CPU dropout is one reason, on a GPU a mask, a dtype or head_dim; "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION) around the call makes torch say which.",
+    ),
+}
+"""Form of attention → whether SDPA runs it, the claim, the line to write, and the sentence."""
 
 
 def formula_findings(rows: Sequence[Row]) -> list[Finding]:
@@ -339,25 +397,26 @@ def formula_findings(rows: Sequence[Row]) -> list[Finding]:
     if profile is None:
         return []
     kernels = belonging(rows, KernelRow, profile)
-    own = () if belonging(rows, PieceRow, profile) else _attention(kernels)  # ours has a flag for it
-    return [*own, *_cross_entropy(kernels)]
+    own = () if belonging(rows, PieceRow, profile) else _attention(profile, kernels)  # ours has a flag for it
+    return [*own, *_cross_entropy(profile, kernels)]
 
 
-def _attention(kernels: Sequence[KernelRow]) -> Iterator[Finding]:
+def _attention(profile: ProfileRow, kernels: Sequence[KernelRow]) -> Iterator[Finding]:
     """Modules whose own forward makes batched products and a softmax, by themselves or in SDPA's math form."""
     named = {
         module: operators
         for module in dict.fromkeys(row.module for row in kernels)
         if module != _LOSS and {"aten::bmm", "aten::_softmax"} <= (operators := _operators(kernels, module, "forward"))
     }
-    for form, said in (("attention-written-out", _WRITTEN_OUT), ("attention-not-fused", _NOT_FUSED)):
-        modules = tuple(name for name, operators in named.items() if (_MATH_FORM in operators) is (said is _NOT_FUSED))
+    for form, (is_math, claimed, action, said) in _ATTENTION.items():
+        modules = tuple(name for name, operators in named.items() if (_MATH_FORM in operators) is is_math)
         share = sum(row.share or 0 for row in kernels if row.module in modules)
         if share >= FORMULA:
-            yield found(f"formulas.{form}", said, modules=modules, share=share)
+            claim = Claim(claimed, _KERNELS, _of_kernels(profile, share), action=action)
+            yield found(f"formulas.{form}", said, claim, modules=modules, share=share)
 
 
-def _cross_entropy(kernels: Sequence[KernelRow]) -> list[Finding]:
+def _cross_entropy(profile: ProfileRow, kernels: Sequence[KernelRow]) -> list[Finding]:
     """A loss that takes a softmax, and not by way of log_softmax as F.cross_entropy does."""
     operators = _operators(kernels, _LOSS, "loss")
     share = sum(row.share or 0 for row in kernels if row.module == _LOSS)
@@ -368,7 +427,9 @@ def _cross_entropy(kernels: Sequence[KernelRow]) -> list[Finding]:
         "as large as the logits. torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) makes two "
         "passes over them, and cannot overflow or take the logarithm of zero."
     )
-    return [found("formulas.cross-entropy-written-out", said, modules=(_LOSS,), share=share)]
+    line = advice.Line("F.cross_entropy(logits.flatten(0, 1), targets.flatten())")
+    claim = Claim("Cross-entropy is written out", _KERNELS, _of_kernels(profile, share), action=line)
+    return [found("formulas.cross-entropy-written-out", said, claim, modules=(_LOSS,), share=share)]
 
 
 def _operators(kernels: Sequence[KernelRow], module: str, phase: str) -> set[str]:

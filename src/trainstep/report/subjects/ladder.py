@@ -13,6 +13,7 @@ from trainstep.report.blocks import (
     Block,
     Chart,
     Charts,
+    Claim,
     Finding,
     Section,
     found,
@@ -377,7 +378,8 @@ def baseline(rows: Sequence[Row]) -> Iterator[Finding]:
             said = "the baseline failed ({status}): {reason}. "
             said += "There is nothing to compare with, and no change was tried."
             said = climb.whose + said if climb.name else f"T{said[1:]}"
-            yield found("gain.no-baseline", said, status=first.status, reason=first.reason or None)
+            claim = Claim("The baseline failed: nothing can be compared", ("ladder",), severity="alarm")
+            yield found("gain.no-baseline", said, claim, status=first.status, reason=first.reason or None)
         elif first.status != "ok" and climb.accepted:
             said = "the baseline is too large ({reason}): speed-ups are over {first}, the first that fits."
             said = climb.whose + said if climb.name else f"T{said[1:]}"
@@ -441,7 +443,13 @@ def _gain(climb: Climb) -> Finding:
     known |= {"gradient_error": numeric(last.gradient_error), "error_budget": numeric(last.error_budget)}
     known |= {"before_ms": first.step_ms, "after_ms": last.step_ms}
     known |= {"peak_before_gib": first.peak_gib, "peak_after_gib": last.peak_gib}
-    return found(f"gain.{called}", climb.whose + said, changes=named, unchecked=unchecked, **known)
+    claim = _faster(numeric(first.step_ms) - numeric(last.step_ms)) if called == "faster" else Claim()
+    return found(f"gain.{called}", climb.whose + said, claim, changes=named, unchecked=unchecked, **known)
+
+
+def _faster(saved_ms: float) -> Claim:
+    said = "{speedup:.2f}× faster with {changes:list}"
+    return Claim(said, ("ladder",), ms=saved_ms, is_part=False, severity="aside")
 
 
 _MOVED = (
@@ -483,7 +491,8 @@ def _gain_of_script(climb: Climb) -> Iterator[Finding]:
         if (seen := next((row for row in reversed(there) if row.in_first_epoch), None)) is not None:
             figures["updates"] = seen.updates
             said += " Proven for {updates:n} updates; the loader has not begun a second epoch."
-        yield found("gain.script", said, changes=names, **figures)
+        claim = _faster((1 - 1 / numeric(last.speedup)) * (climb.first.step_ms or 0.0))
+        yield found("gain.script", said, claim, changes=names, **figures)
     else:
         said = f"With {literal(listed(names))} together no gain was certain between runs."
         yield found("gain.script_open", said, changes=names)

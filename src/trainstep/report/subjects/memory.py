@@ -6,10 +6,24 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
+from trainstep.base.advice import Line
 from trainstep.base.config import CASE, blocks_per_checkpoint, settings_with
 from trainstep.base.stats import ratio_of_medians
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Facts, Finding, Section, fact, found, in_gib, listed, literal
+from trainstep.report.blocks import (
+    Block,
+    Chart,
+    Charts,
+    Claim,
+    Facts,
+    Finding,
+    Section,
+    fact,
+    found,
+    in_gib,
+    listed,
+    literal,
+)
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves, key_of
 from trainstep.report.charts.rows import Bar, bars
@@ -213,7 +227,9 @@ def cache_findings(records: Sequence[Row]) -> list[Finding]:
         "Forward fills a key-value cache of {gib:gib} that training does not use. It is kept until the loss is there, "
         "and with checkpointing through backward. Turn it off: use_cache=False in transformers' configurations."
     )
-    return [found("memory.cache", said, gib=max(sizes))]
+    off = Line("model.config.use_cache = False")
+    claim = Claim("Forward fills a key-value cache", ("memory",), gib=max(sizes), action=off)
+    return [found("memory.cache", said, claim, gib=max(sizes))]
 
 
 def fit_findings(records: Sequence[Row]) -> list[Finding]:
@@ -223,7 +239,8 @@ def fit_findings(records: Sequence[Row]) -> list[Finding]:
         needs = row.predicted_gib
         why = ": it needs {predicted_gib:gib} by prediction" if needs is not None else ""
         said = f"Does not fit: a {{mode}} at {_told(row, 'context', 'precision')}{why}."
-        every.append(found("memory.does-not-fit", said, mode=row.mode, context=row.context, predicted_gib=needs))
+        claim = Claim("A {mode} does not fit", ("peak", "peaks"), gib=needs, is_part=False)
+        every.append(found("memory.does-not-fit", said, claim, mode=row.mode, context=row.context, predicted_gib=needs))
     return every
 
 
@@ -268,7 +285,9 @@ def _best_policy(study: Sequence[CheckpointingRow], name: str) -> Iterator[Findi
             said = f"No policy of every K blocks fits into {in_gib(limit)}: the smallest peak is {{peak_gib:gib}}"
         said += f"{beside}{against}.{cost}"
     figures = {"best": tuple(map(str, best)), "peak_gib": peak, "without_gib": without, **ratio}
-    yield found(f"checkpointing.{id}", literal(name) + said, **figures)
+    saved = without - peak if id == "best" and without is not None else None
+    claim = Claim("A checkpoint every {best:list} blocks needs least", ("checkpointing",), gib=saved, is_part=False)
+    yield found(f"checkpointing.{id}", literal(name) + said, claim, **figures)
 
 
 def _time_against_none(rows: Mapping[str, Row], size: int) -> tuple[str, dict[str, Scalar]]:
@@ -357,9 +376,9 @@ def residual_findings(records: Sequence[Row]) -> list[Finding]:
 
 
 def _kept(rows: Sequence[ResidualRow], under: str) -> Iterator[Finding]:
-    def kept(id: str, said: str, **figures: Scalar) -> Finding:
+    def kept(id: str, said: str, claim: Claim | None = None, /, **figures: Scalar) -> Finding:
         said = under + said if under else said[0].upper() + said[1:]
-        return found(f"residuals.{id}", said, precision=rows[0].precision, **figures)
+        return found(f"residuals.{id}", said, claim, precision=rows[0].precision, **figures)
 
     alls = {(row.part, row.compile): row.mib / 1024 for row in rows if row.group == "all" and row.mib is not None}
     block, compiled_block = (alls.get(("first block", form)) for form in ("off", "blocks"))
@@ -370,7 +389,9 @@ def _kept(rows: Sequence[ResidualRow], under: str) -> Iterator[Finding]:
             "forward keeps {gib:gib} for the backward of one block; the largest part, {share:.0%}, is kept for "
             f"{{operation}} in {{module}} ({first.tensor})."
         )
-        yield kept("block", said, gib=block, share=first.share, operation=first.operation, module=first.module)
+        claim = Claim("What one block keeps for backward", ("residuals",), gib=block, is_part=False, severity="aside")
+        figures = {"share": first.share, "operation": first.operation, "module": first.module}
+        yield kept("block", said, claim, gib=block, **figures)
     made = next((row for row in rows if row.group == "gradients"), None)
     if block is not None and made is not None and made.mib and made.formula_mib:
         said = (

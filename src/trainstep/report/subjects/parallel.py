@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, told_apart
+from trainstep.report.blocks import Block, Chart, Charts, Claim, Finding, Section, found, told_apart
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.charts.traces import LEGEND, overlap_chart
 from trainstep.report.columns import Cell, Column
@@ -195,7 +195,13 @@ def overlap_findings(records: Sequence[Row]) -> list[Finding]:
         figures |= {which: row.label, f"{which}_hidden_share": row.hidden_share}
         figures |= {f"{which}_exposed_ms": row.exposed_communication_ms}
         figures |= {f"{which}_communication_ms": row.communication_ms}
-    return [found("parallel.hidden", f"{said}.", **figures)]
+    claim = Claim(
+        "With {least}, {least_hidden_share:.0%} of communication is hidden; with {most}, {most_hidden_share:.0%}",
+        ("parallel-trace", "parallel"),
+        ms=traced[-1].exposed_communication_ms if len(traced) > 1 else None,
+        is_part=False,
+    )
+    return [found("parallel.hidden", f"{said}.", claim, **figures)]
 
 
 def computation_findings(records: Sequence[Row]) -> list[Finding]:

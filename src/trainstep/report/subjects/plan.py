@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found
+from trainstep.report.blocks import Block, Chart, Charts, Claim, Finding, Section, found
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves, key_of
 from trainstep.report.columns import Cell, Column, value_cell
@@ -178,7 +178,8 @@ def _fastest(rows: Sequence[PlanRow]) -> Finding:
     devices = "one GPU" if best.gpus == 1 else "{gpus:,} GPUs"
     said = f"Predicted: of what fits, {{strategy}} is fastest on {devices}, with {speed}. What limits it: {{limit}}."
     figures = {"tokens_per_s": best.tokens_per_s, "utilisation": best.utilisation, "step_ms": best.step_ms}
-    return found("plan.fastest", said, strategy=best.strategy, gpus=best.gpus, limit=best.limit, **figures)
+    claim = Claim("Predicted: {strategy} is fastest of what fits", ("plan",), best.step_ms, is_part=False)
+    return found("plan.fastest", said, claim, strategy=best.strategy, gpus=best.gpus, limit=best.limit, **figures)
 
 
 def _not_launched(rows: Sequence[PlanRow]) -> Iterator[Finding]:
@@ -207,7 +208,8 @@ def _nothing_fits(rows: Sequence[PlanRow]) -> Finding:
         said += "With {fewest_gpus_strategy} it takes {fewest_gpus:,} GPUs."
         figures = {"fewest_gpus": fewest.smallest_gpus, "fewest_gpus_strategy": fewest.strategy}
     figures |= {"peak_gib": least.peak_gib, "tensors_gib": least.tensors_gib}
-    return found("plan.nothing-fits", said, strategy=least.strategy, **figures)
+    claim = Claim("Predicted: nothing fits", ("plan",), gib=least.peak_gib, is_part=False)
+    return found("plan.nothing-fits", said, claim, strategy=least.strategy, **figures)
 
 
 def plan(records: Sequence[Row]) -> Section | None:

@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from trainstep.base import advice
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Finding, Headline, Section, found, listed, literal, span
+from trainstep.report.blocks import (
+    Block,
+    Chart,
+    Charts,
+    Claim,
+    Finding,
+    Headline,
+    Section,
+    found,
+    listed,
+    literal,
+    span,
+)
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.numbers import number
@@ -174,7 +187,11 @@ def data_bound(rows: Sequence[Row]) -> Iterator[Finding]:
                 f"A step waits {{data_ms:ms}} on average for its batch{where}, {{share:share}} of it: more workers in "
                 "the DataLoader, or less work per sample, would shorten it by up to that."
             )
-            yield found("data.bound", said, data_ms=mean_of(row.times["data"]), share=share, loader=row.loader)
+            data = mean_of(row.times["data"])
+            claim = Claim(
+                "Steps wait for their batch", ("script",), data, verdict="DATA-BOUND", action=advice.LOADER_WORKERS
+            )
+            yield found("data.bound", said, claim, data_ms=data, share=share, loader=row.loader)
 
 
 def launch_bound(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -187,7 +204,14 @@ def launch_bound(rows: Sequence[Row]) -> Iterator[Finding]:
                     "The GPU may wait for launches for {starved_ms:ms} of a step that takes {step_ms:ms}: they set its "
                     "pace, not the GPU. Larger batches, torch.compile or CUDA graphs help; faster kernels will not."
                 )
-                yield found("launches.script", said, starved_ms=starved, step_ms=row.step_ms)
+                claim = Claim(
+                    "Launches set the step’s pace, not the GPU",
+                    ("script",),
+                    starved,
+                    verdict="LAUNCH-BOUND",
+                    action=advice.COMPILED_MODEL,
+                )
+                yield found("launches.script", said, claim, starved_ms=starved, step_ms=row.step_ms)
 
 
 def waiting_lines(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -208,7 +232,9 @@ def waiting_lines(rows: Sequence[Row]) -> Iterator[Finding]:
                 f"The host waits {{ms:ms}} a step for the device at {{line}}{from_line}, {{share:share}} of the step, "
                 "in {call}: until then it issues nothing. Read it less often, or later."
             )
-            yield found("waits.line", said, **figures, ms=row.ms_per_step, share=share)
+            seen, ms = ("wait", "waits"), row.ms_per_step
+            claim = Claim("The host waits for the device at {line}", seen, ms, verdict="SYNC-BOUND")
+            yield found("waits.line", said, claim, **figures, ms=ms, share=share)
         elif not row.on_gpu and (row.calls_per_step or 0) >= PER_STEP:
             caller = f", called from {row.from_line}" if row.from_line else ""
             would.append(f"{row.line} ({row.call}, {number(row.calls_per_step)} times a step{caller})")
@@ -232,6 +258,7 @@ def compiled_again(rows: Sequence[Row]) -> Iterator[Finding]:
             yield found(
                 "compiled.again",
                 said,
+                Claim(verdict="RECOMPILING"),
                 line=row.line,
                 compilations=row.compilations,
                 last_step=row.last_step,
@@ -267,7 +294,8 @@ def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
         f"for one another; the most of that is {PHASES[why]} ({{excess_ms:ms}} more)."
     )
     figures: dict[str, Scalar] = {"rank": last, "own_ms": own[last], "usual_ms": usual, "phase": why}
-    yield found("ranks.late", said, **figures, excess_ms=excess[why], latest_share=by_rank[last].latest_share)
+    claim = Claim("Rank {rank} is late", ("script",), excess[why], verdict="STRAGGLER")
+    yield found("ranks.late", said, claim, **figures, excess_ms=excess[why], latest_share=by_rank[last].latest_share)
 
 
 RULES = (

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from trainstep.base import advice
 from trainstep.base.config import PHASES
 from trainstep.base.precision import PRECISIONS
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Facts, Finding, Section, facts_of, found, span
+from trainstep.report.blocks import Block, Chart, Charts, Claim, Facts, Finding, Section, facts_of, found, span
 from trainstep.report.charts.lines import Series, dots, lines
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell, Column, median_cell, value_cell
@@ -101,7 +102,9 @@ def not_finite(rows: Sequence[Row]) -> list[Finding]:
                 "The loss is not finite from step {step} of {steps} on ({row}): the steps that are timed do not train. "
                 "Look at the learning rate, the batch and the initial weights."
             )
-            return [found("loss.not-finite", said, step=broken, steps=len(losses), row=which)]
+            seen = ("phases", "correctness", "ladder")
+            claim = Claim("The loss is not finite from step {step} on", seen, severity="alarm")
+            return [found("loss.not-finite", said, claim, step=broken, steps=len(losses), row=which)]
     return []
 
 
@@ -119,7 +122,15 @@ def phase_findings(rows: Sequence[Row]) -> list[Finding]:
         f"{first.capitalize()} dominates: {{first_share:.0%}} of the phases together ({{first_ms:ms}} of "
         "{total_ms:ms}), then {second} with {second_share:.0%}."
     )
+    claim = Claim(
+        "The longest phase is {first}, {first_share:.0%} of the step", ("phases",), ms=times[first], severity="aside"
+    )
     if is_odd:
+        claim = Claim(
+            "Backward takes {backward_over_forward:.1f}× forward, {expected_backward_over_forward:.2g}× expected",
+            ("phases",),
+            ms=times["backward"],
+        )
         chunked, recomputes = step.loss == "chunked", step.checkpointing not in (None, "selective")
         under = " and ".join(["with checkpointing"] * recomputes + ["with a chunked loss"] * chunked)
         said += (
@@ -130,7 +141,7 @@ def phase_findings(rows: Sequence[Row]) -> list[Finding]:
     shares = {"first_share": times[first] / total, "second_share": times[second] / total}
     figures: dict[str, Scalar] = {"first": first, "second": second, "first_ms": times[first], **shares}
     figures |= {"total_ms": total, "backward_over_forward": ratio, "expected_backward_over_forward": expected}
-    return [found("phases.longest", said, is_odd=is_odd, **figures)]
+    return [found("phases.longest", said, claim, is_odd=is_odd, **figures)]
 
 
 def expected_ratio(step: StepRow, rows: Sequence[Row]) -> float | None:
@@ -167,12 +178,16 @@ def utilisation(rows: Sequence[Row]) -> list[Finding]:
         return []
     share = step.achieved_tflops / ceiling
     figures: dict[str, Scalar] = {"achieved_tflops": step.achieved_tflops, "ceiling_tflops": ceiling, "share": share}
+    claim, seen, whole = Claim(), ("ceilings", "phases"), step.step_ms or 0.0
     if share < PRODUCTS_SET_PACE:
         judgement, judged = "low", "most of the step is not matrix products at full speed."
+        said = "Most of the step is not matrix products at full speed"
+        claim = Claim(said, seen, ms=(1 - share) * whole, severity="aside")
     elif share > 1:
         judgement, judged = "beyond", "more than can be, so the machine was slower when the large product was measured."
     else:
         judgement, judged = "high", "the matrix products set the pace"
+        claim = Claim("Matrix products set the pace", seen, ms=share * whole, verdict="COMPUTE-BOUND")
         entry = PRECISIONS.get(str(step.precision))  # None for one that only another version knows
         is_wide, end = entry is not None and not entry.is_half, "."
         if is_wide:
@@ -184,7 +199,7 @@ def utilisation(rows: Sequence[Row]) -> list[Finding]:
         "The step reaches {achieved_tflops:n} TFLOP/s, {share:.0%} of what a large "
         f"{step.precision} matrix product reaches on this device ({{ceiling_tflops:n}} TFLOP/s): {judged}"
     )
-    return [found(f"utilisation.{judgement}", said, **figures)]
+    return [found(f"utilisation.{judgement}", said, claim, **figures)]
 
 
 def counts_apart(rows: Sequence[Row]) -> list[Finding]:
@@ -233,7 +248,14 @@ def launch_bound(rows: Sequence[Row]) -> list[Finding]:
         f"its pace, not the GPU. Larger batches{compiling} or CUDA graphs help; faster kernels will not.{result}"
     )
     figures = {"forward_issue_ms": issue, "forward_ms": forward, "is_compiled": is_compiled, **gains}
-    return [found("launches.bound", said, **figures)]
+    claim = Claim(
+        "Launches set the pace of forward, not the GPU",
+        ("phases",),
+        ms=issue,
+        verdict="LAUNCH-BOUND",
+        action="" if is_compiled else advice.COMPILED_BLOCKS,
+    )
+    return [found("launches.bound", said, claim, **figures)]
 
 
 def cold_mean(rows: Sequence[Row]) -> list[Finding]:
@@ -250,7 +272,15 @@ def cold_mean(rows: Sequence[Row]) -> list[Finding]:
         "Without warm-up the mean would be {excess:.0%} too high: the first step took {first_step_ms:ms}, a warm one "
         "takes {step_ms:ms}."
     )
-    return [found("warm-up.needed", said, excess=excess, first_step_ms=cold.first_step_ms, step_ms=warm.step_ms)]
+    claim = Claim(
+        "Without warm-up the mean would be {excess:.0%} too high",
+        ("warmup", "warm-up"),
+        ms=excess * (warm.step_ms or 0.0),
+        is_part=False,
+        severity="aside",
+    )
+    figures = {"excess": excess, "first_step_ms": cold.first_step_ms, "step_ms": warm.step_ms}
+    return [found("warm-up.needed", said, claim, **figures)]
 
 
 RULES = (not_finite, phase_findings, utilisation, counts_apart, launch_bound, cold_mean)
