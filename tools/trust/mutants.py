@@ -67,8 +67,20 @@ JUDGES = {
 } | {
     f"report/subjects/{name}.py": (*(f"tests/report/{test}.py" for test in tests), WITHOUT_PAGES)
     for name, *tests in (
-        ("allocations", "subjects/test_thresholds", "subjects/test_peak_findings", "subjects/test_allocations"),
-        ("kernel_findings", "subjects/test_thresholds", "subjects/test_kernel_findings", "subjects/test_formulas"),
+        (
+            "allocations",
+            "test_cards",
+            "subjects/test_thresholds",
+            "subjects/test_peak_findings",
+            "subjects/test_allocations",
+        ),
+        (
+            "kernel_findings",
+            "test_cards",
+            "subjects/test_thresholds",
+            "subjects/test_kernel_findings",
+            "subjects/test_formulas",
+        ),
         (
             "climbs",
             "test_findings",
@@ -80,17 +92,18 @@ JUDGES = {
         ),
         (
             "ladder",
+            "test_cards",
             "test_findings",
             "subjects/test_thresholds",
             "subjects/test_ladder_findings",
             "subjects/test_script_ladder",
         ),
-        ("memory", "subjects/test_thresholds", "subjects/test_memory"),
+        ("memory", "test_cards", "subjects/test_thresholds", "subjects/test_memory"),
         ("noise", "test_findings", "subjects/test_thresholds", "subjects/test_noise"),
-        ("parallel", "subjects/test_parallel"),
-        ("plan", "subjects/test_plan"),
+        ("parallel", "test_cards", "subjects/test_parallel"),
+        ("plan", "test_cards", "subjects/test_plan"),
         ("precision", "subjects/test_memory"),
-        ("steps", "test_findings", "subjects/test_thresholds", "subjects/test_steps_counts"),
+        ("steps", "test_cards", "test_findings", "subjects/test_thresholds", "subjects/test_steps_counts"),
         ("sweep", "subjects/test_sweep"),
     )
 }
