@@ -306,20 +306,6 @@ def test_the_warmup_effect():
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"step_high_ms": 130.0}, [("noise.unsteady-steps", pytest.approx(0.31))]),
-        ({"step_high_ms": 109.1}, [("noise.unsteady-steps", pytest.approx(0.101))]),
-        ({"step_high_ms": 108.9}, []),
-        ({"throttled_by": "power cap"}, [("noise.throttled-steps", None)]),
-        ({}, []),
-    ],
-)
-def test_noise(changes, told):
-    assert [(each.id, each.figures.get("width")) for each in found([step(**changes)], "noise")] == told
-
-
-@pytest.mark.parametrize(
     ("many", "row", "name"),
     [
         ("changes", partial(ChangeRow, change="bf16"), "bf16"),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainstep.report.subjects.kernel_findings import FORMULA, formula_findings
+from trainstep.report.subjects.kernel_findings import formula_findings
 from trainstep.rows import KernelRow, PieceRow, ProfileRow
 
 CASE = {"workload": "theirs", "precision": "fp32"}
@@ -51,14 +51,6 @@ def test_one_kernel_is_left_alone():
     ]
     assert told(fused) == {}
     assert told([]) == {}
-
-
-@pytest.mark.parametrize(("share", "is_told"), [(FORMULA - 0.001, False), (FORMULA + 0.001, True)])
-def test_how_much_of_the_time_is_worth_a_remark(share, is_told):
-    attention = [kernel("a", "aten::bmm", share / 2), kernel("a", "aten::_softmax", share / 2)]
-    assert ("attention-written-out" in told([PROFILE, *attention])) is is_told
-    loss = kernel("(loss)", "aten::_softmax", share, "loss")
-    assert ("cross-entropy-written-out" in told([PROFILE, loss])) is is_told
 
 
 def test_attention_that_no_fused_kernel_took_is_not_said_to_be_written_out():

@@ -286,13 +286,6 @@ def test_a_policy_that_ran_out_of_memory_is_not_the_best() -> None:
     assert found.sentence.endswith("6.00 GiB).")
 
 
-@pytest.mark.parametrize(("error", "id"), [(0.049, "predicted"), (-0.049, "predicted"), (0.051, "prediction-off"),
-                                           (-0.051, "prediction-off")])  # fmt: skip
-def test_a_prediction_agrees_up_to_a_twentieth(error: float, id: str) -> None:
-    (found,) = findings([PeakRow(context=1, mode="step", prediction_error=error)])
-    assert found.id == f"memory.{id}"
-
-
 def test_peaks_of_eager_code_are_counted_whatever_they_were_measured_for() -> None:
     rows = [
         StepRow(mode="step", uncompiled=True),
