@@ -11,8 +11,8 @@ from tests.report.changes import carried
 from tests.report.subjects.test_kernels import gpu_profile, records
 from trainstep.report.blocks import Finding
 from trainstep.report.subjects import findings
-from trainstep.report.subjects.kernel_findings import IDLE, MUCH, NEEDED_COVERAGE, brief_name
-from trainstep.rows import CeilingRow, ChangeRow, FamilyRow, PieceRow, ProfileRow
+from trainstep.report.subjects.kernel_findings import brief_name
+from trainstep.rows import CeilingRow, ChangeRow, FamilyRow, ProfileRow
 from trainstep.rows.records import Row, of_kind
 
 
@@ -80,37 +80,6 @@ def test_softmax_is_held_against_the_scores() -> None:
         "Softmax takes 2.5× more time than the score product with 40× fewer FLOPs: it is bound by memory (it moves "
         "3,200 GB/s, 76% of a large copy here); a fused attention removes it."
     )
-
-
-@pytest.mark.parametrize(("part", "is_bound"), [(0.37, False), (0.59, False), (0.61, True), (None, False)])
-def test_softmax_is_bound_by_memory_only_near_the_rate_of_a_copy_that_was_measured(
-    part: float | None, is_bound: bool
-) -> None:
-    others = [each for each in records(gpu_profile()) if each.case.get("operation") != "copy"]
-    copies = [] if part is None else [CeilingRow(operation="copy", gb_s=3200 / part)]
-    softmax = found([*others, *copies])["softmax"]
-    assert softmax.figures["is_memory_bound"] is is_bound
-    assert softmax.figures.get("of_copy") == (None if part is None else pytest.approx(part))
-    assert ("bound by memory" in softmax.sentence) is is_bound
-
-
-@pytest.mark.parametrize(("ratio", "is_explained"), [(19.9, False), (20.1, True)])
-def test_softmax_that_is_as_fast_as_its_arithmetic_is_little_has_no_cause(ratio: float, is_explained: bool) -> None:
-    """40 times fewer FLOPs: from a twentieth of the scores' time on, something else than arithmetic takes it."""
-    rows = records(gpu_profile())
-    pieces = {each.piece: each for each in of_kind(rows, PieceRow) if each.phase == "forward"}
-    fast = dataclasses.replace(pieces["softmax"], main_ms=(pieces["scores"].main_ms or 0) / ratio)
-    softmax = found([fast if each is pieces["softmax"] else each for each in rows])["softmax"]
-    assert ("is_memory_bound" not in softmax.figures) is is_explained
-
-
-def test_softmax_may_take_as_much_time_as_the_scores() -> None:
-    rows = records(gpu_profile())
-    pieces = {each.piece: each for each in of_kind(rows, PieceRow) if each.phase == "forward"}
-    equal = dataclasses.replace(pieces["softmax"], main_ms=pieces["scores"].main_ms)
-    softmax = found([equal if each is pieces["softmax"] else each for each in rows])["softmax"]
-    assert (softmax.figures["faster"], softmax.figures["fewer_flop"]) == pytest.approx((1, 40))
-    assert "as much time as" in softmax.sentence
 
 
 def test_the_ladder_proves_what_a_fused_attention_saves() -> None:
@@ -184,16 +153,6 @@ def test_a_profile_that_cannot_be_trusted_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cost", "id"),
-    [(-0.019, "profiler-free"), (0.0, "profiler-free"), (0.015, "profiler-free"), (0.021, "profiler-cost")],
-)
-def test_a_profiler_that_costs_nothing_warns_of_nothing(cost: float, id: str) -> None:
-    every = found(records(gpu_profile(), profiler_cost=cost, profiled_step_ms=2.0 * (1 + cost)))
-    assert [each for each in every if each.startswith("profiler-")] == [id]
-    assert every[id].figures["profiled_step_ms"] == 2.0 * (1 + cost)
-
-
-@pytest.mark.parametrize(
     ("compile_mode", "id", "said"),
     [
         (None, "unfused", ". On the ladder, compiled blocks made the step 1.27× faster."),
@@ -240,33 +199,6 @@ def test_only_what_is_not_fused_is_told_to_fuse(optimizer: str | None, id: str, 
 
 def changed(rows: list[Row], **values: Any) -> list[Row]:
     return [dataclasses.replace(row, **values) if isinstance(row, ProfileRow) else row for row in rows]
-
-
-@pytest.mark.parametrize(("past", "is_told"), [(-0.001, False), (0.001, True)])
-@pytest.mark.parametrize(
-    ("id", "name", "threshold"),
-    [("coverage", "module_coverage", 1 - NEEDED_COVERAGE), ("idle", "idle_share", IDLE)],
-)
-def test_thresholds_of_the_profile(id: str, name: str, threshold: float, past: float, is_told: bool) -> None:
-    value = threshold + past
-    value = 1 - value if id == "coverage" else value
-    assert (id in found(changed(records(gpu_profile()), **{name: value}))) is is_told
-
-
-@pytest.mark.parametrize(("share", "is_told"), [(MUCH - 0.001, False), (MUCH + 0.001, True)])
-@pytest.mark.parametrize(
-    ("id", "family"), [("unfused", "elementwise"), ("float32-products", "FP32 SIMT matmul"), ("optimizer-unfused", "")]
-)
-def test_thresholds_of_families(id: str, family: str, share: float, is_told: bool) -> None:
-    """A share of the kernel time below and above what is remarked on."""
-    settings = {"workload": "large", "precision": "fp32", "compile": "off", "optimizer": "adamw-foreach"}
-    profile = ProfileRow(**settings, module_coverage=1.0)
-    phase = "step" if family else "optimizer"
-    rows = [
-        FamilyRow(**settings, phase=phase, family=family or "optimizer", share=share, ms=share),
-        *([] if family else [FamilyRow(**settings, phase="step", family="rest", share=1.0, ms=1.0)]),
-    ]
-    assert (id in found([profile, *rows])) is is_told
 
 
 def test_a_profile_that_did_not_run_has_no_findings() -> None:

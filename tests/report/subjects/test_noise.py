@@ -42,11 +42,6 @@ def test_measurements_of_one_step_disagree_from_a_tenth_apart(low, is_told):
     assert ("noise.same-step" in told) is is_told
 
 
-@pytest.mark.parametrize(("part", "is_told"), [(1.04, False), (1.06, True)])
-def test_how_far_beyond_arithmetic_is_more_than_clocks_explain(part, is_told):
-    assert ("noise.beyond-arithmetic" in noise(*CEILINGS, family("matmul", "forward", 100 * part))) is is_told
-
-
 @pytest.mark.parametrize(
     "rows",
     [
@@ -60,12 +55,6 @@ def test_how_far_beyond_arithmetic_is_more_than_clocks_explain(part, is_told):
 )
 def test_what_noise_or_other_settings_explain_is_not(rows):
     assert "noise.same-step" not in noise(step(), *rows)
-
-
-@pytest.mark.parametrize(("high", "is_told"), [(91.0, False), (89.0, True), (75.0, True), (55.0, True)])
-def test_apart_is_by_more_than_a_tenth(high, is_told):
-    """The lowest end of the phases, 99.0 ms, against the highest of the ladder's baseline."""
-    assert ("noise.same-step" in noise(step(), baseline(high - 4, high - 2, high))) is is_told
 
 
 def family(name, phase, tflops, share=0.5, gb_s=None):
