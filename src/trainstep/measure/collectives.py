@@ -35,8 +35,9 @@ class Collective:
     ranks: int | None = None  # of the group that makes the call
 
 
-Follow = Callable[[torch.device], Callable[[dist.Work], object] | None]
-"""Called when a call over tensors of a device begins; what it returns, if anything, is given the call's work."""
+Follow = Callable[[torch.device], Callable[[dist.Work | None], object] | None]
+"""Called when a call over tensors of a device begins. What it returns, if anything, is given the call's work: None if
+the call runs in the current stream and nothing is to be waited for."""
 
 
 @contextmanager

@@ -82,13 +82,12 @@ def _full_state(sharded, optimizer):
     """Parameters, and the optimizer's state by parameter name, in full."""
     state = {}
     for handle, values in optimizer.state.items():
-        parameter = handle.parameter
         for key, value in values.items():
-            if value.shape == parameter.shard.shape and parameter.rows is not None:
-                saved = sharded.state_dict()[parameter.name]
+            if value.shape == handle.plain.shape and handle.rows is not None:
+                saved = sharded.state_dict()[handle.parameter_name]
                 settings = {"shape": saved.shape, "stride": saved.stride()}
                 value = DTensor.from_local(value, saved.device_mesh, saved.placements, **settings).full_tensor()
-            state[f"{parameter.name}.{key}"] = value.clone()
+            state[f"{handle.parameter_name}.{key}"] = value.clone()
     return sharded.gather_full_parameters(), state, [group["lr"] for group in optimizer.param_groups]
 
 

@@ -222,14 +222,17 @@ class Transfers:
         self._spans.append([first])
         return self._spans[-1]
 
-    def _call_begins(self, device: torch.device) -> Callable[[dist.Work], object] | None:
+    def _call_begins(self, device: torch.device) -> Callable[[dist.Work | None], object] | None:
         """What is to be told the work of a call over tensors of this device."""
         if device.type != self._marks.device.type:
             return None  # of a few bytes, over Gloo beside NCCL
         first = self._marks.current()
 
-        def started(work: dist.Work) -> None:
+        def started(work: dist.Work | None) -> None:
             span = self._begin(first)
+            if work is None:
+                span.append(self._marks.current())
+                return
             if self._marks.stream is not None:
                 span.append(self._marks.after(work.wait))
                 return

@@ -8,6 +8,7 @@ a few per module, and lists among them at their end.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -51,12 +52,15 @@ class Leavings:
     """What the modules of a unit hold in attributes after a call."""
 
     def __init__(self, unit: nn.Module) -> None:
-        self._attributes = [vars(module) for module in unit.modules()]
-        self._own: list[tuple[int, list[str]]] = [(0, [])] * len(self._attributes)  # how many there were; names
+        self._modules = [weakref.ref(module) for module in unit.modules()]  # one of them leads here
+        self._own: list[tuple[int, list[str]]] = [(0, [])] * len(self._modules)  # how many there were; names
 
     def tensors(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Tensor]:
         """Tensors in attributes, in containers there, and in what a call was given (args, kwargs) to write into."""
-        for number, attributes in enumerate(self._attributes):
+        for number, reference in enumerate(self._modules):
+            if (module := reference()) is None:
+                continue
+            attributes = vars(module)
             count, names = self._own[number]
             if count != len(attributes):
                 names = [name for name in attributes if name not in _OF_EVERY_MODULE]

@@ -8,7 +8,8 @@ which then stays until gradients have been synchronised. Outside, ranks need not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -18,11 +19,10 @@ from torch.utils import _pytree
 
 from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import broadcast_from_first
-from trainstep.parallel.fsdp.rows import RankGradient, RankRows, Sharing, beside, moved_or_cast
+from trainstep.parallel.fsdp.rows import RankGradient, RankRows, Sharing, beside, frozen, moved_or_cast
 from trainstep.parallel.partial import changes, name_of
 
 if TYPE_CHECKING:
-    from trainstep.parallel.fsdp.group import GatherGroup
     from trainstep.parallel.fsdp.schedule import Schedule
     from trainstep.parallel.fsdp.shards import ShardedParameter
 
@@ -33,12 +33,17 @@ class Handle(RankRows):
     Optimizers update the shard itself. Hooks that are registered by `register_post_accumulate_grad_hook` are called
     by `finish_gradient_synchronization()`, when `grad` is the mean over the ranks.
 
+    It leads to nothing that has it, so that a wrapper's memory is free as soon as the wrapper goes: Python's collector
+    does not see through a tensor that a call to other ranks still holds.
+
     Attributes:
-        parameter: what it stands for.
+        parameter_name: of what it stands for.
+        trainable: whether the parameter is.
     """
 
     _is_param = True  # so that isinstance says nn.Parameter
-    parameter: ShardedParameter
+    parameter_name: str
+    trainable: bool
     _gradient: RankGradient | None
 
     @classmethod
@@ -47,7 +52,8 @@ class Handle(RankRows):
         settings: dict[str, Any] = {"dtype": like.dtype, "requires_grad": like.requires_grad}
         made = cls.of(parameter.shard, parameter.shape, parameter.divided, sharing, **settings)
         made.__dict__ |= vars(parameter.shard) | vars(made)  # marks that users set on parameters
-        made.parameter, made.updated, made._gradient = parameter, parameter.shard, None
+        made.parameter_name, made.trainable = parameter.name, parameter.trainable
+        made.updated, made._gradient = parameter.shard, None
         made._label = f"{parameter.name}, which is sharded"
         return made
 
@@ -59,7 +65,7 @@ class Handle(RankRows):
         if gradient is None:
             self._gradient = None
         elif self._gradient is None or self._gradient.plain is not gradient:
-            self._gradient = RankGradient.of(gradient, self.parameter.shape, self.rows, self.sharing)
+            self._gradient = RankGradient.of(gradient, self.shape, self.rows, self.sharing)
         return self._gradient
 
     @grad.setter
@@ -71,7 +77,7 @@ class Handle(RankRows):
 
     def _refuse_gradient(self) -> NoReturn:
         raise UsageError(
-            f"grad of {self.parameter.name} before finish_gradient_synchronization(): gradients came and are not "
+            f"grad of {self.parameter_name} before finish_gradient_synchronization(): gradients came and are not "
             "averaged yet. Call it first, after backward. To throw gradients away, as for a step that is skipped, call "
             "zero_grad() of FullyShardedDataParallel"
         )
@@ -80,21 +86,20 @@ class Handle(RankRows):
     def use(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         what = name_of(func)
         first = next(each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, Handle))
-        parameter = first.parameter
         if what in ("requires_grad_", "requires_grad"):
             asked = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-            if asked != parameter.trainable:
-                raise UsageError(parameter.frozen_message(asked))
+            if asked != first.trainable:
+                raise frozen(first.parameter_name, asked)
             return first
         if what == "register_post_accumulate_grad_hook":
-            first.sharing.hooked.add(parameter)
+            first.sharing.hooked.add(first.parameter_name)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if what == "register_hook":
             raise UsageError(
-                f"{parameter.name} is sharded, and its gradient does not pass here in backward, so the hook would "
-                "never be called. Register it on the module's parameter before FullyShardedDataParallel takes it, or "
-                "use register_post_accumulate_grad_hook"
+                f"{first.parameter_name} is sharded, and its gradient does not pass here in backward, so the hook "
+                "would never be called. Register it on the module's parameter before FullyShardedDataParallel takes "
+                "it, or use register_post_accumulate_grad_hook"
             )
         return super().use(func, args, kwargs)
 
@@ -117,7 +122,7 @@ class Placeholder(Handle):
         first = next(each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, Placeholder))
         if what in ("__deepcopy__", "__reduce_ex__"):
             raise UsageError(
-                f"{first.parameter.name} is sharded, and its module cannot be copied or pickled; use state_dict() or "
+                f"{first.parameter_name} is sharded, and its module cannot be copied or pickled; use state_dict() or "
                 "gather_full_parameters() of FullyShardedDataParallel"
             )
         if not first.may_read() or what in ("requires_grad_", "requires_grad"):
@@ -134,33 +139,39 @@ class Placeholder(Handle):
         return func(*args, **kwargs)
 
 
-def stand_for_all(groups: Iterable[GatherGroup], schedule: Schedule, process_group: dist.ProcessGroup) -> None:
+def stand_for_all(schedule: Schedule, process_group: dist.ProcessGroup) -> None:
     """Make handles of all parameters, and placeholders, which go into the module.
 
     Args:
-        schedule: of these groups.
+        schedule: of the parameters.
         process_group: all ranks.
     """
+    agreement, alive = schedule.agreement, weakref.ref(schedule)
 
     def from_first(values: Sequence[Tensor]) -> None:
-        schedule.agreement.announce("fill")
+        agreement.announce("fill")
         broadcast_from_first(values, process_group)
 
+    def may_read() -> bool:
+        return (schedule := alive()) is not None and schedule.may_read
+
     sharing = Sharing(process_group, from_first, schedule.used, schedule.hooked)
-    for group in groups:
-        for parameter in group.parameters:
-            assert parameter.full is not None
-            parameter.handle = Handle.for_shard(parameter, sharing, parameter.shard)
-            parameter.placeholder = Placeholder.for_shard(parameter, sharing, parameter.full)
-            parameter.placeholder.may_read = lambda: schedule.may_read
-            parameter.placeholder.read = _reader(schedule, group, parameter)
-            parameter.install_placeholder()
+    for number, (_, parameter) in enumerate(schedule.members):
+        assert parameter.full is not None
+        parameter.handle = Handle.for_shard(parameter, sharing, parameter.shard)
+        parameter.placeholder = Placeholder.for_shard(parameter, sharing, parameter.full)
+        parameter.placeholder.may_read = may_read
+        parameter.placeholder.read = _reader(alive, number)
+        parameter.install_placeholder()
 
 
-def _reader(schedule: Schedule, group: GatherGroup, parameter: ShardedParameter) -> Callable[[], nn.Parameter]:
+def _reader(alive: weakref.ref[Schedule], number: int) -> Callable[[], nn.Parameter]:
     """What gathers a parameter for a read outside of its module's calls."""
 
     def read() -> nn.Parameter:
+        schedule = alive()
+        assert schedule is not None, "it may be read"
+        group, parameter = schedule.members[number]
         schedule.hold(group)
         assert parameter.full is not None
         return parameter.full

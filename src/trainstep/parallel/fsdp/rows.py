@@ -38,13 +38,13 @@ class Sharing:
         group: all ranks.
         from_first: gives tensors the first rank's values. All ranks call it.
         waiting: the parameters whose gradients came and are not averaged yet.
-        hooked: the parameters that were given hooks.
+        hooked: the names of parameters that were given hooks.
     """
 
     group: dist.ProcessGroup | None
     from_first: Callable[[Sequence[Tensor]], None]
     waiting: Set[Any]
-    hooked: set[Any]
+    hooked: set[str]
 
 
 class RankRows(StandIn):
@@ -272,6 +272,14 @@ def _put(first: RankRows, value: Any) -> None:
 def moved_or_cast() -> UsageError:
     return UsageError(
         "a sharded module was moved or cast; give FullyShardedDataParallel device= or compute_dtype= instead"
+    )
+
+
+def frozen(name: str, requires_grad: bool) -> UsageError:
+    """Whether a parameter is trained was changed to `requires_grad`."""
+    return UsageError(
+        f"requires_grad of {name} was {not requires_grad} when it was sharded and is {requires_grad} now; freeze or "
+        "unfreeze before FullyShardedDataParallel is built"
     )
 
 

@@ -46,7 +46,9 @@ class Schedule:
         self.synchronise = True
         self.added_up = False  # whether `synchronise` was off since gradients were last complete
         self.passes_running = 0  # forwards of the wrapper
-        self.hooked: set[ShardedParameter] = set()  # whose hooks are to be called when gradients are complete
+        self.hooked: set[str] = (
+            set()
+        )  # the names of parameters whose hooks are to be called when gradients are complete
         names = [group.name for group in groups]
         self.agreement = Agreement(ranks.everyone, names, at_once=host_waits(ranks.everyone, device))
         self._numbers = {group: number for number, group in enumerate(groups)}
@@ -67,9 +69,9 @@ class Schedule:
         self._at_once = 2 if averaged else 1  # one on its way within replicas, one between them
         self._undecided: list[tuple[ShardedParameter, Tensor]] = []
         self.used: set[ShardedParameter] = set()
-        self._members = [(group, parameter) for group in groups for parameter in group.parameters]
-        self._replicated = ReplicatedGradients([parameter for _, parameter in self._members], ranks.everyone)
-        for number, (_, parameter) in enumerate(self._members):
+        self.members = [(group, parameter) for group in groups for parameter in group.parameters]
+        self._replicated = ReplicatedGradients([parameter for _, parameter in self.members], ranks.everyone)
+        for number, (_, parameter) in enumerate(self.members):
             if parameter.trainable:
                 assert parameter.full is not None
                 parameter.full.register_post_accumulate_grad_hook(weak_hook(self, Schedule._on_gradient, number))
@@ -245,8 +247,8 @@ class Schedule:
         self.agreement.end_pass()
         if self.hooked:
             with torch.no_grad():
-                for _, parameter in reversed(self._members):  # about as backward comes to them
-                    if parameter in self.hooked and parameter in used:
+                for _, parameter in reversed(self.members):  # about as backward comes to them
+                    if parameter.name in self.hooked and parameter in used:
                         parameter.run_hooks()
 
     def discard(self) -> None:
@@ -288,7 +290,7 @@ class Schedule:
                     yield call.recorded_in.uses.groups[position]
 
     def _on_gradient(self, number: int) -> None:
-        group, parameter = self._members[number]
+        group, parameter = self.members[number]
         if not group.is_ready:
             raise UsageError(_not_entered(parameter.name))
         self._reach(group)
@@ -307,7 +309,7 @@ class Schedule:
         self._reached.add(group)
         number = torch._C._current_graph_task_id()
         if number not in self._accumulates:
-            self._accumulates[number] = any(parameter.is_accumulated for _, parameter in self._members)
+            self._accumulates[number] = any(parameter.is_accumulated for _, parameter in self.members)
         group.is_unsent |= self._accumulates[number]
 
     def _settle_passed(self, call: Call) -> None:

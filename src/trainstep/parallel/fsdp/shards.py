@@ -16,6 +16,7 @@ ranks draw the same random numbers), and cut before the next module's are made.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import broadcast_from_first
 from trainstep.parallel.fsdp.placeholder import Handle, Placeholder
+from trainstep.parallel.fsdp.rows import frozen
 from trainstep.parallel.partial import METADATA, name_of
 from trainstep.parallel.ranks import Ranks, placements
 from trainstep.step.blocks import find_blocks, is_called
@@ -48,7 +50,7 @@ class ShardedParameter:
     """A parameter's shard, which the optimizer sees, and its full form, which the module computes with."""
 
     names: list[str]  # in the module; several if it is tied
-    slots: list[tuple[nn.Module, str]]  # (module, attribute) for each name
+    slots: list[tuple[weakref.ref[nn.Module], str]]  # (module, attribute) for each name; the module leads here
     shard: nn.Parameter  # this rank's rows (or all of it), in the dtype it is trained in. `.grad` is the shard's
     shape: torch.Size  # of the full parameter
     padded_shape: torch.Size  # of the full parameter with as many rows as make the shards equal
@@ -96,7 +98,7 @@ class ShardedParameter:
         """Let the module compute with the whole."""
         assert self.full is not None
         if self.shard.requires_grad != self.trainable:
-            raise UsageError(self.frozen_message(self.shard.requires_grad))
+            raise frozen(self.name, self.shard.requires_grad)
         self._install(self.full)
 
     def install_placeholder(self, address: int | None = None) -> None:
@@ -125,14 +127,10 @@ class ShardedParameter:
         except RuntimeError:  # of autograd.grad, where it is what is asked for
             return False
 
-    def frozen_message(self, requires_grad: bool) -> str:
-        return (
-            f"requires_grad of {self.name} was {self.trainable} when it was sharded and is {requires_grad} now; freeze "
-            "or unfreeze before FullyShardedDataParallel is built"
-        )
-
     def _install(self, parameter: Tensor) -> None:
-        for module, attribute in self.slots:
+        for reference, attribute in self.slots:
+            if (module := reference()) is None:
+                continue  # the user took it out of the model
             there: Tensor | None = module._parameters.get(attribute)
             if there is not self.placeholder and there is not self.full and there is not self.shard:
                 raise UsageError(
@@ -273,20 +271,18 @@ def _checked(root: nn.Module, chosen: Chosen | None) -> dict[nn.Module, nn.Modul
 def _units(root: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, nn.Module]:
     around_chosen = {module for module in root.modules() if any(inner in chosen for inner in module.modules())}
     units: dict[nn.Module, nn.Module] = {}
-
-    def visit(module: nn.Module, unit: nn.Module, whole: bool) -> None:
+    to_visit = [(root, root, False)]  # a module, the unit around it, and whether that takes all inside
+    while to_visit:
+        module, unit, whole = to_visit.pop()
         if module in units:
-            return  # a module used in several places keeps the unit of the first
+            continue  # a module used in several places keeps the unit of the first
         if module in chosen:
             unit, whole = module, True
         elif not whole and is_called(module):
             unit = module
             whole = not (module is root or module in around_chosen or isinstance(module, nn.Sequential))
         units[module] = unit
-        for child in module.children():
-            visit(child, unit, whole)
-
-    visit(root, root, False)
+        to_visit += [(child, unit, whole) for child in reversed(list(module.children()))]
     return units
 
 
@@ -359,4 +355,5 @@ def _shard(entry: PlannedParameter, full: nn.Parameter, ranks: Ranks, device: to
     hooks += [("register_post_accumulate_grad_hook", hook) for hook in accumulated.values()]
     _retire(entry.parameter)
     divided = rows if ranks.shard.size() > 1 else None
-    return ShardedParameter(entry.names, entry.slots, shard, shape, padded_shape, rows, hooks=hooks, divided=divided)
+    slots = [(weakref.ref(module), attribute) for module, attribute in entry.slots]
+    return ShardedParameter(entry.names, slots, shard, shape, padded_shape, rows, hooks=hooks, divided=divided)

@@ -140,7 +140,7 @@ class FullyShardedDataParallel(nn.Module):
         self.transport, self.transport_between = carriers.within.name, carriers.name_between
         self.uncounted_bytes = carriers.uncounted_bytes
         self._schedule = Schedule(gather_groups, ranks, prefetch, self.device)
-        stand_for_all(gather_groups, self._schedule, ranks.everyone)
+        stand_for_all(self._schedule, ranks.everyone)
         needed: dict[nn.Module, list[GatherGroup]] = {}
         for planned_group, group in zip(plan, gather_groups, strict=True):
             for unit in planned_group.units:
