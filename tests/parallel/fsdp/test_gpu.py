@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import statistics
+import time
 
 import pytest
 import torch
@@ -149,7 +150,10 @@ def test_the_host_never_waits_and_nothing_stays(gpus):
 def _step_and_peak(process, wrap, compiled, steps=16, warmup=6):
     """Median step in ms, the step's peak bytes, and the first losses, of the 2.7B model."""
     torch._dynamo.reset()
-    gc.collect()  # the model before this one
+    patience = time.monotonic() + 10
+    while torch.cuda.memory_allocated() > 2**30 and time.monotonic() < patience:
+        gc.collect()  # the model before this one: FSDP2's is in a circle, which NCCL's thread holds for a moment
+        time.sleep(0.1)
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     module = wrap(compiled)
