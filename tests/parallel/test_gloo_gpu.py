@@ -6,7 +6,7 @@ Of Gloo's own there is little to see on a CPU: that copies to the host and back 
 import pytest
 import torch
 
-from tests.parallel import test_collectives, test_ddp, test_forms
+from tests.parallel import test_collectives, test_ddp, test_gloo
 from tests.parallel.fsdp import test_gpu
 from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import OPTIMIZERS as FSDP_OPTIMIZERS
@@ -17,7 +17,7 @@ from tests.parallel.zero import test_hybrid, test_optimizer, test_state
 from tests.workers import Workers
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.collectives import all_reduce_mean
-from trainstep.parallel.forms import Form, form_of
+from trainstep.parallel.gloo import host_waits
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -39,7 +39,7 @@ def ranks(request):
     backend, gpus = request.param
     with Workers(2, device="cuda", backend=backend, gpus=gpus, timeout_s=60, limit_s=600) as workers:
         workers.gpus = gpus
-        workers.form = Form.STAGED if backend == "gloo" else Form.LISTS
+        workers.waits = backend == "gloo"
         yield workers
 
 
@@ -51,12 +51,12 @@ def four_ranks(request):
         yield workers
 
 
-def _form(process):
-    return form_of(process.group, process.device), process.device.index
+def _waits(process):
+    return host_waits(process.group, process.device), process.device.index
 
 
-def test_the_form_is_that_of_the_backend(ranks):
-    assert ranks.run(_form) == [(ranks.form, rank % ranks.gpus) for rank in range(2)]
+def test_the_host_waits_over_gloo_alone(ranks):
+    assert ranks.run(_waits) == [(ranks.waits, rank % ranks.gpus) for rank in range(2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -65,14 +65,14 @@ def test_each_collective(ranks, dtype):
 
 
 def _sent(process):
-    return test_forms._sent(process, process.device)
+    return test_gloo._sent(process, process.device)
 
 
 def test_broadcast_and_all_to_all_over_gloo(four_ranks):
-    test_forms.check_sent(four_ranks.run(_sent))
+    test_gloo.check_sent(four_ranks.run(_sent))
 
 
-def _late(process, form):
+def _late(process, waits):
     """Means of what a stream makes late, read at once by the stream that waits, ten times; beside another stream."""
     found = []
     side = torch.cuda.Stream()
@@ -81,7 +81,7 @@ def _late(process, form):
             torch.cuda._sleep(2_000_000)
             tensors = [torch.full((1 << 20,), float(process.rank + step), device="cuda") for _ in range(2)]
             call = all_reduce_mean(tensors, process.group)
-            if form is Form.STAGED:
+            if waits:
                 tensors[0].fill_(-1.0)  # the copies were taken before this
             call.wait()
             made = [tensor.clone() for tensor in tensors]
@@ -94,7 +94,7 @@ def _late(process, form):
 
 def test_copies_come_after_what_was_given_before_and_before_what_comes_next(ranks):
     expected = [[step + 0.5] for step in range(10) for _ in range(2)]
-    assert ranks.run(_late, ranks.form) == [expected, expected]
+    assert ranks.run(_late, ranks.waits) == [expected, expected]
 
 
 def _ddp(process, name):

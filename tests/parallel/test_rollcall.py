@@ -24,7 +24,7 @@ from trainstep.parallel.started import started
 @pytest.fixture
 def no_records(monkeypatch):
     """None of other tests' records, which live as long as what they are part of."""
-    monkeypatch.setattr(announced, "_last_of_a_kind", weakref.WeakSet())
+    monkeypatch.setattr(announced, "_noted", weakref.WeakSet())
 
 
 @pytest.mark.usefixtures("no_records")
@@ -42,14 +42,14 @@ def test_a_gpu_that_gave_up_waiting_for_copies_is_told_from_one_that_failed(said
     answers = {"side_effect": query} if isinstance(query, Exception) else {"return_value": query}
     end = mock.Mock(query=mock.Mock(**answers))
     record = Record("copies:0:default_pg 0", 7, "all_reduce", time.time() - seconds, end=end, timeout_s=30.0)
-    note(record, as_last=True)
+    note(record)
     assert is_of_a_collective(RuntimeError(said)) is expected
 
 
 @pytest.mark.usefixtures("no_records")
 def test_the_last_copies_are_among_what_was_started():
     record = Record("copies:0:default_pg 0", 0, "all_gather", time.time(), end=mock.Mock(query=lambda: False))
-    note(record, as_last=True)
+    note(record)
     assert record.group not in {call.group for call in started()}, "none was started yet"
     record.number, record.name = 3, "all_reduce"
     (call,) = [each for each in started() if each.group == record.group]

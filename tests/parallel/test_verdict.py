@@ -5,7 +5,7 @@ import pytest
 from trainstep.parallel.started import BESIDE
 from trainstep.parallel.verdict import UNEVEN, Answer, apart, verdict
 
-GLOO, MESSAGES = "gloo:0:default_pg", "messages:0:default_pg"
+GLOO = "gloo:0:default_pg"
 
 
 def answer(rank, number=None, name="all_reduce", *, group="gloo:0:default_pg", ranks=(0, 1, 2), **more):
@@ -67,13 +67,7 @@ def stands(rank, where, name, *, ranks=(0, 1, 2), **calls):
         (stands(0, GLOO, "all_reduce", gloo=14), stands(1, GLOO, "barrier", gloo=14), True),
         (stands(0, GLOO, "all_reduce", gloo=14), stands(1, GLOO, "all_reduce", gloo=14), False),
         (stands(0, GLOO, "all_reduce", gloo=14), stands(1, GLOO, "barrier", gloo=13), False),  # it may come yet
-        (stands(0, MESSAGES, "reduce_scatter", gloo=12, messages=7), stands(1, GLOO, "barrier", gloo=13), True),
-        (
-            stands(0, MESSAGES, "reduce_scatter", gloo=12, messages=7),
-            stands(1, GLOO, "barrier", gloo=13, messages=7),
-            False,  # on its way behind the messages
-        ),
-        (stands(0, MESSAGES, "all_gather", messages=7), stands(1, MESSAGES, "reduce_scatter", messages=7), True),
+        (stands(0, GLOO, "all_gather", gloo=7), stands(1, GLOO, "all_to_all", gloo=7), True),
         (
             stands(0, GLOO, "all_reduce", gloo=14),
             stands(1, GLOO, "barrier", gloo=14, ranks=(1, 2)),

@@ -1,8 +1,8 @@
 """Collectives that a step starts, and how many bytes each is given.
 
-Every call of torch.distributed goes through torch's dispatcher, where a mode sees it, in backward's threads too; copies
-and messages between ranks announce themselves there. Counted is the payload: the full tensors that are reduced,
-gathered or sent, not what an algorithm makes of it on the wire (`plan.communication` says that).
+Every call of torch.distributed goes through torch's dispatcher, where a mode sees it, in backward's threads too. Copies
+between GPUs and our calls over Gloo announce themselves there. Counted is the payload: the full tensors that are
+reduced, gathered or sent, not what an algorithm makes of it on the wire (`plan.communication` says that).
 """
 
 from __future__ import annotations

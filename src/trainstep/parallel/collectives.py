@@ -2,11 +2,10 @@
 
 A collective takes a list in one call, in place and asynchronous. The tensors stay where they are, but for lazy
 conjugates and negatives, whose memory is not their value: NCCL runs a list as
-one group of operations in one launch. Gloo packs what it reduces; what it gathers and scatters goes by messages
-(`over_gloo`). What is on a GPU passes through the host's memory on its way (`forms` says when, `staged` how). Over NCCL
-a call runs on the group's own stream, after what the current stream was given before it; `wait()` on what is returned
-makes the current stream, not the host, wait for the result. Over Gloo the host waits, too. All tensors of a call share
-dtype and device, and every rank gives the same sizes in the same order.
+one group of operations in one launch. Over Gloo packed copies travel (`gloo`). Over NCCL a call runs on the group's own
+stream, after what the current stream was given before it; `wait()` on what is returned makes the current stream, not
+the host, wait for the result. Over Gloo the host waits, too. All tensors of a call share dtype and device, and every
+rank gives the same sizes in the same order.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainstep.base.errors import UsageError
-from trainstep.parallel import over_gloo
-from trainstep.parallel.forms import Form, form_of
+from trainstep.parallel import gloo
+from trainstep.parallel.gloo import Staged, Waitable, host_waits
 from trainstep.parallel.slices import flat, is_lazy, resolved, slices_of
-from trainstep.parallel.staged import Staged, Waitable, host_room, to_host
 
 Owner = TypeVar("Owner")
 Collective = TypeVar("Collective", bound=Callable[..., Waitable])
@@ -47,18 +45,13 @@ def _of_values(collective: Collective) -> Collective:
 @_of_values
 def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
     """Every tensor becomes the mean of all ranks' tensors in its place."""
-    form = form_of(group, tensors[0].device)
-    if form is Form.LISTS:
-        return _all_reduce(tensors, group, dist.ReduceOp(dist.ReduceOp.AVG), form)
-    if group.size() > 1:  # divided before, not after, the sum stays in range in 16-bit types
-        torch._foreach_div_(list(tensors), group.size())
-    return _all_reduce(tensors, group, dist.ReduceOp(dist.ReduceOp.SUM), form)
+    return _all_reduce(tensors, group, is_mean=True)
 
 
 @_of_values
 def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
     """Every tensor becomes the sum of all ranks' tensors in its place."""
-    return _all_reduce(tensors, group, dist.ReduceOp(dist.ReduceOp.SUM), form_of(group, tensors[0].device))
+    return _all_reduce(tensors, group, is_mean=False)
 
 
 @_of_values
@@ -86,9 +79,8 @@ def all_gather_slices(
 ) -> Waitable:
     """In every tensor, `slice_of` each rank becomes what that rank has there; `slices` as for `reduce_scatter_mean`."""
     slices = slices_of(tensors, group) if slices is None else slices
-    form = form_of(group, tensors[0].device)
-    if form is not Form.LISTS:
-        return over_gloo.all_gather(tensors, slices, group, staged=form is Form.STAGED)
+    if host_waits(group, tensors[0].device):
+        return gloo.all_gather(tensors, slices, group)
     return group.allgather_into_tensor_coalesced([flat(tensor) for tensor in tensors], slices)
 
 
@@ -98,19 +90,15 @@ def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Waitable
         copy = resolved(tensor)
         return Staged(broadcast(copy, source, group), [(copy, tensor)])
     payload = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-    if form_of(group, tensor.device) is not Form.STAGED:
-        return _under_way(dist.broadcast(payload, group=group, group_src=source, async_op=True))
-    target = flat(payload)
-    payload, _ = to_host([target]) if group.rank() == source else host_room([target])
-    work = dist.broadcast(payload, group=group, group_src=source, async_op=True)
-    return Staged(_under_way(work), [(payload, target)])
+    if host_waits(group, tensor.device) and tensor.is_cuda:
+        return gloo.broadcast(payload, source, group)
+    return _under_way(dist.broadcast(payload, group=group, group_src=source, async_op=True))
 
 
 def all_to_all(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Waitable:
     """receive[i] becomes what rank i has in send[this rank]; both are contiguous, (ranks, elements)."""
-    form = form_of(group, send.device)
-    if form is not Form.LISTS:
-        return over_gloo.all_to_all(receive, send, group, staged=form is Form.STAGED)
+    if host_waits(group, send.device):
+        return gloo.all_to_all(receive, send, group)
     return _under_way(dist.all_to_all_single(receive, send, group=group, async_op=True))
 
 
@@ -214,23 +202,22 @@ def weak_hook(owner: Owner, function: Callable[[Owner, int], None], number: int)
     return hook
 
 
-def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp, form: Form) -> Waitable:
-    options = dist.AllreduceCoalescedOptions()
-    options.reduceOp, options.asyncOp = operation, True
+def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, *, is_mean: bool) -> Waitable:
     payload = as_reals(tensors)
-    if form is not Form.STAGED:
-        return group.allreduce_coalesced(payload, options)
-    packed, parts = to_host(payload)
-    return Staged(group.allreduce_coalesced([packed], options), list(zip(parts, payload, strict=True)))
+    if host_waits(group, tensors[0].device):
+        return gloo.all_reduce(payload, group, is_mean=is_mean)
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM)
+    options.asyncOp = True
+    return group.allreduce_coalesced(payload, options)
 
 
 def _reduce_scatter(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None, *, is_mean: bool
 ) -> Waitable:
-    form = form_of(group, tensors[0].device)
     slices = slices_of(tensors, group) if slices is None else slices
-    if form is not Form.LISTS:
-        return over_gloo.reduce_scatter(tensors, slices, group, is_mean=is_mean, staged=form is Form.STAGED)
+    if host_waits(group, tensors[0].device):
+        return gloo.reduce_scatter(tensors, slices, group, is_mean=is_mean)
     options = dist.ReduceScatterOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM)
     options.asyncOp = True

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainstep.parallel.staged import Staged, Waitable
+from trainstep.parallel.gloo import Staged, Waitable
 
 _known: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and address
 

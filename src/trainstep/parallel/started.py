@@ -24,8 +24,8 @@ _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 @dataclass(frozen=True)
 class Call:
     group: str
-    """Backend, name and description of the process group: `gloo:0:default_pg`; with `messages` or `copies` in place of
-    the backend for exchanges of those. Each counts for itself."""
+    """Backend, name and description of the process group: `gloo:0:default_pg`; with `copies` in place of the
+    backend for those, which count for themselves."""
     number: int
     name: str  # as torch calls the operation
     is_over: bool

@@ -73,23 +73,10 @@ def apart(one: Answer, other: Answer) -> str:
     """
     if not (one.waits_in and other.waits_in):
         return ""
-    (group, number, name), (its_group, its_number, its_name) = one.waits_in, other.waits_in
-    ranks = group.partition(":")[2]
-    if its_group.partition(":")[2] != ranks or one.groups[group] != other.groups[its_group]:
-        return ""
-    if (group, number) == (its_group, its_number):
-        is_apart = name != its_name
-    else:  # collectives and messages of a group count for themselves
-        is_apart = _is_behind(one, other, ranks) and _is_behind(other, one, ranks)
+    (*which, name), (*its_which, its_name) = one.waits_in, other.waits_in
+    is_apart = which == its_which and name != its_name and one.groups[which[0]] == other.groups[which[0]]
     where = (f"{each} is in {each.waits_in[2]} no. {each.waits_in[1]} at {each.at}" for each in (one, other))
     return f"the ranks are in different collectives: {', '.join(where)}. {UNEVEN}" if is_apart else ""
-
-
-def _is_behind(one: Answer, other: Answer, ranks: str) -> bool:
-    """Whether the other has started what this one has not, over Gloo: over NCCL the host does not wait."""
-    over_gloo = (f"{how}:{ranks}" for how in ("gloo", "messages"))
-    started = ([each.calls.get(group, (0,))[0] for each in (one, other)] for group in over_gloo)
-    return any(here < there for here, there in started)
 
 
 def first_lacking(answer: Answer, everyone: Iterable[Answer], failed: Answer) -> str:

@@ -1,6 +1,7 @@
 """`bench parallel --gathers`: each gather with when it ended and when it was needed, ours and torch's FSDP2's."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -15,9 +16,9 @@ from trainstep.bench.parallel import ParallelCase, gathers
 from trainstep.bench.parallel.gathers import REST, GatherTimes, gather_rows
 from trainstep.bench.parallel.run import run_cases
 from trainstep.measure.outcome import Failure
+from trainstep.parallel import gloo
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.schedule import Schedule
-from trainstep.parallel.messages import Exchange
 from trainstep.parallel.process import Process
 from trainstep.report.page import render
 from trainstep.report.subjects.parallel import gather_findings
@@ -38,7 +39,7 @@ def case_of(scheme):
 def _gathers(process, schemes, slow=None):
     """The rows of these schemes; `slow`: the blocks that compute for long, or "gathers" for what carries ours."""
     before = [getattr(owner, name) for owner, name in MARKED]
-    cases, build, carry_out = list(map(case_of, schemes)), ParallelCase.build, Exchange.carry_out
+    cases, build, all_gather = list(map(case_of, schemes)), ParallelCase.build, gloo.all_gather
 
     def slow_blocks(case, process):
         step = build(case, process)
@@ -46,14 +47,17 @@ def _gathers(process, schemes, slow=None):
             step.module.blocks[number].register_forward_pre_hook(lambda *_: time.sleep(SLOW_S))
         return step
 
-    def slowly(exchange, *arguments):
-        time.sleep(SLOW_S if exchange._record.name == "all_gather" else 0)
-        carry_out(exchange, *arguments)
+    def slowly(*arguments):
+        call = all_gather(*arguments)
+        done = pool.submit(lambda work: (work.wait(), time.sleep(SLOW_S)), call._work)
+        call._work = mock.Mock(wait=done.result, get_future=lambda: done)
+        return call
 
     with (
+        ThreadPoolExecutor(1) as pool,
         mock.patch.object(gathers, "STEPS", 1),
         mock.patch.object(ParallelCase, "build", build if slow in (None, "gathers") else slow_blocks),
-        mock.patch.object(Exchange, "carry_out", slowly if slow == "gathers" else carry_out),
+        mock.patch.object(gloo, "all_gather", slowly if slow == "gathers" else all_gather),
     ):
         rows = {case: ParallelRow(**case.columns(process.world_size)) for case in cases}
         found = list(gather_rows(cases, rows, process))

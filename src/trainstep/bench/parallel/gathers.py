@@ -31,8 +31,8 @@ from trainstep.measure.profile.ranges import record_steps
 from trainstep.measure.timing import device_clock, time_steps
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.schedule import Schedule
+from trainstep.parallel.gloo import when_over
 from trainstep.parallel.process import Process
-from trainstep.parallel.staged import when_over
 from trainstep.rows import ParallelGatherRow, ParallelRow
 from trainstep.step.training_step import TrainingStep
 

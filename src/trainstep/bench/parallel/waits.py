@@ -27,15 +27,14 @@ from torch import Tensor, nn
 from trainstep.base.config import PhaseContext, together
 from trainstep.measure.collectives import Collective, recorded_collectives
 from trainstep.measure.profile.overlap import length, union
-from trainstep.parallel.messages import Exchange
-from trainstep.parallel.staged import when_over
+from trainstep.parallel.gloo import Staged, when_over
 from trainstep.parallel.transport.by_copies import Channel
 from trainstep.step.batches import tensors_of
 from trainstep.step.training_step import TrainingStep
 
 Function = Callable[..., Any]
 Step = Callable[[PhaseContext], object]
-_WAITS: Sequence[tuple[type, str]] = ((dist.Work, "wait"), (Exchange, "wait"), (torch.cuda.Stream, "wait_event"))
+_WAITS: Sequence[tuple[type, str]] = ((dist.Work, "wait"), (torch.cuda.Stream, "wait_event"))
 
 
 class Marks:
@@ -164,7 +163,7 @@ class Waits(Phases):
         return marked
 
     def _computes(self, waiter: object) -> bool:
-        """Whether what would wait is what computes: not a side stream, nor a thread that carries messages."""
+        """Whether what would wait is what computes: not a side stream, nor another thread."""
         if self.marks.stream is None:
             return threading.get_ident() == self._thread
         stream = waiter if isinstance(waiter, torch.cuda.Stream) else torch.cuda.current_stream(self.marks.device)
@@ -201,7 +200,7 @@ class Transfers:
     def watching(self) -> Iterator[list[Collective]]:
         """Yields the collectives that are started inside, as `recorded_collectives` does."""
         with (
-            replaced(Exchange, "carry_out", self._spanned),
+            replaced(Staged, "__init__", self._staged),
             replaced(dist.Work, "wait", self._ends_waited),
             replaced(Channel, "begin", lambda begin: self._channel(begin, self._channel_begins)),
             replaced(Channel, "end", lambda end: self._channel(end, self._channel_ends)),
@@ -253,15 +252,16 @@ class Transfers:
 
         return waited
 
-    def _spanned(self, carry_out: Function) -> Function:
-        def spanned(*args: Any) -> None:
-            span = self._begin(self._marks.current())
-            try:
-                carry_out(*args)
-            finally:
-                span.append(self._marks.current())
+    def _staged(self, begin: Function) -> Function:
+        """Ours over Gloo, past torch's dispatcher."""
 
-        return spanned
+        def begun(call: Staged, *args: Any, **kwargs: Any) -> None:
+            begin(call, *args, **kwargs)
+            if self._marks.stream is None:
+                span = self._begin(self._marks.now())
+                call.when_over(lambda: span.append(self._marks.now()))
+
+        return begun
 
     @staticmethod
     def _channel(original: Function, then: Callable[[Channel], object]) -> Function:

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from trainstep.parallel.collectives import all_reduce_mean, reduce_scatter_mean
 from trainstep.parallel.ddp.averages import AveragesByCopies
-from trainstep.parallel.forms import host_waits
+from trainstep.parallel.gloo import Waitable, host_waits
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import Pending, SideStream
 from trainstep.parallel.slices import slices_of
-from trainstep.parallel.staged import Waitable
 
 
 class GradientBucket:

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from trainstep.parallel.collectives import all_reduce_mean, reduce_scatter_mean
-from trainstep.parallel.forms import host_waits
 from trainstep.parallel.fsdp.carriers import Carriers, TransferBytes, by_collectives
 from trainstep.parallel.fsdp.shards import ShardedParameter
+from trainstep.parallel.gloo import host_waits
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import Pending, SideStream
 from trainstep.parallel.slices import resolved, slice_of

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import weak_hook
-from trainstep.parallel.forms import host_waits
 from trainstep.parallel.fsdp.agreement import Agreement
 from trainstep.parallel.fsdp.calls import Call, Pass, Uses
 from trainstep.parallel.fsdp.gradients import ReplicatedGradients, Sending
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.shards import ShardedParameter
+from trainstep.parallel.gloo import host_waits
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import SideStream
 from trainstep.parallel.units import in_backward

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainstep.parallel.collectives import all_gather_slices, all_reduce_mean, all_to_all
+from trainstep.parallel.gloo import Waitable
 from trainstep.parallel.slices import slices_of
-from trainstep.parallel.staged import Waitable
 from trainstep.parallel.transport.layout import Layout
 
 TransportName = Literal["auto", "collectives", "peer-copies"]

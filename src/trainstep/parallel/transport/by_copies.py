@@ -226,7 +226,7 @@ class Channel:
         self._record = Record(name, 0, "all_gather", 0.0, timeout_s=memory.timeout_s)
         if memory.timeout_s is not None:  # else its barriers are collectives, which torch records
             self._record.end = torch.cuda.Event()
-            note(self._record, as_last=True)
+            note(self._record)
 
     def begin(self, name: Announced, tensors: Sequence[Tensor]) -> None:
         announce(name, tensors, self._ranks)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import platform
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.parallel.hosts import this_host
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class PeerMemory:
@@ -69,7 +71,8 @@ class PeerMemory:
 
 def obstacle_to_sharing(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks cannot copy to each other directly; None if they can. Every rank must call it."""
-    mine = (*this_host(), device.type, device.index)
+    boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""  # by which two hosts of one name differ
+    mine = (platform.node(), boot, device.type, device.index)
     everyone: list[tuple[str, str, str, int | None]] = [mine] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     hosts = {(node, boot) for node, boot, _, _ in everyone}

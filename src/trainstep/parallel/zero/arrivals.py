@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from trainstep.base.errors import UsageError
-from trainstep.parallel.staged import Waitable
+from trainstep.parallel.gloo import Waitable
 from trainstep.parallel.units import BOUNDARY, Unit, install
 from trainstep.step.blocks import find_blocks
 

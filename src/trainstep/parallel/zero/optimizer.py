@@ -17,11 +17,11 @@ from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import MB, assign_buckets, clip_gradients_
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.ddp.wrapper import DistributedDataParallel
+from trainstep.parallel.gloo import Waitable
 from trainstep.parallel.partial import ELEMENTWISE, is_elementwise
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import Ranks, ranks_of
 from trainstep.parallel.side_stream import SideStream
-from trainstep.parallel.staged import Waitable
 from trainstep.parallel.transport.choice import choose_transport
 from trainstep.parallel.zero.arrivals import Arrivals
 from trainstep.parallel.zero.pieces import (

@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, broadcast
 from trainstep.parallel.ddp.scattered import ScatteredGradient
+from trainstep.parallel.gloo import Waitable
 from trainstep.parallel.ranks import Ranks, placements
 from trainstep.parallel.side_stream import Pending, SideStream
 from trainstep.parallel.slices import flat, is_lazy, laid_out_as, slice_of
-from trainstep.parallel.staged import Waitable
 from trainstep.parallel.transport.by_collectives import Start
 from trainstep.parallel.transport.by_copies import padded
 from trainstep.parallel.transport.choice import Transport
