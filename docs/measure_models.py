@@ -48,7 +48,7 @@ COMMANDS = {
     "dtypes": "dtypes --precision fp32,bf16",
     "timeline": "memory --timeline",
     "residuals": "memory --residuals",
-    "checkpointing": "memory --checkpointing --policies none,every-1,every-2,selective --steps 2",
+    "checkpointing": "memory --checkpointing --policies none,every-1,selective --steps 2",
     "peaks": "memory --peaks",
     "bench step": "bench step --precision fp32,bf16 --steps 3",
     "bench parallel": f"bench parallel --steps 2 --rounds 1 --scheme {COMPARED}",

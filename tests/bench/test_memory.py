@@ -48,26 +48,22 @@ def test_a_case_that_does_not_fit_is_a_row(monkeypatch):
 
 def test_policies_to_try():
     names = default_policies(TOY, STEP)
-    assert names == ["none", "every-1", "every-2", "every-3", "selective", "recursive"]
-    deep = builtin_source("deep", dataclasses.replace(MODEL, num_layers=32))
-    assert [name for name in default_policies(deep, STEP) if name.startswith("every")] == [
-        f"every-{k}" for k in (1, 2, 4, 8, 16, 32)
-    ]
+    assert names == ["none", "every-1", "selective"]
     user = factory_source("examples.own_model:workload")
-    assert default_policies(user, StepConfig(device="cpu"))[:3] == ["none", "every-1", "every-2"]
+    assert default_policies(user, StepConfig(device="cpu")) == names
 
 
 def test_measured_beside_predicted():
     config = dataclasses.replace(STEP, optimizer="sgd")
-    rows = list(checkpointing_records(TOY, config, ["none", "every-1", "every-2", "selective"], warmup=1, steps=2))
-    assert [row.status for row in rows] == ["ok"] * 4
-    none, every_1, every_2, selective = rows
-    for row in (none, every_1, every_2):
+    rows = list(checkpointing_records(TOY, config, ["none", "every-1", "selective"], warmup=1, steps=2))
+    assert [row.status for row in rows] == ["ok"] * 3
+    none, every_1, selective = rows
+    for row in (none, every_1):
         assert abs(row.prediction_error) < 0.005
         assert row.times["step"].median > 0
         assert row.predicted_moment
     assert selective.predicted_gib is None
-    assert every_1.peak_gib < every_2.peak_gib < none.peak_gib
+    assert every_1.peak_gib < none.peak_gib
     assert every_1.peak_gib < selective.peak_gib < none.peak_gib
 
 

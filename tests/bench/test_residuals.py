@@ -61,8 +61,7 @@ def test_a_gpu_counts_the_same(precision):
 @pytest.mark.parametrize(
     ("source", "changes", "says"),
     [
-        (TOY, {"checkpointing": "every-2"}, "use --policies none or every-1"),
-        (TOY, {"checkpointing": "recursive"}, "use --policies none or every-1"),
+        (TOY, {"checkpointing": "selective"}, "use --policies none or every-1"),
         (factory_source("examples.toy_model:workload"), {}, "has no blocks"),
     ],
 )

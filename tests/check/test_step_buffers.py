@@ -186,7 +186,7 @@ RIGHT = {
     "fp16": (source(), FUSED | {"precision": "fp16"}),
     "each block computed again": (source(), FUSED | {"checkpointing": "every-1"}),
     "selective, bf16": (source(), BF16 | {"checkpointing": "selective"}),
-    "all computed again": (source(), FUSED | {"checkpointing": "recursive"}),
+    "all computed again": (source(), FUSED | {"checkpointing": "every-1"}),
     "by the function": (source(partial(Net, ByFunction)), FUSED | {"checkpointing": "every-1"}),
     "channels last": (source(Images, channels_last), FUSED),
     "channels last, bf16": (source(Images, channels_last), BF16),

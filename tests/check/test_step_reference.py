@@ -69,7 +69,7 @@ def test_where_the_plain_step_does_not_fit_the_same_with_blocks_computed_again_i
         return PLAIN.build(step)
 
     judge = StepCheck(WorkloadSource("long", build, PLAIN.model), BASE)
-    verdict = judge.judge(dataclasses.replace(BASE, attention="sdpa", precision="bf16", checkpointing="every-2"))
+    verdict = judge.judge(dataclasses.replace(BASE, attention="sdpa", precision="bf16", checkpointing="selective"))
     assert verdict.is_right
     reference = judge.reference
     assert (reference.config.attention, reference.config.checkpointing) == ("eager", "every-1")
@@ -128,14 +128,14 @@ def test_where_the_plain_step_fits_with_the_step_s_checkpointing_alone_that_is_t
     """A step in bf16 was its own reference here, too."""
 
     def build(step):
-        if step.checkpointing != "every-2":
+        if step.checkpointing != "selective":
             raise torch.OutOfMemoryError("no room")
         return PLAIN.build(step)
 
     judge = StepCheck(WorkloadSource("deep", build, PLAIN.model), BASE)
-    verdict = judge.judge(dataclasses.replace(BASE, checkpointing="every-2", precision="bf16"))
+    verdict = judge.judge(dataclasses.replace(BASE, checkpointing="selective", precision="bf16"))
     assert verdict.is_right
-    assert (judge.reference.config.precision, judge.reference.config.checkpointing) == ("fp32", "every-2")
+    assert (judge.reference.config.precision, judge.reference.config.checkpointing) == ("fp32", "selective")
     said = "the plain step with its checkpointing, as the plain one ended with out of memory"
     assert verdict.columns()["reference"] == said
     assert not judge.is_stood_in_for

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainstep.base.config import StepConfig, blocks_per_checkpoint, keeps_whole_blocks
+from trainstep.base.config import StepConfig, keeps_whole_blocks
 from trainstep.base.errors import UsageError
 from trainstep.checkpointing.policies import FORMAT, BlockPolicy, Policy, policy_of
 
@@ -39,17 +39,17 @@ def test_a_file_that_is_written_again_is_there_all_the_while(tmp_path, monkeypat
 
 
 def test_a_step_takes_the_name_of_a_file_and_no_formula_is_used_for_it():
-    assert blocks_per_checkpoint(StepConfig(checkpointing="@fit.json").checkpointing) is None
-    assert [name for name in ("none", "every-2", "selective", "@fit.json") if keeps_whole_blocks(name)] == [
+    assert StepConfig(checkpointing="@fit.json").checkpointing == "@fit.json"
+    assert [name for name in ("none", "every-1", "selective", "@fit.json") if keeps_whole_blocks(name)] == [
         "none",
-        "every-2",
+        "every-1",
     ]
     with pytest.raises(UsageError, match="or @FILE"):
         StepConfig(checkpointing="@")
 
 
 def test_names_of_alike_policies_are_no_files():
-    assert policy_of("every-2") is None
+    assert policy_of("every-1") is None
 
 
 def test_what_changes_nothing_is_plain():

@@ -85,7 +85,7 @@ def assert_same(policy, **options):
     return module, plain
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "every-2", "recursive"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_cache_that_forward_fills_is_as_it_was(policy):
     assert_same(policy, has_cache=True)
 
@@ -212,7 +212,7 @@ class FixedCache(Cache):
         return keys + self.keys[layer].clone()
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "every-2"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_tensor_that_is_changed_in_place_is_refused_by_name(policy, monkeypatch):
     monkeypatch.setitem(globals(), "Cache", FixedCache)
     with pytest.raises(UnsupportedError, match=r"blocks.0 changes its argument (cache|1) in place"):
@@ -248,7 +248,6 @@ def step_of(module, policy):
     ("policy", "extra"),
     [
         ("every-1", changes_shape_the_second_time),
-        ("every-2", changes_shape_the_second_time),
         ("selective", changes_shape_the_second_time),
         ("selective", adds_more_the_second_time),
     ],
@@ -270,28 +269,3 @@ def test_lack_of_memory_in_backward_stays_what_it_is():
     with set_checkpoint_early_stop(False), pytest.raises(RuntimeError, match=r"memory|too large") as caught:
         trained("every-1", passes=1, extra=asks_for_too_much)
     assert not isinstance(caught.value, UnsupportedError)
-
-
-class Skipping(Stack):
-    """Leaves out its last block, as layer drop does."""
-
-    def forward(self, x):
-        return self.blocks[0](x)
-
-
-class DrawingBetween(Stack):
-    def forward(self, x):
-        for block in self.blocks:
-            torch.rand(())
-            x = block(x, None)
-        return x
-
-
-@pytest.mark.parametrize(
-    ("kind", "why"), [(Skipping, "blocks.1 was not called"), (DrawingBetween, "random numbers are drawn between")]
-)
-@pytest.mark.parametrize("policy", ["every-2", "recursive"])
-def test_groups_that_the_model_does_not_run_as_one_are_refused(policy, kind, why):
-    step = step_of(kind(), policy)
-    with pytest.raises(UnsupportedError, match=why):
-        step.gradients(step.next_batch())

@@ -15,7 +15,7 @@ from trainstep.checkpointing.sketching import sketch
 
 OFFLOADING = Policy({f"blocks.{place}": BlockPolicy(recompute=True, host=(0,)) for place in range(2)})
 KEEPING = Policy({f"blocks.{place}": BlockPolicy(recompute=True, kept=("addmm#0",)) for place in range(2)})
-POLICIES = ["every-1", "every-2", "selective", "recursive", OFFLOADING, KEEPING]
+POLICIES = ["every-1", "selective", OFFLOADING, KEEPING]
 
 
 calls = bytearray(1)  # memory that is not put back

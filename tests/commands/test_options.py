@@ -15,7 +15,7 @@ from trainstep.train.config import TrainConfig
 def run_toml(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(
-        '[model]\nsize = "small"\nd_ff = 2048\n[step]\ncontext = 256\nprecision = "bf16"\ncheckpointing = "every-2"\n'
+        '[model]\nsize = "small"\nd_ff = 2048\n[step]\ncontext = 256\nprecision = "bf16"\ncheckpointing = "every-1"\n'
         "[train]\nsteps = 7\ntensorboard = false\n"
     )
     return str(path)
@@ -26,7 +26,7 @@ def test_flags_change_what_the_size_and_the_file_say(run_toml):
     assert plain.model_config() == dataclasses.replace(SIZES["large"], d_model=1024, num_heads=16)
     assert plain.step_config() == StepConfig()
     assert plain.model_name() == "large d_model=1024 num_heads=16", "a value that the size has too is no change"
-    step = StepConfig(context=256, precision="bf16", checkpointing="every-2")
+    step = StepConfig(context=256, precision="bf16", checkpointing="every-1")
     for command in (["analyze"], ["profile"], ["train"], ["bench", "ladder"], ["bench", "parallel"]):
         flags = parse([*command, "--config", run_toml])
         assert flags.model_config() == dataclasses.replace(SIZES["small"], d_ff=2048)
@@ -36,7 +36,7 @@ def test_flags_change_what_the_size_and_the_file_say(run_toml):
         )
         flags = parse([*command, f"--config={run_toml}", "--size=medium", "--context=512", "--precision=fp32"])
         assert (flags.model_config(), flags.model_name()) == (SIZES["medium"], "medium")
-        assert flags.step_config() == StepConfig(checkpointing="every-2"), "a flag may ask for the usual default again"
+        assert flags.step_config() == StepConfig(checkpointing="every-1"), "a flag may ask for the usual default again"
 
 
 def test_training_flags_change_what_the_file_says(run_toml):
@@ -84,7 +84,7 @@ def test_grids_take_what_is_not_given_from_the_file_or_the_named_grid(run_toml, 
     monkeypatch.setattr("trainstep.bench.memory.peak_records", lambda _, configs, __: taken.extend(configs) or [])
     with pytest.raises(SystemExit):
         main(["memory", "--config", run_toml, "--peaks", "--batch", "1,2", "--device", "cpu", *out])
-    usual = StepConfig(context=256, precision="bf16", checkpointing="every-2", device="cpu")
+    usual = StepConfig(context=256, precision="bf16", checkpointing="every-1", device="cpu")
     assert taken == [dataclasses.replace(usual, batch=batch) for batch in (1, 2)]
 
 

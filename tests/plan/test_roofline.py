@@ -127,7 +127,7 @@ def test_the_optimizer_and_the_launches():
     assert found.forward.total == 12.0
     assert found.backward.total == 24.0
     assert found.limit == "launches"
-    again = step_seconds(SIZES["small"], dataclasses.replace(STEP, checkpointing="every-2"), machine)
+    again = step_seconds(SIZES["small"], dataclasses.replace(STEP, checkpointing="every-1"), machine)
     assert again.backward.total == 36.0
     moved = OPTIMIZER_BYTES["adamw-foreach"] * SIZES["small"].num_parameters
     rate = machine.copy_bytes_per_s * machine.optimizer_fraction["adamw-foreach"]

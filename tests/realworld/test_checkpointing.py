@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.realworld import models
-from trainstep.base.errors import UnsupportedError
 from trainstep.checkpointing.recomputing import Checkpointing
 
 pytestmark = pytest.mark.realworld
@@ -39,24 +38,3 @@ def gradients(name: str, policy: str) -> list[Tensor]:
 @pytest.mark.parametrize("name", CHAINS + OTHERS)
 def test_single_blocks(name: str, policy: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients(name, policy), gradients(name, "none"), strict=True))
-
-
-@pytest.mark.parametrize("policy", ["every-2", "recursive"])
-@pytest.mark.parametrize("name", CHAINS)
-def test_several_together(name: str, policy: str) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(gradients(name, policy), gradients(name, "none"), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("gemma2", "model.layers.1 gets another attention_mask than model.layers.0"),
-        ("t5", "encoder.block.0 returns a tuple"),
-        ("wav2vec2", "wav2vec2.encoder.layers.1 was not called after wav2vec2.encoder.layers.0"),
-        ("unet", "down_blocks.0 gets no positional argument"),
-        ("nanochat", "blocks.1 gets something else than blocks.0 returned"),
-    ],
-)
-def test_several_together_are_refused_by_name(name: str, why: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{why}, so use every-1"):
-        gradients(name, "every-2")

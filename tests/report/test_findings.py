@@ -98,13 +98,12 @@ PARTS = {"projections_tflop": 2.0, "feed_forward_tflop": 5.0, "attention_tflop":
         (105.1, {}, {}, 2, "2×:"),
         (120.0, {"loss": "chunked"}, PARTS, 22 / 8, None),  # 22 TFLOP over the 8 of the blocks alone
         (84.0, {"checkpointing": "every-1"}, PARTS, 28 / 10, None),
-        (156.0, {"checkpointing": "every-2", "loss": "chunked"}, PARTS, 30 / 8, None),
-        (36.0, {"checkpointing": "every-2"}, PARTS, 2.8, "2.8× with checkpointing:"),
+        (156.0, {"checkpointing": "every-1", "loss": "chunked"}, PARTS, 30 / 8, None),
+        (36.0, {"checkpointing": "every-1"}, PARTS, 2.8, "2.8× with checkpointing:"),
         (36.0, {"loss": "chunked"}, PARTS, 2.75, "2.8× with a chunked loss:"),
-        (240.0, {"checkpointing": "every-2", "loss": "chunked"}, PARTS, 3.75, "with checkpointing and with a chunked"),
+        (240.0, {"checkpointing": "every-1", "loss": "chunked"}, PARTS, 3.75, "with checkpointing and with a chunked"),
         (360.0, {"checkpointing": "selective"}, {}, 2, "2×:"),
-        (360.0, {"checkpointing": "every-2"}, {}, None, None),  # a user's model, whose parts are unknown
-        (360.0, {"checkpointing": "recursive"}, PARTS, None, None),
+        (360.0, {"checkpointing": "every-1"}, {}, None, None),  # a user's model, whose parts are unknown
         (360.0, {}, {**PARTS, "trainable_parameters": 3}, None, None),
         (360.0, {"loss": "chunked"}, {**PARTS, "head_tflop": None}, None, None),
         (360.0, {"loss": "chunked"}, {**PARTS, "attention_tflop": None}, None, None),

@@ -183,9 +183,9 @@ class StepConfig:
     """Operations that our fused operators compute in place of plain ones (our models, on a GPU): rope (the rotary
     positions of queries and keys, in one pass)."""
     checkpointing: Annotated[str, CASE, RESUMABLE] = "none"
-    """Activations kept for backward: none (no checkpointing: all of them), every-K (only the input of every K blocks;
-    the blocks run again in backward), selective (results of matrix products and attention), recursive (halves of halves
-    of the blocks), @FILE (what the file says of each block; trainstep memory --fit writes one)."""
+    """Activations kept for backward: none (no checkpointing: all of them), every-1 (only the input of every block,
+    which runs again in backward), selective (results of matrix products and attention), @FILE (what the file says of
+    each block; trainstep memory --fit writes one)."""
     optimizer: Annotated[OptimizerImpl, CASE, FORM] = "adamw-foreach"
     """AdamW updating lists of tensors (foreach), AdamW in fused kernels, or plain SGD."""
     learning_rate: Annotated[float, FIXED] = 3e-4
@@ -201,25 +201,27 @@ class StepConfig:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected a positive number")
         if not 0 <= self.seed < 2**64:
             raise UsageError(f"seed is {self.seed}; expected 0 or more, and less than 2^64")
-        blocks_per_checkpoint(self.checkpointing)
+        check_policy(self.checkpointing)
 
 
-def blocks_per_checkpoint(policy: str) -> int | None:
-    """K of the checkpointing policy `every-K`; None for none, selective, recursive and @FILE; else `UsageError`."""
-    if policy in ("none", "selective", "recursive") or (policy.startswith("@") and len(policy) > 1):
-        return None
-    word, _, count = policy.partition("-")
-    if word == "every" and count.isascii() and count.isdigit() and int(count) > 0:
-        return int(count)
-    raise UsageError(
-        f"checkpointing is {policy!r}; expected none, every-K for the K blocks between two checkpoints (every-1 keeps "
-        "the input of every block), selective, recursive, or @FILE"
-    )
+EVERY_BLOCK = "every-1"
+"""The checkpointing that computes every block again in backward: the same numbers from less memory."""
+POLICIES = ("none", EVERY_BLOCK, "selective")
+"""Checkpointing that treats all blocks alike."""
+
+
+def check_policy(policy: str) -> None:
+    """Raise `UsageError` unless this names a checkpointing policy."""
+    if policy in POLICIES or (policy.startswith("@") and len(policy) > 1):
+        return
+    is_gone = policy == "recursive" or policy.startswith("every-")
+    gone = f"; policies of several blocks saved no memory and are gone, use {EVERY_BLOCK}" if is_gone else ""
+    raise UsageError(f"checkpointing is {policy!r}; expected {', '.join(POLICIES)} or @FILE{gone}")
 
 
 def keeps_whole_blocks(policy: str) -> bool:
     """True if a checkpointing policy keeps all of a block's activations or its input alone, which formulas know."""
-    return policy == "none" or blocks_per_checkpoint(policy) is not None
+    return policy in ("none", EVERY_BLOCK)
 
 
 def resolve_size(name: str) -> ModelConfig:

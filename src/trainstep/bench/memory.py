@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 
-from trainstep.base.config import StepConfig, StepMode
+from trainstep.base.config import POLICIES, StepConfig, StepMode
 from trainstep.base.errors import UnsupportedError
 from trainstep.base.stats import summarize
 from trainstep.bench.step import WARMUP, case_columns, measure_step, memory_values, step_peaks
@@ -18,7 +17,7 @@ from trainstep.bench.tracing import trace_step
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, MemoryPeaks
 from trainstep.measure.outcome import Failure, attempt, failed_row
-from trainstep.plan.memory import PeakBytes, best_blocks_per_checkpoint, peak_bytes
+from trainstep.plan.memory import PeakBytes, peak_bytes
 from trainstep.plan.traced import TracedStep
 from trainstep.rows import CheckpointingRow, PeakRow
 from trainstep.rows.records import Scalar, make_row
@@ -60,17 +59,14 @@ def peak_records(source: WorkloadSource, configs: Iterable[StepConfig], modes: S
 
 
 def default_policies(source: WorkloadSource, config: StepConfig) -> list[str]:
-    """none, every-K for K = 1, 2, 4 … and for the predicted best K with its neighbours, selective and recursive."""
-    layers = source.model.num_layers if source.model is not None else len(find_blocks(source.build(config).module))
-    if layers == 0:
+    """Every policy that treats all blocks alike.
+
+    Raises:
+        UnsupportedError: the workload has no blocks.
+    """
+    if source.model is None and not find_blocks(source.build(config).module):
         raise UnsupportedError(f"{source.name} has no blocks in an nn.ModuleList, so nothing to checkpoint by block")
-    sizes = {1 << power for power in range(layers.bit_length())} | {layers}
-    if source.model is not None:
-        on_cuda = resolve_device(config.device).type == "cuda"
-        with contextlib.suppress(UnsupportedError):  # where there is no formula
-            best = best_blocks_per_checkpoint(source.model, config, on_cuda=on_cuda)
-            sizes |= {best - 1, best, best + 1} & set(range(1, layers + 1))
-    return ["none", *(f"every-{size}" for size in sorted(sizes)), "selective", "recursive"]
+    return list(POLICIES)
 
 
 def checkpointing_records(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trainstep.base.budgets import FLOAT32_LOSES as FLOAT32_LOSES
-from trainstep.base.config import StepConfig
+from trainstep.base.config import EVERY_BLOCK, StepConfig
 from trainstep.base.precision import PrecisionName
 from trainstep.check import one_rounding
 from trainstep.check.buffers import Watched, unlike
@@ -39,8 +39,6 @@ from trainstep.step.training_step import TrainingStep, build_step, uncompiled
 from trainstep.step.weights import copied_to_host, load, tensors_of
 from trainstep.step.workload import WorkloadSource, resolve_device
 
-EVERY_BLOCK = "every-1"
-"""The checkpointing that computes every block again in backward: the same numbers from less memory."""
 TRAINED_STEPS = 10
 """Updates before the second place."""
 DRAWS = 3

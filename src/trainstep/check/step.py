@@ -36,11 +36,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainstep.base.config import FORM, StepConfig, settings_with
+from trainstep.base.config import EVERY_BLOCK, FORM, StepConfig, settings_with
 from trainstep.base.precision import PRECISIONS
 from trainstep.check.dropout import drops_otherwise, eager_random, without_dropout
 from trainstep.check.gradients import Deviation, Gradients
-from trainstep.check.reference import EVERY_BLOCK, TRAINED_STEPS, Reference, gradients_at
+from trainstep.check.reference import TRAINED_STEPS, Reference, gradients_at
 from trainstep.check.reproducible import NotReproducibleError
 from trainstep.check.updates import UPDATES, UpdateError, compare_updates, take_updates
 from trainstep.measure.outcome import Failure, attempt

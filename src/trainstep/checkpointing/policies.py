@@ -1,7 +1,7 @@
 """Policies that say what every block of a model does with its activations, as plain objects and as a JSON file. Imports
 no torch.
 
-`--checkpointing every-2` says one thing about all blocks. A `Policy` says for each block by itself which activations
+`--checkpointing every-1` says one thing about all blocks. A `Policy` says for each block by itself which activations
 are kept, which are computed again in backward, and which wait in host memory; `trainstep memory --fit` writes one, and
 `--checkpointing @fit.json` uses it.
 """
@@ -120,7 +120,7 @@ def _block_of(content: Any, where: str) -> BlockPolicy:
 
 
 def policy_of(checkpointing: str) -> Policy | None:
-    """The policy that `@FILE` names; None for the name of a policy of all blocks alike, such as `every-2`.
+    """The policy that `@FILE` names; None for the name of a policy of all blocks alike, such as `every-1`.
 
     Raises:
         UsageError: the file cannot be read, or is no policy.

@@ -50,17 +50,17 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _HERE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
-class Blocks:
-    """Blocks that run together, and what calls of them have shown.
+class Block:
+    """A block that runs again in backward, and what its calls have shown.
 
     Args:
-        named: the modules by name, their `forward` not yet replaced.
+        name: its name in the model, for errors.
+        module: the block, its `forward` not yet replaced.
     """
 
-    def __init__(self, named: dict[str, nn.Module]) -> None:
-        self.named = named
-        self.first = next(iter(named))
-        self._forwards = [block.forward for block in named.values()]
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
+        self._forward = module.forward
         self._reach: Reach | None = None
         self.calls = 0
         """Number of calls that have ended."""
@@ -69,56 +69,50 @@ class Blocks:
         self.written: set[tuple[nn.Module, str]] = set()
         """Buffers that a call writes to without a trace."""
 
-    @property
-    def is_training(self) -> bool:
-        """Return the mode of the first of them."""
-        return self.named[self.first].training
-
     def is_new(self) -> bool:
         """Return True until a call has ended in this mode, training or evaluation."""
-        return self.is_training not in self._looked
+        return self.module.training not in self._looked
 
     def note_call(self) -> None:
         """Count a call that has ended, with those inside it."""
         self.calls += 1
-        self._looked.add(self.is_training)
+        self._looked.add(self.module.training)
 
     def comparison(self) -> Comparison | None:
         """Return what compares a call with its recomputation, until one of each mode agrees."""
-        mode = self.is_training
-        return None if mode in self._compared else Comparison(self.first, lambda: self._compared.add(mode))
+        mode = self.module.training
+        return None if mode in self._compared else Comparison(self.name, lambda: self._compared.add(mode))
 
     def reach(self, arguments: list[Any]) -> Reach:
         """Return the state outside of the modules that their code names; the first call's arguments count."""
         if self._reach is None:
-            modules = [each for block in self.named.values() for each in block.modules()]
-            self._reach = Reach(modules, self._forwards, arguments)
+            self._reach = Reach(list(self.module.modules()), [self._forward], arguments)
         return self._reach
 
 
 class Repeated:
-    """A call of some blocks' forward, as `torch.utils.checkpoint` runs it, and runs it again.
+    """One call of a block's forward, as `torch.utils.checkpoint` runs it, and runs it again.
 
     Args:
-        blocks: the modules that are run.
-        args, kwargs: what they are called with.
+        block: the block that runs.
+        args, kwargs: what it is called with.
         context_fn: contexts to enter inside, as selective checkpointing's.
-        note: called with the first block's name when it is run again.
+        note: called with the block's name when it runs again.
     """
 
     def __init__(
         self,
-        blocks: Blocks,
+        block: Block,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         context_fn: Callable[[], Contexts] | None,
         note: Callable[[str], object],
     ) -> None:
-        self._blocks, self._block = blocks, blocks.first
+        self._block = block
         self._note = note
         self._inner = context_fn() if context_fn is not None else (nullcontext(), nullcontext())
-        self._comparison = blocks.comparison()
-        self._before: _State | None = _State(blocks, args, kwargs)
+        self._comparison = block.comparison()
+        self._before: _State | None = _State(block, args, kwargs)
         self._changed: list[tuple[Any, Any]] = []
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._drawn: list[tuple[Source, Any]] = []
@@ -134,15 +128,15 @@ class Repeated:
         with self._inner[0], nullcontext() if self._comparison is None else self._comparison.forward():
             yield
         if place := self._before.tensor_changed():
-            raise refuse(self._block, place)
+            raise refuse(self._block.name, place)
         self._changed, self._buffers = self._before.changed(), self._before.changed_buffers()
         self._drawn = self._before.drawn()
-        self._blocks.note_call()
+        self._block.note_call()
         self._before = None  # what is unchanged need not be held
 
     @contextmanager
     def _again(self) -> Iterator[None]:
-        self._note(self._block)
+        self._note(self._block.name)
         with ExitStack() as stack:
             for target, contents in self._changed:
                 stack.callback(_write, target, _read(target))
@@ -159,7 +153,7 @@ class Repeated:
             except Exception as error:
                 if _is_about_something_else(error):
                     raise
-                raise unrepeatable(self._block, error) from error
+                raise unrepeatable(self._block.name, error) from error
 
 
 def unrepeatable(block: str, error: Exception) -> UnsupportedError:
@@ -203,9 +197,9 @@ class _Reentrant(AbstractContextManager[None]):
 class _State:
     """State at this moment: of modules, arguments and the variables that the modules' code names."""
 
-    def __init__(self, blocks: Blocks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._blocks = blocks
-        self._is_new = blocks.is_new()
+    def __init__(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._block = block
+        self._is_new = block.is_new()
         self._held: list[tuple[Any, Any]] = []  # an object and its contents
         self._untouched = Untouched(reads_values=self._is_new)
         self._buffers: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
@@ -213,12 +207,11 @@ class _State:
         self._states: list[tuple[Source, Any]] = []
         self._own_states: list[tuple[Source, Any]] = []
         self._seen: set[int] = set()
-        reach = blocks.reach([*args, *kwargs.values()])
+        reach = block.reach([*args, *kwargs.values()])
         for place, value in (*enumerate(args), *kwargs.items()):
             self._look(f"its argument {place}", value)
-        for block_name, block in blocks.named.items():
-            for name, module in block.named_modules(prefix=block_name):
-                self._look_at_module(name, module, reach.names)
+        for name, module in block.module.named_modules(prefix=block.name):
+            self._look_at_module(name, module, reach.names)
         for variables in reach.variables:
             contents = variables.read()
             self._held.append((variables, contents))
@@ -251,7 +244,7 @@ class _State:
         A block's first call shows which of the others are written to so.
         """
         if self._is_new:
-            self._blocks.written.update(
+            self._block.written.update(
                 (module, name) for module, name, buffer, _, value in self._buffers if not torch.equal(buffer, value)
             )
         return [
@@ -260,7 +253,7 @@ class _State:
             if buffer._version != version
             or module._buffers.get(name) is not buffer
             or (buffer.dim() == 1 and buffer.is_floating_point())
-            or (module, name) in self._blocks.written
+            or (module, name) in self._block.written
         ]
 
     def tensor_changed(self) -> str:
@@ -306,7 +299,7 @@ class _State:
 
     def _uncopied(self, place: str, value: Any) -> UnsupportedError:
         return UnsupportedError(
-            f"checkpointing: {self._blocks.first} uses {place}, a {type(value).__name__}, which cannot be put back for "
+            f"checkpointing: {self._block.name} uses {place}, a {type(value).__name__}, which cannot be put back for "
             "running the block again; take the next value outside of the block and pass it in, or leave checkpointing "
             "off"
         )

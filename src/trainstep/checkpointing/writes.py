@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
@@ -15,7 +15,7 @@ from trainstep.base.errors import UnsupportedError
 from trainstep.checkpointing.sketching import sketch
 
 if TYPE_CHECKING:
-    from trainstep.checkpointing.repeating import Blocks
+    from trainstep.checkpointing.repeating import Block
 
 
 class Untouched:
@@ -70,7 +70,7 @@ def refuse(block: str, place: str, why: str = "") -> UnsupportedError:
     )
 
 
-def refusing_writes(call: Callable[..., Any], inside: Sequence[Blocks]) -> Callable[..., Any]:
+def refusing_writes(call: Callable[..., Any], inside: Sequence[Block]) -> Callable[..., Any]:
     """Return compiled code with a check around it: it must not write to a tensor that its backward computes with again.
 
     Compiled code computes again from tensors as they are in backward. The check exempts running statistics: a norm that
@@ -80,33 +80,32 @@ def refusing_writes(call: Callable[..., Any], inside: Sequence[Blocks]) -> Calla
         call: compiled code that runs checkpointed blocks.
         inside: the blocks. The check leaves out blocks that the compiler left to Python.
     """
-    tensors: list[tuple[Blocks, str, Tensor]] = []
+    tensors: list[tuple[Block, str, Tensor]] = []
     harmless: set[str] = set()
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return call(*args, **kwargs)
         if not tensors:
-            tensors.extend((blocks, place, each) for blocks in inside for place, each in _tensors(blocks.named))
+            tensors.extend((block, place, each) for block in inside for place, each in _tensors(block))
         before = [(*each, each[0].calls, each[2]._version) for each in tensors if each[1] not in harmless]
         result = call(*args, **kwargs)
-        for blocks, place, tensor, calls, version in before:
-            if blocks.calls == calls and tensor._version != version:
+        for block, place, tensor, calls, version in before:
+            if block.calls == calls and tensor._version != version:
                 if tensor.untyped_storage().data_ptr() in set(_saved_storages(result)):
-                    raise refuse(blocks.first, place, ", and its compiled backward computes with it")
+                    raise refuse(block.name, place, ", and its compiled backward computes with it")
                 harmless.add(place)
         return result
 
     return checked
 
 
-def _tensors(named: dict[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    for block_name, block in named.items():
-        for name, module in block.named_modules(prefix=block_name):
-            if not isinstance(module, _NormBase):
-                for key, value in {**module._parameters, **module._buffers, **vars(module)}.items():
-                    if isinstance(value, Tensor) and not value.is_inference():
-                        yield f"{name}.{key}", value
+def _tensors(block: Block) -> Iterator[tuple[str, Tensor]]:
+    for name, module in block.module.named_modules(prefix=block.name):
+        if not isinstance(module, _NormBase):
+            for key, value in {**module._parameters, **module._buffers, **vars(module)}.items():
+                if isinstance(value, Tensor) and not value.is_inference():
+                    yield f"{name}.{key}", value
 
 
 def _saved_storages(result: Any) -> Iterator[int]:

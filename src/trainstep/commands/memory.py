@@ -52,8 +52,8 @@ class Memory(OneModel):
     snapshot: Annotated[Path | None, arg(name="from")] = None
     """Nothing is measured: draw the memory snapshot in this file, anyone's from _dump_snapshot of torch.cuda.memory."""
     policies: commas(str) = ()  # type: ignore[valid-type]
-    """Checkpointing policies: any of none, every-K (for the input of every K blocks), selective, recursive. With
-    --checkpointing those to compare (by default all, with a choice of K around the best); else those to show."""
+    """Checkpointing policies: any of none, every-1 (for the input of every block), selective. With
+    --checkpointing those to compare (by default all); else those to show."""
     mode: commas(StepMode) = ("forward", "step")  # type: ignore[valid-type]
     """Modes that --peaks and --timeline measure: forward (without gradients), forward-backward, or the whole step with
     the optimizer."""

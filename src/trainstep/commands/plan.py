@@ -66,7 +66,7 @@ class Plan(Common):
     blocks_per_group: int = 1
     """Blocks that are gathered together, in fsdp and hsdp."""
     policies: commas(str) = ()  # type: ignore[valid-type]
-    """Checkpointing policies whose memory is shown: any of none, every-K; by default none, every-1 and the best K."""
+    """Checkpointing policies whose memory is shown: any of none, every-1; by default both."""
     feed_forward: commas(float) = ()  # type: ignore[valid-type]
     """Instead of a model one feed-forward layer: five numbers B,D,F,C,W. B tokens of all GPUs, D d_model, F d_ff, C
     FLOP/s of a GPU, W bytes/s that it sends. Counts FLOPs, bytes and seconds on --gpus-per-node × --nodes GPUs, and up

@@ -22,7 +22,7 @@ from contextlib import suppress
 from statistics import median
 from typing import Any
 
-from trainstep.base.config import CASE, SIZES, ModelConfig, StepConfig, settings_with
+from trainstep.base.config import CASE, POLICIES, SIZES, ModelConfig, StepConfig, settings_with
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.hardware import DeviceSpec, require_device
 from trainstep.base.precision import PRECISIONS
@@ -199,6 +199,9 @@ def checked(records: Iterable[Row], machine: Machine, network_bytes_per_s: float
         scheme = SCHEMES.get(str(row.case.get("scheme", "single")))
         if scheme is None or not scheme.is_planned:
             continue
+        policy = str(row.case.get("checkpointing", "none"))
+        if policy not in POLICIES and not policy.startswith("@"):
+            continue  # of an earlier version, which had policies of several blocks
         strategy: Strategy = scheme.planned_as or "single"
         model, step = SIZES[str(row.case["workload"])], _step_of(row)
         ranks = row.world_size if isinstance(row, ParallelRow) and strategy != "single" else 1

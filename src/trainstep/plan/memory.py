@@ -46,7 +46,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from trainstep.base.config import (
@@ -54,7 +53,6 @@ from trainstep.base.config import (
     OptimizerImpl,
     StepConfig,
     StepMode,
-    blocks_per_checkpoint,
     keeps_whole_blocks,
 )
 from trainstep.base.errors import UnsupportedError
@@ -172,16 +170,15 @@ def peak_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool, mode: Ste
 
     Raises:
         UnsupportedError: compiled code, another loss than the dense, fused operators, checkpointing other than none and
-            every-K, or an attention without a formula.
+            every-1, or an attention without a formula.
     """
-    size = blocks_per_checkpoint(step.checkpointing)
     is_plain = (step.compile, step.loss, step.fused) == ("off", "dense", "none")
     if not is_plain or not keeps_whole_blocks(step.checkpointing):
         fused = "" if step.fused == "none" else f"fused={step.fused}, "
         raise UnsupportedError(
             f"no memory formula for compile={step.compile}, loss={step.loss}, {fused}"
             f"checkpointing={step.checkpointing}; there is one for uncompiled code, the dense loss, "
-            "and checkpointing none or every-K"
+            "and checkpointing none or every-1"
         )
     sizes, block = _Sizes(model, step, on_cuda), block_bytes(model, step, on_cuda=on_cuda)
     static = static_bytes(model.num_parameters, step.precision, step.optimizer if mode == "step" else "sgd")
@@ -192,11 +189,12 @@ def peak_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool, mode: Ste
     layers, e, logits = model.num_layers, sizes.element, sizes.logits
     head = model.vocab_size * model.d_model
     casts = 2 * (layers * (4 * model.d_model**2 + 3 * model.d_model * model.d_ff)) if sizes.autocast else 0
-    if size is None:
+    is_kept, inputs = step.checkpointing == "none", sizes.residual * sizes.stream
+    if is_kept:
         kept, loss_casts = layers * block.kept, 0  # what is kept includes the casts
     else:
         # Autocast's cache holds every weight's cast until the loss is there, whoever needs it.
-        kept, loss_casts = -(-layers // size) * sizes.residual * sizes.stream, casts
+        kept, loss_casts = layers * inputs, casts
     tail = sizes.norm + e * sizes.stream + (2 * head if sizes.autocast else 0)
     before = rest + kept + tail
     moments = {
@@ -209,9 +207,8 @@ def peak_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool, mode: Ste
     attention_gradients, feed_forward_gradients = sizes.weight * (4 * d * d + d), sizes.weight * (3 * d * f + d)
     made = sizes.weight * (head + d)  # gradients of what comes after the block
     for index in reversed(range(layers)):
-        group, in_group = (0, index) if size is None else divmod(index, size)
-        inputs = group + 1 if size is not None and sizes.residual == 2 else group  # else the first norm keeps its own
-        earlier = inputs * sizes.residual * sizes.stream + in_group * block.kept
+        own = 1 if sizes.residual == 2 else 0  # else the first norm keeps the block's own input
+        earlier = index * block.kept if is_kept else (index + own) * inputs
         feed_forward = block.kept + block.feed_forward_worst
         attention = block.attention_half + block.attention_worst + feed_forward_gradients
         moments[f"block {index}"] = rest + earlier + made + max(feed_forward, attention)
@@ -246,21 +243,6 @@ def _without_gradients(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -
     moments["feed-forward"] = before + cast * (4 * square + 2 * wide) + feed_forward
     moments["head"] = before + block + cast * (head + stream) + r * stream + e * sizes.logits
     return moments
-
-
-def best_blocks_per_checkpoint(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> int:
-    """The K of every-K with the smallest peak; of equal peaks, where the blocks' is not the largest, the smallest K.
-
-    Every K costs one more forward of the blocks, so a larger peak buys nothing, however much memory there is.
-
-    Raises:
-        UnsupportedError: as `peak_bytes`.
-    """
-
-    def peak(size: int) -> int:
-        return peak_bytes(model, dataclasses.replace(step, checkpointing=f"every-{size}"), on_cuda=on_cuda).peak
-
-    return min(range(1, model.num_layers + 1), key=peak)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainstep.base.config import ModelConfig, StepConfig, blocks_per_checkpoint, keeps_whole_blocks
+from trainstep.base.config import ModelConfig, StepConfig, keeps_whole_blocks
 from trainstep.base.errors import UnsupportedError
 from trainstep.base.precision import PRECISIONS
 from trainstep.plan.machine import Machine
@@ -121,10 +121,10 @@ def step_seconds(
         optimizer_share: the fraction of the GPU's parameters that its optimizer updates.
 
     Raises:
-        UnsupportedError: checkpointing other than none and every-K, whose recomputation is not modelled.
+        UnsupportedError: checkpointing other than none and every-1, whose recomputation is not modelled.
     """
     if not keeps_whole_blocks(step.checkpointing):
-        raise UnsupportedError(f"no time model for checkpointing={step.checkpointing}; there is one for none, every-K")
+        raise UnsupportedError(f"no time model for checkpointing={step.checkpointing}; there is one for none, every-1")
     blocks = _Block(model, step, machine, tensor_parallel, casts_weights)
     layers, copy = model.num_layers, machine.copy_bytes_per_s
     tokens, vocabulary, width = step.batch * step.context, -(-model.vocab_size // tensor_parallel), model.d_model
@@ -137,7 +137,7 @@ def step_seconds(
         layers * blocks.forward_traffic + (8 + (6 if blocks.element == 2 else 0)) * logits / copy,
         layers * launch_forward,
     )
-    again = 0 if blocks_per_checkpoint(step.checkpointing) is None else layers
+    again = 0 if step.checkpointing == "none" else layers
     backward = PhaseSeconds(
         layers * blocks.backward_products + head_back + again * blocks.forward_products,
         layers * blocks.backward_traffic + 16 * logits / copy + again * blocks.forward_traffic,

@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.config import EVERY_BLOCK, ModelConfig, StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.base.precision import PRECISIONS
 from trainstep.base.schemes import STRATEGIES, Strategy, usual_replicas
 from trainstep.plan import limits, strategies
 from trainstep.plan.machine import GIB, Cluster, Machine
-from trainstep.plan.memory import best_blocks_per_checkpoint
 from trainstep.plan.parallelism import StepPlan, gpu_counts, scaled, strategy_plan
 from trainstep.plan.strategies import Layout, MemorySplit
 from trainstep.plan.traced import TracedCase
@@ -37,7 +36,7 @@ class PlanRequest:
     replicas: int | None = None  # of hsdp; None: one on each node, or two on a single one
     blocks_per_group: int = 1  # that fsdp and hsdp gather together
     policies: Sequence[str] = ()
-    """Checkpointing policies whose memory is shown; by default none, every-1 and the best K."""
+    """Checkpointing policies whose memory is shown; by default none and every-1."""
     traced: Mapping[str, TracedCase] = dataclasses.field(default_factory=dict)
     """A user's step under each policy that is shown, that of `step` among them."""
     own: Sequence[str] = ()  # settings that the user's workload decides itself, which are left empty
@@ -111,9 +110,7 @@ def plan_records(request: PlanRequest) -> Iterator[Row]:
     subject, layouts = request.subject, _layouts(request)
     policies = request.policies or list(request.traced)
     if not policies and request.model is not None:
-        eager = dataclasses.replace(request.step, compile="off")
-        best = f"every-{best_blocks_per_checkpoint(request.model, eager, on_cuda=True)}"
-        policies = list(dict.fromkeys(["none", "every-1", best, request.step.checkpointing]))
+        policies = list(dict.fromkeys(["none", EVERY_BLOCK, request.step.checkpointing]))
     plans = [subject.plan(request.cluster, layout) for layout in layouts]
     memory = [(layout, policy, subject.memory(policy, layout)) for layout in layouts for policy in policies]
     yield _machine_row(request)

@@ -109,7 +109,7 @@ class CheckpointingRow(StepSettings, kind="checkpointing"):
 class FitRow(StepSettings, Checked, kind="fit"):
     """A step whose blocks' activations were chosen to fit a budget, or one beside it; predicted and measured."""
 
-    form: str = setting()  # plain, all again, fit; or one policy for all blocks, such as every-2
+    form: str = setting()  # plain, all again, fit; or one policy for all blocks, such as every-1
     round: int | None = setting(None)  # of a fit: 1, then more where the measured peak corrected the prediction
     times: Mapping[str, Times] = times()
     budget_gib: float | None = None

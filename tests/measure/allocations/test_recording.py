@@ -32,7 +32,7 @@ def end_of(timeline, phase):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"precision": "bf16"}, {"checkpointing": "every-2"}, {"checkpointing": "recursive", "optimizer": "sgd"}],
+    [{}, {"precision": "bf16"}, {"checkpointing": "every-1"}, {"checkpointing": "selective", "optimizer": "sgd"}],
     ids=str,
 )
 def test_the_timeline_s_peaks_are_those_of_the_other_instrument(changes):

@@ -93,7 +93,7 @@ def test_every_module_s_flops_are_where_they_belong(tmp_path):
 
 
 def test_recomputation_belongs_to_its_module_in_backward(tmp_path):
-    profile = profiled(tmp_path, checkpointing="every-2")
+    profile = profiled(tmp_path, checkpointing="every-1")
     assert_all_attributed(profile)
     linear = 2 * TOKENS * MODEL.d_model**2
     for layer in range(MODEL.num_layers):

@@ -23,7 +23,7 @@ BATCH, CONTEXT, STEPS = 4, 256, 3
     [
         {"precision": "fp32", "attention": "eager"},
         {"precision": "bf16", "attention": "sdpa-flash", "optimizer": "adamw-fused"},
-        {"precision": "bf16", "attention": "flash-triton", "checkpointing": "every-2"},
+        {"precision": "bf16", "attention": "flash-triton", "checkpointing": "every-1"},
         {"precision": "bf16", "attention": "sdpa", "compile": "blocks"},
     ],
     ids=lambda settings: " ".join(settings.values()),

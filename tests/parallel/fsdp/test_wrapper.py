@@ -225,7 +225,7 @@ def _train_module(process, module):
 @pytest.mark.thorough
 def test_checkpointing_and_compiled_blocks_change_nothing(two):
     expected = train_alone({}, "adamw", 3, ranks=2)
-    for name, found in two.run(_train_prepared, ["every-1", "every-2", "selective", "recursive"])[0].items():
+    for name, found in two.run(_train_prepared, ["every-1", "selective"])[0].items():
         assert_same(found, expected, name)
 
 

@@ -34,7 +34,7 @@ from trainstep.checkpointing.keeping import is_product
 from trainstep.checkpointing.offloading import SavedStorages
 from trainstep.checkpointing.policies import BlockPolicy, Policy
 from trainstep.checkpointing.recomputing import Checkpointing
-from trainstep.checkpointing.repeating import Blocks, Repeated
+from trainstep.checkpointing.repeating import Block, Repeated
 from trainstep.measure.memory import LiveStorages, casts_parameter, storages_of
 from trainstep.measure.operators import quiet_clock
 from trainstep.measure.timing import device_clock
@@ -165,7 +165,7 @@ class _Alone:
         self._clock, self._now = device_clock(self._device), quiet_clock(self._device)
         self._resident = [*module.parameters(), *module.buffers(), *tensors_of((args, kwargs))]
         self._forms: dict[Any, Any] = {}
-        self._first, self._again = Repeated(Blocks({name: block}), args, kwargs, None, lambda name: None).contexts()
+        self._first, self._again = Repeated(Block(name, block), args, kwargs, None, lambda name: None).contexts()
 
     def first(self, function: Callable[..., Any]) -> Any:
         """The model's own call, after which caches and the like are as the model has them; others put them back."""

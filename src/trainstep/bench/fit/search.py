@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainstep.base.config import StepConfig
+from trainstep.base.config import EVERY_BLOCK, StepConfig
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.hardware import free_host_bytes
 from trainstep.base.stats import summarize
@@ -21,7 +21,6 @@ from trainstep.bench.fit.costs import block_costs
 from trainstep.bench.fit.moments import HEAD, LOSS, OTHER, measure_moments
 from trainstep.bench.memory import UNFOLLOWED, default_policies
 from trainstep.bench.step import StepMeasurement, case_columns, measure_step, measure_training_step
-from trainstep.check.reference import EVERY_BLOCK
 from trainstep.check.step import StepCheck, Verdict
 from trainstep.checkpointing.policies import BlockPolicy, Policy
 from trainstep.measure.environment import describe

@@ -43,11 +43,7 @@ class Arrivals:
         ]
         self._needed: list[tuple[nn.Module, list[int]]] = [(module, own)]
         for block in blocks:
-            needed = [id(parameter) for parameter in block.parameters()]
-            if getattr(vars(block).get("forward"), "hands_on", False):
-                self._needed[-1][1].extend(needed)  # the block before computes it, too
-            else:
-                self._needed.append((block, needed))
+            self._needed.append((block, [id(parameter) for parameter in block.parameters()]))
         self._first_use: dict[int, int] = {}
         for place, (_, needed) in enumerate(self._needed):
             for number in needed:

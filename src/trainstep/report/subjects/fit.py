@@ -25,7 +25,7 @@ _FORM = ("form", "round", "checkpointing")
 
 
 def form_of(row: Row) -> str:
-    """`plain`, `every-2`, `fit`; of choices after the first `fit, corrected`."""
+    """`plain`, `every-1`, `fit`; of choices after the first `fit, corrected`."""
     assert isinstance(row, FitRow)
     form = row.form if row.round in (None, 1) else f"{row.form}, corrected {number((row.round or 1) - 1)}×"
     return f"{form}, updated in backward" if row.update_in_backward else form

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from trainstep.base.advice import Line
-from trainstep.base.config import CASE, blocks_per_checkpoint, settings_with
+from trainstep.base.config import CASE, EVERY_BLOCK, settings_with
 from trainstep.base.stats import ratio_of_medians
 from trainstep.report import columns
 from trainstep.report.blocks import (
@@ -21,7 +21,6 @@ from trainstep.report.blocks import (
     fact,
     found,
     in_gib,
-    listed,
     literal,
 )
 from trainstep.report.charts import KINDS
@@ -245,64 +244,52 @@ def fit_findings(records: Sequence[Row]) -> list[Finding]:
 
 
 def checkpointing_findings(records: Sequence[Row]) -> list[Finding]:
-    """The best policy of every K blocks, study by study."""
+    """Whether a checkpoint at every block is worth it, study by study."""
     studies = by_case(of_kind(records, CheckpointingRow), "checkpointing")
     names = [f"{_study_name(study)}: " if len(studies) > 1 else "" for study in studies]
     return [finding for study, name in zip(studies, names, strict=True) for finding in _best_policy(study, name)]
 
 
 def _best_policy(study: Sequence[CheckpointingRow], name: str) -> Iterator[Finding]:
-    """The best K for the memory given: none if that fits, else the smallest peak, as every K costs the same."""
+    """A checkpoint at every block, for the memory given: not needed if the step fits without."""
     rows = {str(row.checkpointing): row for row in study}
     peaks = {name: row.peak_gib for name, row in rows.items() if row.peak_gib}
-    sizes = sorted(size for name in peaks if (size := blocks_per_checkpoint(name)))
-    if not sizes:
+    if (peak := peaks.get(EVERY_BLOCK)) is None:
         return
     limit, without = study[0].memory_gib, peaks.get("none")
-    peak = min(peaks[f"every-{size}"] for size in sizes)
-    best = [size for size in sizes if in_gib(peaks[f"every-{size}"]) == in_gib(peak)]  # alike, as they are printed
-    which = listed([str(size) for size in best], "or")
-    nearest = [*[size for size in sizes if size < best[0]][-1:], *[size for size in sizes if size > best[-1]][:1]]
-    others = [f"every-{size} {in_gib(peaks[f'every-{size}'])}" for size in nearest]
-    beside = f" (beside it {listed(others)})" if others else ""
-    cost, ratio = _time_against_none(rows, best[0])
+    cost, ratio = _time_against_none(rows)
+    against = "; without checkpointing {without_gib:gib}" if without is not None else ""
     if without is not None and (without <= peak or in_gib(without) == in_gib(peak)):
-        id = "no-gain"
-        said = "No checkpoint every K blocks makes the peak smaller: {without_gib:gib} without, {peak_gib:gib} at best."
+        id, cost = "no-gain", ""
+        said = "Checkpoints at every block save no memory: {without_gib:gib} without, {peak_gib:gib} with them."
     elif without is not None and limit is not None and without <= limit:
         id = "not-needed"
         said = (
             f"No checkpointing is needed: the step fits without ({{without_gib:gib}} of {in_gib(limit)}). For a larger "
-            f"batch or context the best K is {which}: {{peak_gib:gib}}{beside}.{cost}"
+            "batch or context, a checkpoint at every block peaks at {peak_gib:gib}."
         )
+    elif limit is not None and peak > limit:
+        id = "none-fits"
+        said = f"A checkpoint at every block does not fit {in_gib(limit)}: it peaks at {{peak_gib:gib}}{against}."
     else:
-        against = "; without checkpointing {without_gib:gib}" if without is not None else ""
-        every = f"{which} blocks" if best != [1] else "block"
-        alike = " alike" if len(best) > 1 else ""
-        id, said = "best", f"The best K is {which}: a checkpoint every {every} peaks at {{peak_gib:gib}}{alike}"
-        if limit is not None and peak > limit:
-            id = "none-fits"
-            said = f"No policy of every K blocks fits into {in_gib(limit)}: the smallest peak is {{peak_gib:gib}}"
-        said += f"{beside}{against}.{cost}"
-    figures = {"best": tuple(map(str, best)), "peak_gib": peak, "without_gib": without, **ratio}
+        id, said = "best", f"A checkpoint at every block peaks at {{peak_gib:gib}}{against}."
+    figures = {"peak_gib": peak, "without_gib": without, **ratio}
     saved = without - peak if id == "best" and without is not None else None
-    claim = Claim("A checkpoint every {best:list} blocks needs least", ("checkpointing",), gib=saved, is_part=False)
-    yield found(f"checkpointing.{id}", literal(name) + said, claim, **figures)
+    claim = Claim("A checkpoint at every block needs least", ("checkpointing",), gib=saved, is_part=False)
+    yield found(f"checkpointing.{id}", literal(name) + said + cost, claim, **figures)
 
 
-def _time_against_none(rows: Mapping[str, Row], size: int) -> tuple[str, dict[str, Scalar]]:
-    """What a checkpoint every `size` blocks costs in time; nothing without the samples that an interval needs."""
-    policy = f"every-{size}"
-    if any(name not in rows or not rows[name].samples.get("step") for name in ("none", policy)):
+def _time_against_none(rows: Mapping[str, Row]) -> tuple[str, dict[str, Scalar]]:
+    """What a checkpoint at every block costs in time; nothing without the samples that an interval needs."""
+    if any(name not in rows or not rows[name].samples.get("step") for name in ("none", EVERY_BLOCK)):
         return "", {}
-    ratio = ratio_of_medians(rows[policy].samples["step"], rows["none"].samples["step"])
+    ratio = ratio_of_medians(rows[EVERY_BLOCK].samples["step"], rows["none"].samples["step"])
     if ratio.interval is None:
         return " Too few steps were timed to say what that costs in time.", {"time_ratio": None}
     low, high = ratio.interval.low, ratio.interval.high
-    every = "every block" if size == 1 else f"every {size} blocks"
     differs = 1 not in ratio.interval
     told = "a step takes {time_ratio:.2f}× the time without" if differs else "these samples show no difference in time"
-    said = f" With a checkpoint {every} {told} ({columns.INTERVAL} {{time_ratio_low:.2f}}–{{time_ratio_high:.2f}})."
+    said = f" With it {told} ({columns.INTERVAL} {{time_ratio_low:.2f}}–{{time_ratio_high:.2f}})."
     return said, {"time_ratio": ratio.value, "time_ratio_low": low, "time_ratio_high": high}
 
 

@@ -147,9 +147,9 @@ def phase_findings(rows: Sequence[Row]) -> list[Finding]:
 def expected_ratio(step: StepRow, rows: Sequence[Row]) -> float | None:
     """Backward over forward if matrix products took all the time and ran equally fast; None where that is unknown.
 
-    A chunked loss moves the head's product from forward to the loss, and backward computes it once more; every-K runs
+    A chunked loss moves the head's product from forward to the loss, and backward computes it once more; every-1 runs
     the blocks once more in backward. Both need the FLOPs of the model's parts, which only our models have. Selective
-    checkpointing computes no product twice; recursive does so a number of times that no row holds.
+    checkpointing computes no product twice.
     """
     is_chunked, recomputes = step.loss == "chunked", step.checkpointing not in (None, "selective")
     case = (step.workload, step.batch, step.context)
