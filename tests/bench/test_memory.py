@@ -68,5 +68,5 @@ def test_measured_beside_predicted():
 
 
 def test_a_wrong_policy_is_found_before_anything_runs():
-    with pytest.raises(UsageError, match="expected none, every-K"):
+    with pytest.raises(UsageError, match="expected none, every-1"):
         next(checkpointing_records(TOY, STEP, ["none", "often"]))

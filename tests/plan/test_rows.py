@@ -412,7 +412,7 @@ def test_a_users_model_is_timed_by_its_operators(tmp_path):
         (["--context", "64"], "fixes its own context"),
         (["--compile", "model"], "--compile off"),
         (["--measure", "--device", "H200"], "leave out --device"),
-        (["--policies", "every-0"], "every-K"),
+        (["--policies", "every-0"], "every-1"),
     ],
 )
 def test_what_a_users_model_cannot_be_planned_with(words, message, tmp_path, capsys):
