@@ -91,7 +91,7 @@ class Block:
 
 
 class Repeated:
-    """One call of a block's forward, as `torch.utils.checkpoint` runs it, and runs it again.
+    """A call of a block's forward, as `torch.utils.checkpoint` runs it, and runs it again.
 
     Args:
         block: the block that runs.
