@@ -37,8 +37,9 @@ NO_SUBJECT = {
     *("Which", "Why", "How", "Where", "When", "It", "Its"),
 }
 """First words that name nothing: the reader has to guess the noun."""
-NOT_YET = {"bench", "ladder", "parallel", "report"}
-"""Rooms whose docstrings still begin with them."""
+LONG, HELD = 150, 50
+"""Lines of code of a file, and of these in functions, from which on it needs comments that say why."""
+TOOLS = re.compile(r"#\s*(noqa|fmt:|type:|pragma)")
 
 
 def name_of(path):
@@ -128,14 +129,19 @@ def test_the_budget_of_lines_holds(folder):
 
 def code_lines(path):
     """How many lines of a file hold code."""
-    text, prose, code = path.read_text(), set(), set()
+    return len(code_of(path.read_text()))
+
+
+def code_of(text):
+    """The lines that hold code."""
+    prose, code = set(), set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             prose.update(range(node.lineno, node.end_lineno + 1))
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NO_CODE:
             code.update(range(token.start[0], token.end[0] + 1))
-    return len(code - prose)
+    return code - prose
 
 
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
@@ -155,8 +161,6 @@ def without_subject(source):
 
 @pytest.mark.parametrize("room", LEVEL)
 def test_docstrings_begin_with_a_verb_or_a_noun(room):
-    if room in NOT_YET:
-        pytest.skip("not yet done")
     found = [
         f"{path.relative_to(PACKAGE)}:{line}"
         for path in sorted((PACKAGE / room).rglob("*.py"))
@@ -178,6 +182,35 @@ def test_docstrings_begin_with_a_verb_or_a_noun(room):
 )
 def test_the_first_word_is_seen_wherever_a_docstring_stands(source, lines):
     assert without_subject(source) == lines
+
+
+def lacks_comments(text):
+    """Whether a file has much code in functions, and nowhere in them a comment, those for tools apart."""
+    code, inside = code_of(text), set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            inside.update(range(node.lineno + 1, node.end_lineno + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    notes = [each for each in tokens if each.type == tokenize.COMMENT and not TOOLS.match(each.string)]
+    is_long = len(code) > LONG and len(code & inside) > HELD
+    return is_long and not any(each.start[0] in inside for each in notes)
+
+
+def test_long_files_say_why_in_comments():
+    assert [name for name, path in sorted(FILES.items()) if lacks_comments(path.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "top", "lacks"),
+    [
+        ("    # Late ranks are waited for.", "", False),
+        ("    pass  # noqa: PIE", "", True),
+        ("    pass", "# Why.", True),
+    ],
+)
+def test_only_comments_in_functions_count(line, top, lacks):
+    assert lacks_comments("\n".join([top, "def f():", line, *["    x = 1"] * 200])) is lacks
+    assert not lacks_comments("\n".join([top, "def f():", line, *["    x = 1"] * 20]))
 
 
 def loaded_after(statement):

@@ -91,6 +91,7 @@ class ModelConfig:
                 f"d_model {self.d_model} does not divide into {self.num_heads} heads; "
                 f"choose num_heads among the divisors of {self.d_model}"
             )
+        # Rotary positions turn features in pairs, so an odd one would have no partner.
         if self.head_dim % 2:
             raise UsageError(
                 f"head_dim is {self.head_dim} (d_model {self.d_model} / num_heads {self.num_heads}); "
@@ -234,6 +235,7 @@ def resolve_size(name: str) -> ModelConfig:
         return SIZES[name]
     if name.endswith(".toml"):
         return load_toml(Path(name)).model
+    # A name that each year gives another model is refused, as either guess would measure the wrong one.
     if ofs := [f"{year}/{name}" for year, models in _YEARS.items() if name in models]:
         told = " or ".join(f"{each} ({shape_of(each)})" for each in ofs)
         raise UsageError(f"size {name!r} is another model in each year: {told}, {SHAPE_TITLE}; give one with its year")
@@ -295,6 +297,7 @@ def check_value(hint: Any, value: object, where: str) -> None:
         if value not in typing.get_args(hint):
             raise UsageError(f"{where} is {value!r}; expected one of {', '.join(map(repr, typing.get_args(hint)))}")
         return
+    # Python takes True for 1: a truth value passes only where one is asked for.
     kinds = (int, float) if hint is float else hint
     if not isinstance(value, kinds) or isinstance(value, bool) is not (hint is bool):
         raise UsageError(f"{where} is {value!r}; expected a value of type {hint.__name__}")

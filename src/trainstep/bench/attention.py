@@ -62,7 +62,7 @@ OURS = "flash-triton"
 INTERPRETED_SCORE_S = 1e-5
 """Seconds that a score takes forward and backward in Triton's interpreter on one core, by 512 tokens in float32."""
 LONGEST_S = 60.0
-"""Of one pass there."""
+"""Longest time of one pass in the interpreter."""
 
 COMPILED_IMPLS = ("eager-compiled", "flex", "flex-max-autotune")
 """Made by torch.compile, so that on a CPU their allocations cannot be followed."""
@@ -209,7 +209,7 @@ def _time(implementation: Implementation, case: AttentionCase, flush: Tensor, wa
 
 
 def _memory_values(implementation: Implementation, case: AttentionCase, device: torch.device) -> dict[str, Scalar]:
-    """One pass with all that it owns allocated inside, so that what was there before can be taken off."""
+    """Memory of one pass with all that it owns allocated inside, so that what was there before can be taken off."""
     if device.type == "cpu" and case.impl in COMPILED_IMPLS:
         return {}
 
@@ -245,7 +245,7 @@ def _time_values(case: AttentionCase, samples: Mapping[str, list[float]]) -> dic
 
 
 def _predicted(case: AttentionCase, device: torch.device) -> dict[str, Scalar]:
-    """What the formulas say of the case's memory, for the implementations they describe."""
+    """Predictions of the formulas for the case's memory, for the implementations they describe."""
     sizes = (case.batch, max(case.heads, 1), case.seq, case.head_dim, DTYPES[case.dtype].itemsize)
     if case.impl == "eager":
         memory = eager_memory(*sizes, is_causal=case.is_causal, on_gpu=device.type == "cuda")

@@ -1,4 +1,4 @@
-"""Which cases of attention, fused operators and collectives there are to measure: grids and named lists.
+"""Cases of attention, fused operators and collectives to measure: grids and named lists.
 
 Imports no torch.
 """
@@ -29,7 +29,7 @@ def expand(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One cell of the grid: self-attention, as many keys as queries."""
+    """A cell of the grid: self-attention, as many keys as queries."""
 
     impl: AttentionImpl = "flash-triton"
     """Attention implementation; an explicit one never falls back."""
@@ -42,17 +42,17 @@ class AttentionCase:
     head_dim: int = 64
     """Features per head."""
     causal: Literal["yes", "no"] = "yes"
-    """Whether query i sees only the keys up to i."""
+    """Causal mask: yes if query i sees only the keys up to i."""
     dtype: ElementDtype = "bf16"
     """Type of q, k and v."""
     window: int = 0
     """Keys that a query sees, its own the last, where attention is causal; 0 for all."""
     deterministic: Literal["yes", "no"] = "no"
-    """Whether `torch.use_deterministic_algorithms` is on, for the same bits every time."""
+    """Determinism: yes if `torch.use_deterministic_algorithms` is on, for the same bits every time."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of q, k and v."""
+        """Shape of q, k and v."""
         heads = (self.heads,) if self.heads else ()
         return (self.batch, *heads, self.seq, self.head_dim)
 
@@ -107,10 +107,10 @@ INTERPRETED: Mapping[str, Sequence[Any]] = {
     "head_dim": (64,),
     "dtype": ("fp32", "fp16"),
 }
-"""What is checked in Triton's interpreter where nothing is said: a second or two each on two cores."""
+"""Cases that are checked in Triton's interpreter where nothing is said: a second or two each on two cores."""
 
 LISTED = ("batch", "heads", "seq", "head_dim", "causal")
-"""What a list says of a case."""
+"""Settings that a list gives of a case."""
 
 LISTS: Mapping[ListName, Sequence[tuple[int, int, int, int, Literal["yes", "no"]]]] = {
     "leaderboard": ((1, 16, 16384, 64, "yes"),),
@@ -155,6 +155,7 @@ def named_grid(name: GridName, given: Mapping[str, Sequence[Any]]) -> list[Atten
     Raises:
         UsageError: a size that is not positive.
     """
+    # Whoever names implementations wants all lengths of them; only the grid's own choice is cut short.
     cases = grid_cases({**GRIDS[name], **given})
     return cases if "impl" in given else [case for case in cases if case.seq <= LONGEST.get(case.impl, case.seq)]
 
@@ -183,13 +184,13 @@ FUSED_IMPLS: Mapping[FusedOperator, tuple[FusedImpl, ...]] = {
     "rope-in-place": ("liger", "ours"),
     "linear-cross-entropy": ("eager", "compiled", "chunked", "liger", "liger-float32", "ours"),
 }
-"""What there is of each operator. eager: plain torch; chunked: our model's loss, which computes a chunk's logits twice;
-liger-float32: with the weight's gradient added up in float32, as ours is. Liger's RoPE is in place in both."""
+"""Implementations of each operator. eager: plain torch; chunked: our model's loss, which computes a chunk's logits
+twice; liger-float32: with the weight's gradient added up in float32, as ours is. Liger's RoPE is in place in both."""
 
 
 @dataclass(frozen=True)
 class FusedSizes:
-    """What the operators' tensors are made from."""
+    """Sizes that the operators' tensors are made from."""
 
     tokens: int
     d_model: int
@@ -210,14 +211,14 @@ context."""
 
 @dataclass(frozen=True)
 class FusedCase:
-    """One cell of the grid: an operator of a decoder's step, forward and backward."""
+    """A cell of the grid: an operator of a decoder's step, forward and backward."""
 
     impl: FusedImpl = "ours"
     """Implementation; those that an operator does not have are left out."""
     operator: FusedOperator = "rope"
-    """What is computed."""
+    """Operator to compute."""
     shape: FusedShape = "small"
-    """Of which model: tokens, d_model, heads and vocabulary."""
+    """Model that the sizes come from: tokens, d_model, heads and vocabulary."""
     dtype: ElementDtype = "bf16"
     """Type of all tensors."""
 
@@ -233,7 +234,7 @@ FUSED_AXES: Mapping[str, Sequence[Any]] = {
     "dtype": ("bf16",),
     "impl": tuple(dict.fromkeys(impl for impls in FUSED_IMPLS.values() for impl in impls)),
 }
-"""What is measured where nothing is said: everything."""
+"""Axes that are measured where nothing is said: everything."""
 FUSED_INTERPRETED: Mapping[str, Sequence[Any]] = {**FUSED_AXES, "shape": ("tiny",), "dtype": ("fp32", "fp16")}
 """The same where ours runs in Triton's interpreter."""
 
@@ -254,10 +255,10 @@ def fused_cases(axes: Mapping[str, Sequence[Any]]) -> list[FusedCase]:
 
 @dataclass(frozen=True)
 class CollectiveCase:
-    """One cell of the grid."""
+    """A cell of the grid."""
 
     collective: CollectiveName = "all-reduce"
-    """What the ranks do together."""
+    """Collective that the ranks call together."""
     world_size: int = 0
     """Ranks of a group; 0 for all that torchrun started."""
     dtype: ElementDtype = "fp32"
@@ -265,8 +266,8 @@ class CollectiveCase:
     size_mb: float = 100.0
     """Megabytes (10^6 bytes) of the full tensor: what is reduced or sent, or comes out of a gather."""
     tensors: int = 1
-    """How many tensors of equal sizes that is: one call is given all of them, as training's calls are the gradients of
-    a bucket. Gloo packs them for the journey."""
+    """Tensors of equal sizes that the payload is divided into: one call is given all of them, as training's calls are
+    the gradients of a bucket. Gloo packs them for the journey."""
     groups: Grouping = "one"
     """one: the first ranks, the others waiting. rows and columns: all ranks, in groups of world-size that do the same
     at once; rows are of consecutive ranks, as those that divide a replica of a model, columns of ranks as far apart as
@@ -275,12 +276,13 @@ class CollectiveCase:
     @property
     def elements(self) -> int:
         """Elements of all tensors: the largest number within the size that gives every rank an equal part of each."""
+        # Rounded down to whole parts: a collective whose ranks hold unequal parts would be another one.
         parts = self.world_size * self.tensors
         return int(self.size_mb * 10**6) // ITEM_BYTES[self.dtype] // parts * parts
 
     @property
     def payload_bytes(self) -> int:
-        """Of the full tensor."""
+        """Bytes of the full tensor."""
         return self.elements * ITEM_BYTES[self.dtype]
 
 

@@ -40,7 +40,7 @@ from trainstep.step.casting import DTYPES
 
 @dataclass(frozen=True)
 class _Part:
-    """One rank's part in a case."""
+    """A rank's part in a case."""
 
     milliseconds: list[float] = field(default_factory=list)  # of every timed call
     cpu_ms: float = 0.0  # of its median one, of all threads of the rank
@@ -144,7 +144,7 @@ def _fill(tensor: Tensor, number: int) -> None:
 
 
 def _is_right(case: CollectiveCase, tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether this rank has what it should after one call on filled tensors."""
+    """True if this rank has what it should after one call on filled tensors."""
     ranks = range(group.size())
     numbers = [rank % 2 + 1 for rank in ranks]
     if case.collective != "all-gather":
@@ -155,7 +155,7 @@ def _is_right(case: CollectiveCase, tensor: Tensor, group: dist.ProcessGroup) ->
 
 
 def _holds(part: Tensor, start: int, number: int) -> bool:
-    """Whether a part that began at `start` of a filled tensor is as `_fill` would have made it with `number`."""
+    """True if a part that began at `start` of a filled tensor is as `_fill` would have made it with `number`."""
     even, odd = part[start % 2 :: 2], part[(start + 1) % 2 :: 2]
     return bool((even == number).all()) and bool((odd == 2 * number).all())
 
@@ -227,7 +227,7 @@ def fit_link(collective: CollectiveName, world_size: int, points: Sequence[tuple
 
 
 def _fits(rows: Sequence[CollectiveRow]) -> Iterator[CollectiveFitRow]:
-    """One line of overhead and bandwidth for each collective, and all that a case has besides its size."""
+    """A line of overhead and bandwidth for each collective, and all that a case has besides its size."""
     for group in by_case(rows, "size_mb"):
         measured = [row for row in group if row.status == "ok"]
         points = [(row.payload_bytes or 0, row.times["time"].median / 1e3) for row in measured]

@@ -100,7 +100,7 @@ _SET_THE_DEVICE: Mapping[Any, Sequence[str]] = {
     FakeTensor: ("__getitem__", "__setitem__", "__invert__", "contiguous", "copy_", "new", "new_tensor", "to", "cuda"),
     torch: ("tensor", "as_tensor", "batch_norm"),
 }
-"""Of all that is common in models; autocast's rules for CUDA name none of them."""
+"""Functions that set the device, of all that is common in models; autocast's rules for CUDA name none of them."""
 
 
 def _or_on_cpu(function: Any) -> Any:
@@ -128,7 +128,7 @@ def _moved(there: str, here: str, value: Any) -> Any:
 
 
 def dtype_records(source: WorkloadSource, configs: Iterable[StepConfig]) -> Iterator[DtypeRow]:
-    """One row for every module, or group of alike modules, under every configuration; then the result and the loss."""
+    """A row for every module, or group of alike modules, under every configuration; then the result and the loss."""
     for config in configs:
         case, environment = case_columns(source, config), describe(resolve_device(config.device))
         found = attempt(partial(observe_dtypes, source, config))

@@ -44,7 +44,7 @@ def measure_peaks(source: WorkloadSource, config: StepConfig, mode: StepMode) ->
 
 
 def peak_records(source: WorkloadSource, configs: Iterable[StepConfig], modes: Sequence[StepMode]) -> Iterator[PeakRow]:
-    """One row per configuration and mode; one that does not fit is a row too."""
+    """A row per configuration and mode; one that does not fit is a row too."""
     for config in configs:
         environment = describe(resolve_device(config.device))
         for mode in modes:
@@ -78,7 +78,7 @@ def checkpointing_records(
     warmup: int = 2,
     steps: int = 10,
 ) -> Iterator[CheckpointingRow]:
-    """One row per policy, in the order given.
+    """A row per policy, in the order given.
 
     Args:
         memory_gib: what the step may take, for naming the best policy; None: the GPU's memory, on a CPU no limit.

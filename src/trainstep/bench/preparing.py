@@ -56,7 +56,7 @@ def check_batches_leave_weights(step: TrainingStep, batch: Any, mode: StepMode) 
 
 
 def _prints(step: TrainingStep) -> list[int]:
-    """Of each trained tensor and each of the optimizer's state, the sum of its bits as whole numbers."""
+    """Sums of the bits as whole numbers, of each trained tensor and each of the optimizer's state."""
     return [_bits(each) for each in (*step.module.parameters(), *optimizer_state_tensors(step.optimizer))]
 
 

@@ -36,7 +36,7 @@ from trainstep.step.workload import WorkloadSource, resolve_device
 
 
 def ceiling_records(device: torch.device) -> Iterator[CeilingRow]:
-    """One row per precision that the device has, with the rate of a large product, and one for a large copy."""
+    """A row per precision that the device has, with the rate of a large product, and one for a large copy."""
     environment = describe(device)
     supported = [
         each for each in get_args(Rate) if not isinstance(attempt(partial(check_precision, each, device)), Failure)

@@ -30,13 +30,13 @@ TOP = 5
 
 @dataclasses.dataclass(frozen=True)
 class KeptByStep:
-    """What the forward pass of a training step keeps."""
+    """Tensors that the forward pass of a training step saves."""
 
     whole: Residuals
     first_block: Residuals
     """The part of it that the first block keeps; empty where there are no blocks, or compiled code hides them."""
     stream: Tensor | None
-    """What the first block got: the residual stream, without its data."""
+    """Input of the first block: the residual stream, without its data."""
 
 
 def measure_residuals(source: WorkloadSource, config: StepConfig) -> KeptByStep:
@@ -129,7 +129,7 @@ def measure_gradients(source: WorkloadSource, config: StepConfig) -> BlockGradie
 
 
 def measure_compiled_block(source: WorkloadSource, config: StepConfig) -> Residuals:
-    """What the first block keeps when it is compiled by itself and called with what it gets in the model.
+    """Tensors that the first block saves when it is compiled by itself and called with what it gets in the model.
 
     Raises:
         UnsupportedError: the module has no blocks, or the block was not called while it was looked for.
@@ -191,7 +191,7 @@ def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[Res
 
 
 def _gradient_rows(source: WorkloadSource, config: StepConfig, environment: Any) -> Iterator[ResidualRow]:
-    """How memory changes over one block's backward, and the gradients that it therefore makes."""
+    """Rows of how memory changes over one block's backward, and of the gradients that it therefore makes."""
     case = case_columns(source, config) | {"part": "first block's backward"}
     found = attempt(partial(measure_gradients, source, config))
     if isinstance(found, Failure):

@@ -41,7 +41,7 @@ WARMUP = 2
 
 @dataclass(frozen=True)
 class StepCase:
-    """One cell of the grid."""
+    """A cell of the grid."""
 
     source: WorkloadSource
     config: StepConfig
@@ -49,7 +49,7 @@ class StepCase:
     warmup: int = 5
     steps: int = 10
     repeat: int = 0
-    """Which pass over the grid this is, from 0."""
+    """Number of the pass over the grid, from 0."""
     sustained: bool = False
     """Timed without a synchronisation between steps."""
 
@@ -146,17 +146,17 @@ def _judge_alike(
 
 
 def plainest(config: StepConfig) -> StepConfig:
-    """What a step is judged beside: its plain form, and nothing computed twice."""
+    """Plain form that a step is checked beside: nothing is computed twice."""
     return dataclasses.replace(plain_form(config), checkpointing="none")
 
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """What one run of a case gave."""
+    """Results of one run of a case."""
 
     timing: Timing
     losses: tuple[float, ...]
-    """One per step in the order they ran, warm-up included; empty in mode "forward"."""
+    """Losses per step in the order they ran, warm-up included; empty in mode "forward"."""
     memory: MemoryPeaks | None
     """None for compiled code on a CPU, whose allocations cannot be followed."""
     optimizer_bytes: int
@@ -201,10 +201,10 @@ class BatchedStep:
             raise UnsupportedError("Triton's interpreter runs our kernels here, and its times say nothing of a step's")
         self.step, self.mode, self.batch = step, mode, step.next_batch()
         self.losses: list[Tensor] = []
-        """One per step; none in mode "forward"."""
+        """Losses per step; none in mode "forward"."""
 
     def run(self, phase: PhaseContext) -> None:
-        """One step on the batch that is ready."""
+        """Take a step on the batch that is ready."""
         loss = self.step(self.batch, mode=self.mode, phase=phase)
         if loss is not None:
             self.losses.append(loss)

@@ -31,8 +31,7 @@ from trainstep.step.weights import optimizer_state_tensors
 from trainstep.step.workload import Workload, WorkloadSource, resolve_device
 
 REAL_BYTES_SHARE = 0.5
-"""Of the memory that is free: what weights, gradients and two moments may take where a step is traced on real
-tensors."""
+"""Share of the free memory that weights, gradients and two moments may take where a step is traced on real tensors."""
 
 
 def trace_step(
@@ -89,7 +88,7 @@ def _without_room(source: WorkloadSource, config: StepConfig, fakes: FakeTensorM
 
 
 def _has_room(module: nn.Module) -> bool:
-    """Whether weights, gradients and two moments take at most `REAL_BYTES_SHARE` of the free memory."""
+    """True if weights, gradients and two moments take at most `REAL_BYTES_SHARE` of the free memory."""
     needed = 4 * sum(parameter.nbytes for parameter in module.parameters())
     return needed <= REAL_BYTES_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

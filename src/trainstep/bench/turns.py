@@ -49,7 +49,7 @@ class Checked:
 
     @property
     def is_timed(self) -> bool:
-        """Whether it is timed once it is checked."""
+        """True if it is timed once it is checked."""
         return self.values.get("not_timed") is None
 
 
@@ -57,7 +57,7 @@ IN_INTERPRETER = "checked in Triton's interpreter, no time"
 
 
 def is_interpreted(device: torch.device) -> bool:
-    """Whether our Triton kernels run on this device in Triton's interpreter, which says nothing of their speed."""
+    """True if our Triton kernels run on this device in Triton's interpreter, which says nothing of their speed."""
     from trainstep.attention.flash import INTERPRETED  # here: it loads Triton
 
     return device.type == "cpu" and INTERPRETED
@@ -70,7 +70,7 @@ def require_interpretable(dtype: str) -> None:
 
 
 def flush_for(device: torch.device) -> Tensor:
-    """What is overwritten before each pass."""
+    """Tensor that is overwritten before each pass."""
     return torch.empty(FLUSH_BYTES[device.type], dtype=torch.int8, device=device)
 
 
@@ -135,7 +135,7 @@ def take_turns(
     passes: int,
     rounds: int,
 ) -> dict[Case, Checked | Wrong | Failure]:
-    """What became of each case: checked and timed, wrong, or failed.
+    """Results of each case: checked and timed, wrong, or failed.
 
     Args:
         check: says whether a case is right.
@@ -158,7 +158,7 @@ def take_turns(
 
 
 def ratio_columns(name: str, ours: Any, theirs: Any) -> dict[str, Scalar]:
-    """Of two rows taken in turns, the ratio of one of their samples with its interval, as a row has them."""
+    """Ratio of one sample of two rows taken in turns with its interval, as a row has them."""
     ratio = ratio_of_rounds(*(in_rounds(row.samples[name], row.rounds or 1) for row in (ours, theirs)))
     found: dict[str, Scalar] = {name: ratio.value}
     if ratio.interval is not None:

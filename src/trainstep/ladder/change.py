@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainstep.step.workload import WorkloadSource
 
 Settings = Mapping[str, Any]
-"""As `settings.Settings.found` has them."""
+"""Settings as `settings.Settings.found` has them."""
 Place = Literal["script", "cuda", "cpu"]
 """The ladder of a script, of a workload's step on a GPU, or of one on a CPU."""
 NEEDS_GPU = "it needs a GPU"
@@ -35,7 +35,7 @@ NEEDS_GPU = "it needs a GPU"
 
 @dataclass(frozen=True)
 class Change:
-    """One change.
+    """A change of a training step or of a script.
 
     Args:
         name: unique among all changes.
@@ -74,12 +74,12 @@ class Change:
 
     @property
     def reference(self) -> str:
-        """Its function, as a task for the script's process names it."""
+        """Name of its function, as a task for the script's process has it."""
         assert self.script is not None, f"{self.name} is no change of a script"
         return f"{self.script.__module__}:{self.script.__qualname__}"
 
     def skipped(self, settings: Settings) -> str:
-        """Why a script's ladder does not try it, in words; empty where it does."""
+        """Reason why a script's ladder does not try it; empty where it does."""
         if not settings["on_gpu"] and "cpu" not in self.where:
             return NEEDS_GPU
         return self.why_not(settings)
@@ -98,7 +98,7 @@ def all_changes(place: Place) -> list[Change]:
 
 
 def changes_of_step(source: WorkloadSource, device: str, base: StepConfig) -> list[Change]:
-    """Those worth trying on a workload's step.
+    """Changes worth trying on a workload's step.
 
     They change how the step is computed, not what is: SGD has no fused form here, and AdamW is not one. Weights in bf16
     stay so: other precisions would train a float32 copy.
@@ -108,7 +108,7 @@ def changes_of_step(source: WorkloadSource, device: str, base: StepConfig) -> li
 
 
 def chosen(changes: Sequence[Change], names: str | None) -> list[Change]:
-    """Those whose names are given, divided by commas, in their own order; all for None.
+    """Changes whose names are given, divided by commas, in their own order; all for None.
 
     Raises:
         UsageError: there is no such change here.
@@ -128,19 +128,19 @@ UNCALLED = "no call of a model was seen outside of compiled code"
 
 
 def operators(settings: Settings, name: str) -> list[str] | None:
-    """Those of the first forward pass that have this in their names; None where some are not known from outside, as
+    """Operators of the first forward pass that have this in their names; None where some are not known from outside, as
     those of compiled code and of checkpointed blocks."""
     known = settings["operators"]
     return None if known is None else [each for each in known if name in each]
 
 
 def compiles_all(settings: Settings) -> bool:
-    """Whether every model is compiled as a whole."""
+    """True if every model is compiled as a whole."""
     return bool(settings["models"]) and all(model["is_whole_compiled"] for model in settings["models"])
 
 
 def without_blocks(settings: Settings) -> str:
-    """Why there are no repeated blocks, in words; empty where there are."""
+    """Reason why there are no repeated blocks; empty where there are."""
     if not settings["models"]:
         return UNCALLED
     has_blocks = any(model["blocks"] for model in settings["models"])

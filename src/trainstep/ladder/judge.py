@@ -41,7 +41,7 @@ NEAR = 4.0
 MORE_DRAWS = 8
 """Runs with random roundings by then, in all."""
 _ONE_NUMBER = 1 + HEADROOM / math.sqrt(2)
-"""As gradients of one element are allowed."""
+"""Allowed error of gradients of one element."""
 
 Draw = Callable[[PrecisionName, int | None], Captured]
 """Runs the script in a precision: without a seed as it is, with one under random roundings."""
@@ -49,14 +49,14 @@ Draw = Callable[[PrecisionName, int | None], Captured]
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that is held against the reference's: how far it is off, and what is allowed, both relative."""
+    """A value that is held against the reference's: how far it is off, and what is allowed, both relative."""
 
     error: float
     allowed: float
 
     @property
     def is_judged(self) -> bool:
-        """Whether what is allowed says anything."""
+        """True if what is allowed says anything."""
         return self.allowed < VACUOUS
 
     @property
@@ -67,29 +67,29 @@ class Part:
 
 @dataclass(frozen=True)
 class ScriptVerdict:
-    """What was found of one run."""
+    """Findings on one run."""
 
     gradients: Deviation
     losses: Part
     moved: Part
     same_start: bool
-    """Whether training begins at the reference's weights."""
+    """True if training begins at the reference's weights."""
     update: UpdateError | None = None
-    """Of the first update from equal gradients; None where they are not equal."""
+    """Error of the first update from equal gradients; None where they are not equal."""
 
     @property
     def is_right(self) -> bool:
-        """Whether everything is within its budget."""
+        """True if everything is within its budget."""
         update = self.update is None or self.update.is_right
         return self.same_start and self.gradients.is_right and self.losses.is_right and self.moved.is_right and update
 
     @property
     def is_judged(self) -> bool:
-        """Whether the gradients' budget says anything."""
+        """True if the gradients' budget says anything."""
         return not self.gradients.is_vacuous
 
     def __str__(self) -> str:
-        """What is wrong, in words."""
+        """Say what is wrong."""
         if not self.same_start:
             return "training starts from other weights"
         parts = [] if self.gradients.is_right else [f"the first update: {self.gradients}"]
@@ -104,7 +104,7 @@ class ScriptVerdict:
 
 @dataclass(frozen=True)
 class _Apart:
-    """What sets one run apart from another; of a large model it takes a while to compute."""
+    """Difference of one run from another; of a large model it takes a while to compute."""
 
     gradients: Rounding
     losses: list[float]
@@ -121,7 +121,7 @@ class _Apart:
 
 @dataclass
 class _Usual:
-    """What rounding does to the three, in one precision."""
+    """Effects of rounding on the three, in one precision."""
 
     draws: int = 0
     gradients: Rounding = field(default_factory=Rounding)
@@ -129,7 +129,7 @@ class _Usual:
     moved: float = 0.0
 
     def take(self, apart: _Apart) -> None:
-        """One more difference: the largest counts, and what is no number allows anything."""
+        """Take one more difference: the largest counts, and what is no number allows anything."""
         self.gradients = Rounding.most([self.gradients, apart.gradients])
         self.losses = [larger(*pair) for pair in zip_longest(self.losses, apart.losses, fillvalue=0.0)]
         self.moved = larger(self.moved, apart.moved)
@@ -154,12 +154,12 @@ class ScriptJudge:
         self._repeated = [_Apart.between(each, self.reference) for each in self.repeats]
 
     def of_repeat(self) -> ScriptVerdict:
-        """Of the script run again: whether it repeats itself to within rounding."""
+        """Verdict on the script run again: whether it repeats itself to within rounding."""
         verdicts = [self._verdict(each, self.own, self._measured(self.own, DRAWS)) for each in self.repeats]
         return max(verdicts, key=lambda each: (not each.is_right, each.gradients.severity))
 
     def judge(self, found: Captured, precision: PrecisionName, kept: Captured | None = None) -> ScriptVerdict:
-        """Of a changed run.
+        """Verdict on a changed run.
 
         Args:
             kept: the run that it was changed from, whose first update it takes too where their gradients are equal;
@@ -176,14 +176,14 @@ class ScriptJudge:
         return verdict
 
     def _with_repeats(self, precision: PrecisionName, draws: int) -> _Usual:
-        """What rounding does, and what the script does not repeat by itself."""
+        """Effects of rounding, and what the script does not repeat by itself."""
         usual = self._measured(precision, draws)
         for each in self._repeated:
             usual.take(each)
         return usual
 
     def _measured(self, precision: PrecisionName, draws: int) -> _Usual:
-        """What rounding does in a precision, and what the change to it does where roundings explain that."""
+        """Effects of rounding in a precision, and what the change to it does where roundings explain that."""
         if precision not in self._plain:
             self._plain[precision] = self._draw(precision, None)
         plain, drawn = self._plain[precision], self._usual.setdefault(precision, _Usual())

@@ -32,7 +32,7 @@ MAKES_ROOM: Mapping[str, Any] = {"attention": "sdpa"}
 
 
 def is_open(gain: Ratio) -> bool:
-    """Whether more turns may find a difference; a narrow interval around 1 says that there is none."""
+    """True if more turns may find a difference; a narrow interval around 1 says that there is none."""
     found = gain.interval
     return found is not None and verdict(gain) == "inconclusive" and found.high - found.low > WIDE * gain.value
 
@@ -44,14 +44,14 @@ def ratio_fields(name: str, ratio: Ratio) -> dict[str, float | None]:
 
 
 def _lines(made: Sequence[Change]) -> dict[str, str | None]:
-    """What to write for these changes, as fields."""
+    """Lines to write for these changes, as fields."""
     if len(made) == 1:
         return {"code": made[0].line.code, "where": made[0].line.where or None}
     return {"code": "; ".join(each.line.text for each in made)} if made else {}
 
 
 def _together(changes: Iterable[Change]) -> str:
-    """What changes that are tried together are called."""
+    """Name of changes that are tried together."""
     return AT_ONCE.join(each.name for each in changes)
 
 
@@ -62,25 +62,25 @@ class Tried:
     changes: list[Change]
     """All that it has."""
     made: list[Change]
-    """Those that are new, with the places that they found."""
+    """Changes that are new, with the places that they found."""
     values: dict[str, Any]
-    """Of its row."""
+    """Values of its row."""
     gain: Ratio = field(default_factory=lambda: Ratio(1.0, None))
     speedup: Ratio = field(default_factory=lambda: Ratio(1.0, Interval(1.0, 1.0)))
     """Over the first."""
     saved_ms: float | None = None
-    """Of a step, at most; None where the gain has no interval."""
+    """Milliseconds of a step that it saves, at most; None where the gain has no interval."""
     peak: float | None = None
     """The most memory, in whichever unit; None where unknown."""
     step_ms: float = 0.0
 
     def is_smaller(self, than: Tried) -> bool:
-        """Whether both peaks are known and its own is lower by more than runs differ."""
+        """True if both peaks are known and its own is lower by more than runs differ."""
         return self.peak is not None and than.peak is not None and self.peak < (1 - RUN_SPREAD) * than.peak
 
     @property
     def names(self) -> frozenset[str]:
-        """Its changes by name."""
+        """Names of its changes."""
         return frozenset(each.name for each in self.changes)
 
 
@@ -93,16 +93,16 @@ class Refused(Exception):
 
 
 class Runner(Protocol):
-    """What a ladder needs of whoever runs changes."""
+    """Functions that a ladder needs of whoever runs changes."""
 
     tries_all_again: bool
-    """Whether all that was rejected is tried again on the top, however slow it was: where a try costs seconds."""
+    """True if all that was rejected is tried again on the top, however slow it was: where a try costs seconds."""
 
     def skipped(self, change: Change) -> str:
-        """Why a change is not tried, in words; empty where it is."""
+        """Reason why a change is not tried; empty where it is."""
 
     def excludes(self, change: Change, other: Change) -> bool:
-        """Whether a change takes the other's place."""
+        """True if a change takes the other's place."""
 
     def measure(self, name: str, made: Sequence[Change], top: Tried | None) -> Tried:
         """Run these changes on top of what was accepted, check and time them; `Refused` where they get no time."""
@@ -219,7 +219,7 @@ class Ladder:
         return self.runner.row(name, answers | self._judged(tried) | tried.values)
 
     def _judged(self, tried: Tried) -> dict[str, Any]:
-        """What it brings, as fields; it becomes the top if it is faster, or smaller and certainly not slower."""
+        """Gain of a change, as fields; it becomes the top if it is faster, or smaller and certainly not slower."""
         top, fields = self.top, _lines(tried.made)
         if top is None:
             self.first = self.top = tried
@@ -259,7 +259,7 @@ class Ladder:
         return self.runner.row(change.name, Refused("unsupported", why or change.nothing, "not tried").values)
 
     def _is_worth_another_try(self, change: Change) -> bool:
-        """Whether something that is not of its kind was accepted since it was tried, and the most that it may have
+        """True if something that is not of its kind was accepted since it was tried, and the most that it may have
         saved is more than runs of the top differ by."""
         left = self._left.get(change.name)
         if left is None or self.top is None or left.names == self._names:

@@ -33,7 +33,7 @@ def share_of_memory(captured: Captured | None) -> float | None:
 
 
 def why_memory_limits_not(captured: Captured | None) -> str:
-    """Why memory is not what limits a run, in words; empty where it is."""
+    """Reason why memory is not what limits a run; empty where it is."""
     share = share_of_memory(captured)
     if share is None:
         return f"on a CPU no limit of memory is known: {BY_NAME}"
@@ -43,13 +43,13 @@ def why_memory_limits_not(captured: Captured | None) -> str:
 
 
 def needed_gib(captured: Captured) -> float:
-    """What a larger batch would need at most: everything that is not there between steps grows with it."""
+    """Memory that a larger batch would need at most: everything that is not there between steps grows with it."""
     peak, fixed = captured.peak_gib or 0.0, captured.fixed_gib or 0.0
     return fixed + TIMES * max(0.0, peak - fixed)
 
 
 def why_no_room(captured: Captured | None) -> str:
-    """Why a larger batch would not fit, in words; empty where it would."""
+    """Reason why a larger batch would not fit; empty where it would."""
     if captured is None or share_of_memory(captured) is None:
         return why_memory_limits_not(captured)
     needed, limit = needed_gib(captured), captured.limit_gib or 0.0
@@ -59,7 +59,7 @@ def why_no_room(captured: Captured | None) -> str:
 
 
 def why_not_told(before: Taken, own: Taken) -> str:
-    """Why nothing can be said of a run with a larger batch, beside one without, in words; empty where something can."""
+    """Reason why nothing can be said of a run with a larger batch, beside one without; empty where something can."""
     if before.samples_per_step is None or own.samples_per_step is None:
         return "how many samples a step takes is not known: not every step takes a batch, or most have an evaluation"
     if own.samples_per_step <= before.samples_per_step:
@@ -70,7 +70,7 @@ def why_not_told(before: Taken, own: Taken) -> str:
 
 
 def ms_per_sample(runs: Sequence[Taken]) -> list[Sequence[float]]:
-    """Of each run, to be held against those of another batch."""
+    """Milliseconds per sample of each run, to be held against those of another batch."""
     return [(run.ms_per_step / (run.samples_per_step or math.nan),) for run in runs]
 
 
@@ -84,7 +84,7 @@ def throughput_fields(before: Sequence[Taken], own: Sequence[Taken], ratio: Rati
 
 
 def lines_of(text: str, settings: Mapping[str, Any]) -> str:
-    """What to write for it, with the lines that make the loaders, and their batches."""
+    """Code to write for it, with the lines that make the loaders, and their batches."""
     own = {(each["file"], each["line"]): each["batch_size"] for each in settings["loaders"] if each["batch_size"]}
     told = [f"{shown_line(*place)}: {TIMES * size} in place of {size}" for place, size in own.items()]
     return f"{text} ({', '.join(told)})" if told else text

@@ -1,4 +1,4 @@
-"""What was accepted, as a diff of the user's files: only changes that are a line there, at places where the script was
+"""Accepted changes, as a diff of the user's files: only changes that are a line there, at places where the script was
 seen to make what they change. Everything else is told as lines to add.
 
 An edit is made on the syntax tree's positions, never by searching text, and a file that no longer parses is left out.
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from trainstep.ladder.change import Change, Settings
 
 Place = Mapping[str, Any]
-"""Where a script makes something, with its file and line."""
+"""Place where a script makes something, with its file and line."""
 UNKNOWN: Place = {"file": "", "line": 0}
 
 
 @dataclass(frozen=True)
 class Writer:
-    """How a change is written into the user's files."""
+    """Function that writes a change into the user's files."""
 
     places: Callable[[Settings, Path], Iterable[Place]]
     """A script's settings and its file → where; `UNKNOWN` for what cannot be written."""
@@ -35,7 +35,7 @@ class Writer:
 
 
 def place_of(made: Place) -> Place:
-    """Where something was made, if that is known."""
+    """Place where something was made, if that is known."""
     return made if "file" in made else UNKNOWN
 
 
@@ -48,7 +48,7 @@ class Patch:
     left: list[Change] = field(default_factory=list)
 
     def diff(self, root: Path) -> str:
-        """As `git apply` and `patch -p1` take it, with paths from `root` where they are below it."""
+        """Diff as `git apply` and `patch -p1` take it, with paths from `root` where they are below it."""
         found = []
         for path, text in sorted(self.texts.items()):
             own = Path(path)
@@ -163,7 +163,7 @@ def _with_arguments(text: str, call: ast.Call, further: Mapping[str, Any]) -> st
 
 
 def _span(text: str, node: ast.expr) -> tuple[int, int]:
-    """Where a node begins and ends; the tree counts bytes of a line."""
+    """Start and end of a node; the tree counts bytes of a line."""
     lines = text.splitlines(keepends=True)
 
     def place(line: int, column: int) -> int:

@@ -27,7 +27,7 @@ from trainstep.ladder.trial.in_memory import InMemory
 from trainstep.observe.supervise import GRACE_S, Command, Rank, run_script
 
 SEED = 0
-"""Of the first rank; that of each further one is larger by one, as no two would draw the same by themselves."""
+"""Seed of the first rank; that of each further one is larger by one, as no two would draw the same by themselves."""
 POLL_S = 0.02
 OVER = "over.json"
 TRIAL = "trainstep.ladder.trial.trial:Trial"
@@ -36,7 +36,7 @@ TRIAL = "trainstep.ladder.trial.trial:Trial"
 
 @dataclass(frozen=True)
 class Order:
-    """One run, the same for all ranks."""
+    """A run, the same for all ranks."""
 
     number: int
     folder: str
@@ -45,19 +45,19 @@ class Order:
     target: str
     steps: int
     trial: Mapping[str, Any]
-    """As `trial.Trial` has it, without the seed."""
+    """Trial as `trial.Trial` has it, without the seed."""
     limit_s: float = math.inf
     is_judged: bool = True
-    """Whether it leaves what it is judged by; else it is only timed."""
+    """True if it leaves what it is checked by; else it is only timed."""
     port: int = 0
-    """Of the ranks' rendezvous."""
+    """Port of the ranks' rendezvous."""
 
     def output(self, rank: int) -> Path:
-        """Where a rank's outputs go."""
+        """Path of a rank's outputs."""
         return Path(self.folder, f"output-{rank}.txt" if rank else "output.txt")
 
     def captured(self, rank: int) -> Path:
-        """Where a rank puts what it is judged by."""
+        """Path where a rank puts what it is checked by."""
         return Path(self.folder, f"rank-{rank}") if rank else Path(self.folder)
 
 
@@ -135,7 +135,7 @@ class Leader:
         return code, failed[0] if failed else None
 
     def _wait(self, order: Order, rank: int) -> _End:
-        """How a rank ended, of which those that wait for the first one end with it."""
+        """Wait until a rank ends; ranks that wait for the first one end with it."""
         start = time.monotonic()
         while (found := _end(order, rank)) is None:
             if time.monotonic() - start > 3 * GRACE_S:
@@ -195,7 +195,7 @@ def check_one_host(environment: Mapping[str, str]) -> None:
 class _End:
     code: int
     is_ended: bool = False
-    """Whether it was ended, since another rank had failed or since it took too long."""
+    """True if it was ended, since another rank had failed or since it took too long."""
 
 
 def _carry_out_and_tell(order: Order, command: Command, rank: Rank, files: InMemory) -> int:
@@ -215,7 +215,7 @@ def _end_path(order: Order, rank: int) -> Path:
 
 
 def _end(order: Order, rank: int) -> _End | None:
-    """How a rank ended; None where it has not."""
+    """End of a rank; None where it has not ended."""
     path = _end_path(order, rank)
     return _End(**json.loads(path.read_text())) if path.exists() else None
 

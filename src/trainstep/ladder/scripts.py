@@ -49,8 +49,8 @@ def not_judged(why: str, verdict: str = "not judged", **values: Any) -> Refused:
 
 
 def seen_of(log: RankLog) -> dict[str, Any]:
-    """What a whole run shows beside its settings: whether numbers are read, why code is compiled again, and how much
-    of its steps waits for data."""
+    """Settings that a whole run shows beside its own: whether numbers are read, why code is compiled again, and how
+    much of its steps waits for data."""
     return {
         "reads": any(place["call"] == "item" for place in log.lines.values()),
         "recompiles": any(each["reason"] and each["step"] > 1 for each in log.recompilations),
@@ -109,17 +109,17 @@ class ScriptRunner:
         self.code = 0  # the first run's exit code
         self.settings: Mapping[str, Any] = {}
         self.drops = False
-        """Whether it drops something at random; runs are compared with each other without."""
+        """True if it drops something at random; runs are compared with each other without."""
         self.judge: ScriptJudge | None = None  # once the script was seen to repeat itself
         self._own: PrecisionName = "fp32"
         self._precisions: dict[PrecisionName, Change] = {}  # which change brings it
 
     def skipped(self, change: Change) -> str:
-        """Why it does not apply to the script."""
+        """Reason why it does not apply to the script."""
         return change.skipped(self.settings)
 
     def excludes(self, change: Change, other: Change) -> bool:
-        """Whether a change takes the other's place."""
+        """True if a change takes the other's place."""
         return other.name in change.instead_of
 
     def runs_left(self, changes: Sequence[Change], *, at_once: bool = False) -> tuple[int, int]:
@@ -180,7 +180,7 @@ class ScriptRunner:
         }
 
     def row(self, name: str, values: Mapping[str, Any]) -> ChangeRow:
-        """Its row."""
+        """Row of the change."""
         environment = self.first.log.facts.get("environment", {}) if self.first else {}
         case = {"workload": self.script.command.name, "change": name, "environment": environment, "between_runs": True}
         return ChangeRow(**{**case, **values})
@@ -270,7 +270,7 @@ class ScriptRunner:
         return taken, taken.captured
 
     def _compared(self, changes: Sequence[Change], captured: Captured, accepted: Captured | None) -> ScriptVerdict:
-        """What is found of a run with these changes; `Refused` where it is wrong, or nothing can be told of it.
+        """Verdict on a run with these changes; `Refused` where it is wrong, or nothing can be told of it.
 
         Args:
             captured: what it left.
@@ -395,7 +395,7 @@ def _found_places(made: Sequence[Change], taken: Taken) -> list[Change]:
 
 
 def _precision_of(settings: Mapping[str, Any]) -> PrecisionName:
-    """What a script computes in."""
+    """Precision that a script computes in."""
     half: dict[str, PrecisionName] = {"bfloat16": "bf16", "float16": "fp16"}
     named = [*settings["autocast"], *(name for model in settings["models"] for name in model["dtypes"])]
     for name, precision in half.items():

@@ -36,16 +36,16 @@ TOLD = 200
 
 @dataclass(frozen=True)
 class Taken:
-    """What one run left."""
+    """Results that one run left."""
 
     folder: Path
     code: int
     log: RankLog
     step_ms: tuple[float, ...]
-    """Of each timed step; where several optimizers have steps of their own, of one of each."""
+    """Milliseconds of each timed step; where several optimizers have steps of their own, of one of each."""
     first_step_ms: float | None
     failure: str
-    """Why there is nothing to judge; empty where there is."""
+    """Reason why there is nothing to check; empty where there is."""
     captured: Captured | None
     samples_per_step: float | None = None
     """In loaders' batches, where that is known."""
@@ -64,7 +64,7 @@ class Taken:
 
     @property
     def is_in_first_epoch(self) -> bool:
-        """Whether it was stopped before its main loader was begun a second time: no later epoch was seen."""
+        """True if it was stopped before its main loader was begun a second time: no later epoch was seen."""
         loaders, ended = self.log.facts.get("loaders", ()), self.log.ended or {}
         return bool(loaders) and ended.get("how") == "steps" and not begins_again(loaders)
 
@@ -92,11 +92,11 @@ class Script:
     tell: Callable[[str], object] = lambda text: None
     runs: int = field(default=0, init=False)
     own_s: float | None = field(default=None, init=False)
-    """How long it took as it is, the first time: a change may make it wait for ever."""
+    """Seconds that it took as it is, the first time: a change may make it wait for ever."""
 
     @property
     def command(self) -> Command:
-        """What is run."""
+        """Command that is run."""
         return self.leader.command
 
     def run(
@@ -201,14 +201,14 @@ class Script:
         return Taken(folder, code, log, step_ms, first, failure, captured, samples, from_stock)
 
     def _captured(self, order: Order) -> Captured | None:
-        """What all ranks are judged by; None where one left nothing."""
+        """Captures of all ranks, by which they are checked; None where one left nothing."""
         every = [read_captured(order.captured(rank)) for rank in range(self.leader.rank.world_size)]
         self._drop_captured(order)
         found = [each for each in every if each is not None]
         return of_all_ranks(found) if len(found) == len(every) else None
 
     def _drop_captured(self, order: Order) -> None:
-        """What was captured is as large as the model."""
+        """Drop what was captured: it is as large as the model."""
         for rank in range(self.leader.rank.world_size):
             (order.captured(rank) / FILE).unlink(missing_ok=True)
 

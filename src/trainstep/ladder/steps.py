@@ -49,10 +49,10 @@ class Turns:
     """Two steps in turns."""
 
     before: Sequence[Sample]
-    """Of what was accepted before."""
+    """Samples of what was accepted before."""
     own: Sequence[Sample]
     attempts: int
-    """How often turns were taken."""
+    """Number of times that turns were taken."""
 
     @property
     def gain(self) -> Ratio:
@@ -62,7 +62,7 @@ class Turns:
 
 @dataclass
 class Found:
-    """What was found of a step."""
+    """Findings on a step."""
 
     check: Verdict
     check_s: float
@@ -83,13 +83,13 @@ class TriedStep(Tried):
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        """Its timed steps: in turns, or else alone."""
+        """Samples of its timed steps: in turns, or else alone."""
         if self.found.turns is not None:
             return tuple(self.found.turns.own)
         return tuple(sample for run in self.found.alone for sample in run.timing.samples)
 
     def take(self, measured: StepMeasurement) -> None:
-        """One more measurement, whose memory counts from then on."""
+        """Take one more measurement, whose memory counts from then on."""
         self.found.alone.append(measured)
         self.peak = measured.memory.peak if measured.memory is not None else None
 
@@ -116,6 +116,7 @@ class StepRunner:
             raise UsageError(
                 f"steps is {steps} and warmup {warmup}; expected at least one step and a warm-up of 0 or more"
             )
+        # A judge from elsewhere saves its reference's time, but only if that reference is this plain step itself.
         plain = plain_form(base)
         if judge is None or judge.plain != plain or judge.is_stood_in_for:
             judge = StepCheck(source, plain)
@@ -127,7 +128,7 @@ class StepRunner:
         return ""
 
     def excludes(self, change: Change, other: Change) -> bool:
-        """Whether both set the same field."""
+        """True if both set the same field."""
         return not change.step.keys().isdisjoint(other.step)
 
     def another_step(self, change: Change, bases: Sequence[Tried]) -> dict[str, Any]:
@@ -135,7 +136,7 @@ class StepRunner:
         raise TypeError(f"{change.name} is no change of a workload's step")
 
     def row(self, name: str, values: Mapping[str, Any]) -> ChangeRow:
-        """Its row."""
+        """Row of the change."""
         return ChangeRow(**{"change": name, "environment": describe(self.device), **values})
 
     def measure(self, name: str, made: Sequence[Change], top: Tried | None) -> TriedStep:
@@ -143,6 +144,7 @@ class StepRunner:
         assert top is None or isinstance(top, TriedStep)
         config, changes = (top.config, top.changes) if top is not None else (self.base, [])
         for each in made:
+            # A change that sets the same fields anew replaces the one before, which then counts no more.
             config = dataclasses.replace(config, **each.step)
             changes = [*(other for other in changes if not other.step.keys() <= each.step.keys()), each]
         case = case_columns(self.source, config)
@@ -187,10 +189,12 @@ class StepRunner:
         return found
 
     def _in_turns(self, before: StepConfig, own: StepConfig | TrainingStep) -> Turns:
+        # Both steps are in memory at once and take turns, so that a machine that slows down slows both.
         steps = [build_step(self.source, each) if isinstance(each, StepConfig) else each for each in (before, own)]
         runners = [BatchedStep(step) for step in steps]
         taken: list[list[Sample]] = [[], []]
         number = 0
+        # Only a gain that the samples leave open is worth more of them, and only the first turns need a warm-up.
         while number < MOST_TURNS and (number == 0 or is_open(Turns(taken[0], taken[1], number).gain)):
             number += 1
             more = time_in_turns(
@@ -225,6 +229,7 @@ class StepRunner:
         if isinstance(again, Turns):
             values |= ratio_fields("speedup", again.gain) | {"verdict": verdict(again.gain)}
         for place, (end, tried) in enumerate({"first": first, "top": top}.items()):
+            # Without any accepted change the top is the first step: one measurement tells of both.
             if place and top is first:
                 continue
             alone = again if isinstance(again, Turns) else attempt(partial(self._timed, tried.config))

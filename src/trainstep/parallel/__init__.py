@@ -1,4 +1,4 @@
-"""What happens between ranks: data parallel training of any `nn.Module`, with torch.distributed.
+"""Communication between ranks: data parallel training of any `nn.Module`, with torch.distributed.
 
 `join_group` starts a process that torchrun launched (`process`). Three ways to train, each opening with its schedule:
 `ddp` averages gradients; `zero` divides the optimizer's state and work as well; `fsdp` divides everything. They stand

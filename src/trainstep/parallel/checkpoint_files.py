@@ -58,7 +58,7 @@ def checksums(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def damaged_file(folder: Path, sums: Mapping[str, str]) -> str | None:
-    """What is wrong with the first file that is not as it was written; None where all are."""
+    """Say what is wrong with the first file that is not as it was written; None where all are."""
     for name in sums:
         if not (folder / name).is_file():
             return f"{name} is missing"
@@ -76,7 +76,7 @@ def _checksum(path: Path) -> str:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What `.metadata` says of a checkpoint.
+    """Contents of a checkpoint's `.metadata`.
 
     Raises:
         UsageError: it asks for a name, or points to a file, that no checkpoint of torch does.

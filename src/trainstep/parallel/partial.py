@@ -65,7 +65,7 @@ METADATA = frozenset(
         *(getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)),
     ]
 )
-"""What says or sets something of a tensor and reads none of its elements."""
+"""Functions that say or set something of a tensor and read none of its elements."""
 
 
 class StandIn(Tensor):
@@ -195,7 +195,7 @@ def _exchange(optimizer: torch.optim.Optimizer, other: Mapping[int, Tensor]) -> 
 
 
 class Known:
-    """Which optimizers have any of some parameters; looked up once per optimizer and number of parameter groups.
+    """Optimizers that have any of some parameters; looked up once per optimizer and number of parameter groups.
 
     Neither the parameters nor the optimizers are kept alive.
     """
@@ -219,13 +219,13 @@ class Known:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> bool:
-    """Whether the optimizer treats each element alone: one of torch's that does, or one that says `is_elementwise`."""
+    """True if the optimizer treats each element alone: one of torch's that does, or one that says `is_elementwise`."""
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     return kind in ELEMENTWISE or bool(getattr(optimizer, "is_elementwise", False))
 
 
 def changes(name: str) -> bool:
-    """Whether a function of this name writes into a tensor it is given."""
+    """True if a function of this name writes into a tensor it is given."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     return name.endswith("_")

@@ -1,4 +1,4 @@
-"""One process among several: start-up from torchrun's environment, its device, and agreement between ranks.
+"""A process among several: start-up from torchrun's environment, its device, and agreement between ranks.
 
 Launching is torchrun's work. `join_group` reads what torchrun put into the environment, binds the process to the GPU of
 its local rank, joins the group (NCCL for GPU tensors and Gloo for the rest, or Gloo alone) and leaves it in the end.
@@ -78,7 +78,7 @@ class Process:
         return made
 
     def now(self, doing: str) -> None:
-        """What this rank is at, for the sentence that is said if a collective fails: "update 12"."""
+        """Note this rank's work, for the sentence that names it if a collective fails: "update 12"."""
         if self.rollcall is not None:
             self.rollcall.doing = doing
 
@@ -260,7 +260,7 @@ def check_timeout(seconds: float) -> None:
 
 
 def is_restart() -> bool:
-    """Whether torchrun has started all processes again because one of them died."""
+    """True if torchrun has started all processes again because one of them died."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
@@ -332,7 +332,7 @@ def _difference(theirs: tuple[str, int, list[str]], first: tuple[str, int, list[
 
 
 def is_first_to_say(text: str) -> bool:
-    """Whether no other rank that torchrun has started this time has asked this of the same text.
+    """True if no other rank that torchrun has started this time has asked this of the same text.
 
     The ranks need not have joined a group: torchrun's own store counts. Where it has none, each is the first.
     """

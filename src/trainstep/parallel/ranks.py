@@ -22,7 +22,7 @@ from trainstep.parallel.process import resolve_group
 
 DIMENSIONS = ("replicate", "shard")
 AMONG_ALL = "peer-copies among all"
-"""What carries gradients between replicas where they go among the ranks of all replicas at once."""
+"""Name of the transport where gradients go among the ranks of all replicas at once."""
 _ADVICE = (
     'torch.distributed.device_mesh.init_device_mesh(device, (replicas, ranks of each), mesh_dim_names=("replicate", '
     '"shard")), with one host\'s ranks in a row'
@@ -70,7 +70,8 @@ def others(group: dist.ProcessGroup) -> list[int]:
 
 
 def placements(mesh: DeviceMesh, *, cut: bool) -> list[Placement]:
-    """Of a tensor cut by rows along the last dimension of `Ranks.mesh`, or of one that is whole on every rank."""
+    """Placements of a tensor cut by rows along the last dimension of `Ranks.mesh`, or of one that is whole on every
+    rank."""
     return [*[Replicate()] * (mesh.ndim - 1), Shard(0) if cut else Replicate()]
 
 

@@ -135,7 +135,7 @@ def _of_shards(
 
 
 def _mesh(scheme: Scheme, process: Process) -> DeviceMesh:
-    """Of a scheme that shards weights: over all ranks, or over those of each replica."""
+    """Mesh of a scheme that shards weights: over all ranks, or over those of each replica."""
     if scheme.replicas is None:
         return DeviceMesh.from_group(process.group, process.device.type)
     return process.mesh(scheme.replicas)
@@ -153,34 +153,34 @@ def full_parameters(replica: Replica, module: nn.Module) -> Iterator[tuple[str, 
 
 
 def local_gradients(replica: Replica) -> list[Tensor]:
-    """What this rank holds of the gradients."""
+    """Gradients that this rank holds."""
     if isinstance(replica.optimizer, ShardedOptimizer):
         return replica.optimizer.local_gradients()
     return [parameter.grad for parameter in local_weights(replica) if parameter.grad is not None]
 
 
 def local_weights(replica: Replica) -> list[nn.Parameter]:
-    """What this rank holds of the parameters."""
+    """Parameters that this rank holds."""
     if isinstance(replica.module, FullyShardedDataParallel):
         return [parameter.shard for parameter in replica.module.sharded_parameters()]
     return list(replica.module.parameters())
 
 
 def local_state(replica: Replica) -> list[Tensor]:
-    """What this rank holds of the optimizer's state."""
+    """Optimizer state that this rank holds."""
     optimizer = replica.optimizer
     own = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     return list(optimizer_state_tensors(own))
 
 
 def uncounted_bytes(replica: Replica) -> int:
-    """What this rank holds for communication that torch's allocator does not count."""
+    """Bytes that this rank holds for communication and that torch's allocator does not count."""
     ours = (replica.module, DistributedDataParallel | FullyShardedDataParallel), (replica.optimizer, ShardedOptimizer)
     return sum(each.uncounted_bytes for each, kind in ours if isinstance(each, kind))
 
 
 def transports_of(replica: Replica) -> tuple[str | None, str | None]:
-    """What carries shards and gradients of ours, and what carries gradients between replicas."""
+    """Transports of our shards and gradients, and of gradients between replicas."""
     module = replica.module
     if isinstance(module, FullyShardedDataParallel):
         return module.transport, module.transport_between

@@ -55,11 +55,11 @@ _GPU_GAVE_UP = "unspecified launch failure"
 _OF_A_COLLECTIVE = re.compile(
     r"gloo/|connectFullMesh|timeout caused pair closure|closed by peer|reset by peer|\bNCCL\b|ncclComm|\[c10d\]"
 )
-"""What a backend's plain `RuntimeError` says; Gloo's mostly names its source, but not always."""
+"""Texts of a backend's plain `RuntimeError`; Gloo's mostly names its source, but not always."""
 
 
 def is_of_a_collective(error: BaseException | None) -> bool:
-    """Whether this, or what caused it, is that other ranks could not be reached or did not come in time."""
+    """True if this, or what caused it, is that other ranks could not be reached or did not come in time."""
     while error is not None:
         if isinstance(error, dist.DistError) or (
             isinstance(error, RuntimeError) and (_OF_A_COLLECTIVE.search(str(error)) or _is_of_copies(error))
@@ -70,7 +70,7 @@ def is_of_a_collective(error: BaseException | None) -> bool:
 
 
 def _is_of_copies(error: RuntimeError) -> bool:
-    """Whether the GPU gave up waiting for another's copies: its error says no more than that a kernel failed."""
+    """True if the GPU gave up waiting for another's copies: its error says no more than that a kernel failed."""
     if _GPU_GAVE_UP not in str(error):
         return False
     waited = [(time.time() - each.since) / each.timeout_s for each in noted() if each.timeout_s and not each.has_ended]
@@ -78,7 +78,7 @@ def _is_of_copies(error: RuntimeError) -> bool:
 
 
 class Rollcall:
-    """One rank's part in it, from when it has joined its group until it leaves.
+    """A rank's part in the roll call, from when it has joined its group until it leaves.
 
     Args:
         store: of these ranks of this start alone.
@@ -90,7 +90,7 @@ class Rollcall:
         self._speaks = threading.Event()  # the rank itself has noticed a failure
         self._is_over = threading.Event()
         self.doing = ""
-        """What this rank is at, for the sentence: "update 12 of ddp"."""
+        """Work of this rank, for the sentence: "update 12 of ddp"."""
         if world_size > 1:
             store.set(f"host/{rank}", socket.gethostname())
             self._thread = threading.Thread(target=self._watch, name="rollcall", daemon=True)
@@ -99,7 +99,7 @@ class Rollcall:
                 thread.start()
 
     def failed(self, error: BaseException) -> CollectiveError:
-        """What to raise where a collective has failed: which ranks are missing, and in which collective."""
+        """Error to raise where a collective has failed: which ranks are missing, and in which collective."""
         self._speaks.set()
         is_beside = isinstance(error, UsageError)  # of whoever waited for the thread
         mine = dataclasses.replace(self._here(place_of(error)[2:-1]), is_waiting=True, is_beside=is_beside)
@@ -152,7 +152,7 @@ class Rollcall:
             thread.join(_ENDING_S)
 
     def _in_time(self, ask: Callable[[Any], str]) -> str | None:
-        """What a thread brings back; None if the store does not answer."""
+        """Result that a thread brings back; None if the store does not answer."""
         found: list[str] = []
 
         def run() -> None:
@@ -199,7 +199,7 @@ class Rollcall:
                 store.set(f"wake/{rank}", "")
 
     def _here(self, place: str = "") -> Answer:
-        """Where the rank is now, or at `place`; asked by its own thread or by another."""
+        """Place of the rank now, or `place`; asked by its own thread or by another."""
         last: dict[str, Call] = {}
         calls = started()
         for call in calls:
@@ -292,7 +292,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _met(mine: Answer, store: Any) -> str:
-    """How this rank and the one that stood still before it are `apart`; each leaves word of where it stands.
+    """Compare this rank with the one that stood still before it, by `apart`; each leaves word of where it stands.
 
     Only the first rank that finds this is told: when it has ended, the others fail by themselves.
     """
@@ -307,7 +307,7 @@ def _met(mine: Answer, store: Any) -> str:
 
 
 def _oldest(calls: Iterable[Call]) -> Call | None:
-    """Of training's collectives, the oldest that has not ended, else the last."""
+    """Oldest of training's collectives that has not ended, else the last."""
     training = [call for call in calls if not call.group.endswith(BESIDE)]
     return next((call for call in training if not call.is_over), training[-1] if training else None)
 

@@ -14,7 +14,7 @@ _known: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and address
 
 
 def current_stream(device: torch.device | None = None) -> torch.cuda.Stream:
-    """As `torch.cuda.current_stream`, of a device with its number, by default the current one.
+    """Stream as `torch.cuda.current_stream` has it, of a device with its number, by default the current one.
 
     torch makes a new object each time, in 17 µs of the host (docs/lab-log.md, 2026-11-27), which asks several times for
     every gather; here it is one for each stream.
@@ -50,7 +50,7 @@ class Pending:
         self.event = self.work = self.then = self.holds = None
 
     def __del__(self) -> None:
-        """One that nobody waited for, after an error or where its owner is gone: memory is freed after its use."""
+        """Free memory after its use where nobody waited for it, after an error or where its owner is gone."""
         if self.event is not None and not sys.is_finalizing():
             self.join()
 
@@ -103,7 +103,7 @@ class SideStream:
         before: Callable[[], object] | None,
         after: Callable[[], object] | None,
     ) -> Pending:
-        """What the current stream, the side stream if there is one, is given."""
+        """Run on the current stream, where there is a side stream on that."""
         stream = self._stream
         if before is not None:
             before()

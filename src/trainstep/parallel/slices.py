@@ -26,7 +26,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """Whether the tensor is the conjugate or the negative of its memory, which torch has put off computing."""
+    """True if the tensor is the conjugate or the negative of its memory, which torch has put off computing."""
     return tensor.is_conj() or tensor.is_neg()
 
 

@@ -16,10 +16,10 @@ from torch import nn
 
 
 class Boundary(Protocol):
-    """What the calls of one unit go through."""
+    """Functions that the calls of one unit go through."""
 
     is_open: bool
-    """Whether a call is running inside, so that its `forward` needs no boundary of its own."""
+    """True if a call is running inside, so that its `forward` needs no boundary of its own."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`."""
@@ -29,11 +29,11 @@ class Boundary(Protocol):
 
 
 BOUNDARY = "_trainstep_boundary"
-"""Of a unit, the attribute that has its boundary."""
+"""Attribute of a unit that has its boundary."""
 
 
 class Unit(nn.Module):
-    """What a unit's class is mixed with: its calls go through a boundary."""
+    """Mixin of a unit's class: its calls go through a boundary."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[BOUNDARY].run(super().__call__, args, kwargs)
@@ -63,5 +63,5 @@ def install(unit: nn.Module, boundary: Boundary) -> None:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running on this thread."""
+    """True if autograd is running on this thread."""
     return torch._C._current_graph_task_id() != -1

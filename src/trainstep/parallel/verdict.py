@@ -13,7 +13,7 @@ UNEVEN = "Give every rank as many batches, and let all ranks make the same calls
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Where a rank is, by its own words or by those of its thread."""
+    """Place of a rank, by its own words or by those of its thread."""
 
     rank: int
     host: str
@@ -67,7 +67,7 @@ def verdict(mine: Answer, answers: Mapping[int, Answer], silent: Mapping[int, st
 
 
 def apart(one: Answer, other: Answer) -> str:
-    """How two ranks came to collectives of one group in different orders; empty if they did not.
+    """Say how two ranks came to collectives of one group in different orders; empty if they did not.
 
     Ranks run one program, so they start a group's collectives in one order, and a late rank has started fewer of all.
     """

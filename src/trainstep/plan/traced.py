@@ -108,6 +108,7 @@ class TracedCase:
         for phase, moments in made.moments.items():
             for moment in moments:
                 gradients, other, buffers = moment.gradients, moment.other, ranks.buffers
+                # The sharded trace has gradients in the narrow type; what is kept has the step's own.
                 if made.gradients:
                     gradients = gradients * kept.gradients // made.gradients
                 if phase == "optimizer":
@@ -123,6 +124,7 @@ class TracedCase:
         """Bytes that the data parallel ranks keep and send."""
         n, step, scheme, is_fsdp = layout.parts, self.step, layout.scheme, layout.shards_weights
         precision = PRECISIONS[self.precision]
+        # Slices are rounded up, as the last rank's is padded.
         share = -(-step.weights // n) if is_fsdp else step.weights
         state = step.optimizer_state if scheme == "ddp" else -(-step.optimizer_state // n)
         gradients = -(-step.gradients // n) if is_fsdp or scheme == "zero-2" else step.gradients
@@ -131,6 +133,7 @@ class TracedCase:
         if scheme == "ddp":
             buffers, sent = 0, bytes_sent("all-reduce", int(exchange.reduced), n)
         else:
+            # Backward gathers again all but the last groups, which are kept from forward on.
             again = exchange.gathered - exchange.not_again if is_fsdp else 0
             sent = bytes_sent("all-gather", int(exchange.gathered + again), n)
             among = layout.reducing_ranks
@@ -138,6 +141,7 @@ class TracedCase:
             group = int(step.largest_group * narrow)
             buffers = {"sharded optimizer": 0, "zero-2": step.largest_group}.get(scheme, 6 * group)
         sent //= n
+        # A hybrid scheme exchanges each rank's slice of the gradients once more, between the replicas.
         if (ranks := layout.replicas) > 1:
             sent += bytes_sent(layout.between_replicas, gradients, ranks) // ranks
             buffers += -(-step.largest_group // n)

@@ -1,4 +1,4 @@
-"""What a section of the page is made of, which `page.html.jinja` writes; findings; and rows in words, with units."""
+"""Parts of a section of the page, which `page.html.jinja` writes; findings; and rows in words, with units."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Chart:
     legend: Sequence[tuple[str, str]] = ()
     """(swatch, meaning); a swatch is a role of `charts.COLOURS`, or a class of the style sheet."""
     allocations: Mapping[str, Any] | None = None
-    """What the page's script stacks in it, with a slider for the detail; see `charts.allocations`."""
+    """Data that the page's script stacks in it, with a slider for the detail; see `charts.allocations`."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Stack:
-    """One bar: a step's phases one after the other, each divided among modules where that was measured."""
+    """A bar: a step's phases one after the other, each divided among modules where that was measured."""
 
     name: str
     time: str  # what it is drawn for, in words: the median of the step, or the kernels' sum
@@ -119,7 +119,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where a step's time goes: bars to one scale, the key to their colours, and the three largest parts in words."""
+    """Breakdown of a step's time: bars to one scale, the key to their colours, and the three largest parts in words."""
 
     title: str
     caption: str
@@ -130,7 +130,7 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Card:
-    """One thing that matters: the claim, what is at stake, where that is seen, and what to do."""
+    """A card for one thing that matters: the claim, what is at stake, where that is seen, and what to do."""
 
     claim: str
     figure: str
@@ -150,14 +150,14 @@ class Cards:
 
 @dataclass(frozen=True)
 class Sentences:
-    """What was found, by topic; folded away below a line that says how many where cards stand above it."""
+    """Findings as sentences, by topic; folded away below a line that says how many where cards stand above it."""
 
     topics: Mapping[str, Sequence[str]]
     is_folded: bool = False
 
     @property
     def count(self) -> int:
-        """How many sentences."""
+        """Number of sentences."""
         return sum(map(len, self.topics.values()))
 
 
@@ -201,7 +201,7 @@ TOPICS: Mapping[str, str] = {
     "plan": "Plan",
     "noise": "Noise",
 }
-"""What findings are about, in their order, and in the page's words."""
+"""Topics of findings, in their order, and in the page's words."""
 _TOPIC_OF = {
     "parallel": "data parallel",
     "residuals": "kept for backward",
@@ -236,7 +236,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a rule found. The terminal, the page and its cards tell it from here."""
+    """A result of a rule. The terminal, the page and its cards tell it from here."""
 
     topic: str  # a name in `TOPICS`
     sentence: str
@@ -321,6 +321,7 @@ _WORDS = {
 
 def label(name: str) -> tuple[str, str]:
     """A column's name as words and unit: `device_memory_gib` → ("Device memory", "GiB")."""
+    # The last word of a column's name is its unit, if it is one of the known and not the whole name.
     stem, _, suffix = name.rpartition("_")
     unit = _UNITS.get(suffix, "") if stem else ""
     words = (stem if unit else name).replace("_", " ")
@@ -352,6 +353,7 @@ def span(row: Row, phase: str) -> str:
 
 def told_apart(row: Row, rows: Sequence[Row]) -> str:
     """The settings that tell a row from the others; of a row alone, its workload."""
+    # Settings that all rows share would only make names longer.
     different = [name for name in row.case if len({each.case.get(name) for each in rows}) > 1]
     told = ", ".join(f"{name} {number(row.case[name])}" for name in different)
     return told or str(row.case.get("workload", "the step"))

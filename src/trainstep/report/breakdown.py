@@ -1,4 +1,5 @@
-"""Where a step's time goes, in bars: phases one after the other, each divided among modules where kernels have them.
+"""Bars that show where a step's time goes: phases one after the other, each divided among modules where kernels have
+them.
 
 Only what was measured is drawn: without kernels a phase is one piece, and what a phase has beyond its kernels is the
 device's idle time.
@@ -92,6 +93,7 @@ def _of_kernels(profile: ProfileRow, kernels: Sequence[KernelRow], name: str) ->
     times: dict[str, Counter[str]] = {}
     for row in kernels:
         times.setdefault(row.phase, Counter())[names[row.module]] += row.ms or 0.0  # type: ignore[assignment]
+    # Kernels need not fill a phase: the rest of its time without the profiler is a part of its own.
     idle, empty = 0.0, BESIDE if profile.on_cpu else IDLE
     for phase, own in times.items():
         known, listed_ms = as_float(profile.values.get(f"{phase}_kernels_ms")), sum(own.values())
@@ -105,6 +107,7 @@ def _of_kernels(profile: ProfileRow, kernels: Sequence[KernelRow], name: str) ->
     if idle < SMALL * total:
         for own in times.values():
             del own[empty]
+    # The same module has one colour in all phases, so the groups to name are chosen by their whole time.
     sums: Counter[str] = sum(times.values(), Counter())
     named = [name for name, ms in sums.most_common() if name not in _FIXED and ms >= NAMED * total][:MOST_GROUPS]
     roles = dict(zip(named, _ROLES, strict=False)) | _FIXED
@@ -162,6 +165,7 @@ def _timed(rows: Sequence[Row]) -> tuple[Stack, str] | None:
         *((as_told(row), row.updates or row.workload, f"{of_script}.", run.PHASES) for row in own),
         *((row, f"one process: {_settings(row)}", f"{said}, without communication.", None) for row in alone[:1]),
     ]
+    # The first that has phases is shown: they stand in the order of how much they tell of the step in question.
     for row, name, caption, words in known:
         if (stack := _of_phases(row, name, words)) is not None:
             is_apart = row.step_ms is not None and abs(stack.total - row.step_ms) > APART * row.step_ms
@@ -199,7 +203,7 @@ def _of_phases(row: Timed, name: str, words: Mapping[str, str] | None = None) ->
 
 
 def _settings(row: Row, first: ChangeRow | None = None) -> str:
-    """What the step runs with: `fp32, eager attention`; of a change, what differs from the first."""
+    """Settings that the step runs with: `fp32, eager attention`; of a change, what differs from the first."""
     forms = {"precision": "{}", "attention": "{} attention", "compile": "{} compiled", "optimizer": "{}",
              "loss": "{} loss"}  # fmt: skip
     if first is not None:

@@ -20,12 +20,12 @@ COLUMN_GIB = 0.1
 """A column of sizes is in MiB where its largest is below this."""
 
 INTERVAL = f"95 % interval {WITHIN_RUN}"
-"""What a sentence calls the interval of a ratio that one run a side gave."""
+"""Name in sentences for the interval of a ratio that one run a side gave."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One value: as text for the reader, and as it is in the row for a program that reads the page."""
+    """A value: as text for the reader, and as it is in the row for a program that reads the page."""
 
     text: str
     value: Scalar = None  # Written to the page's `data-value`; None writes none
@@ -58,7 +58,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table."""
+    """A column of a table."""
 
     title: str  # Header, with the unit
     cell: Callable[[Row], Cell | str]  # One row's cell
@@ -84,13 +84,13 @@ class Column:
 
 
 def value_cell(row: Row, name: str, text: Callable[[Scalar], str] = number) -> Cell:
-    """One of the row's values."""
+    """Cell of one of the row's values."""
     value = row.values.get(name)
     return Cell(text(value), value, name)
 
 
 def interval_cell(row: Row, name: str, low: str, high: str, text: Callable[[Scalar], str] = number) -> Cell:
-    """One of the row's values with the interval that two others are."""
+    """Cell of one of the row's values, with the interval that two others are."""
     cell = value_cell(row, name, text)
     has_interval = low in row.values and high in row.values
     return replace(cell, low=value_cell(row, low, text), high=value_cell(row, high, text)) if has_interval else cell
@@ -108,7 +108,7 @@ def ratio_cell(row: Row, name: str) -> Cell:
 
 
 def value(title: str, name: str, digits: int = 3, brief: bool = True, *, scale: float = 1, page: bool = True) -> Column:
-    """One of the row's values; a share in per cent where the title ends in `(%)`, a small size in MiB."""
+    """Column of one of the row's values; a share in per cent where the title ends in `(%)`, a small size in MiB."""
 
     def scaled(factor: float) -> Callable[[Row], Cell]:
         def text(value: Scalar) -> str:
@@ -121,16 +121,16 @@ def value(title: str, name: str, digits: int = 3, brief: bool = True, *, scale: 
 
 
 def count(title: str, name: str, brief: bool = True, *, page: bool = True) -> Column:
-    """One of the row's values that says how many."""
+    """Column of one of the row's values that says how many."""
     return Column(title, lambda row: value_cell(row, name, numbers.count), brief, page=page)
 
 
 COUNTED = Column("n", lambda row: number(row.values.get("n")), setting=True)
-"""Of how many samples a time is."""
+"""Number of samples that a time is of."""
 
 
 def case(title: str, name: str) -> Column:
-    """One of the settings that identify the case."""
+    """Column of one of the settings that identify the case."""
 
     def cell(row: Row) -> Cell:
         value = row.case.get(name)
@@ -140,7 +140,7 @@ def case(title: str, name: str) -> Column:
 
 
 def issue_apart(rows: Sequence[Row]) -> str:
-    """What a page says of passes whose launches are told apart from their times."""
+    """Note on passes whose launches are told apart from their times."""
     is_known = any(row.values.get("issue_ms") is not None for row in rows)
     return ", as often as hides the host’s launches (“issue”) where that can be" if is_known else ""
 

@@ -20,12 +20,12 @@ from trainstep.rows.records import Row, Scalar
 
 LOSSES = ("losses differ by", "allowed")
 LOSSES_DIFFER, TOKENS_DIFFER, BATCH_GREW = "losses differ", "tokens differ", "moved to batch"
-"""What is said in the place of a verdict on times."""
+"""Words in the place of a verdict on times."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One case in both files."""
+    """A case in both files."""
 
     kind: str
     case: Mapping[str, Scalar]
@@ -33,7 +33,7 @@ class Comparison:
     old_ms: float
     new_ms: float
     losses: Losses
-    """Of the later rows against the first old one, in the row where they are worst."""
+    """Losses of the later rows against the first old one, in the row where they are worst."""
     tokens: tuple[float, float] | None
     """Tokens per step, old and new, where they differ."""
     batch: tuple[float, float] | None
@@ -60,6 +60,7 @@ def compare(
         UsageError: the files have no case in common, or columns in `across` tell cases of one file apart.
     """
     before, after = _cases(old, across), _cases(new, across)
+    # The error names the side that has nothing, as the remedy is another there.
     if not (before and after):
         which = "the first file" if after else "the second file" if before else "either file"
         raise UsageError(
@@ -141,6 +142,7 @@ def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: 
         of_batch, before, after = _ratio_of(old, new, "batch", spread)
         batch = before, after
         grown_ms = after - before if verdict(of_batch) == "slower" else 0.0
+        # Work that moved from the step into drawing its batch is no gain, as both are waited for.
         if said == "faster" and not _is_left(ratio, new_ms, grown_ms):
             said = BATCH_GREW
     said = LOSSES_DIFFER if losses.differ else TOKENS_DIFFER if tokens else said
@@ -148,8 +150,9 @@ def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: 
 
 
 def _ratio_of(old: Sequence[Row], new: Sequence[Row], name: str, spread: float) -> tuple[Ratio, float, float]:
-    """Of one kind of samples: old over new, and the medians of both in milliseconds."""
+    """Ratio of one kind of samples: old over new, and the medians of both in milliseconds."""
     before, after = ([row.samples[name] for row in rows] for rows in (old, new))
+    # Only runs in processes of their own show how far runs differ; passes of one process are alike by more.
     are_runs = all(len({row.case.get("run") for row in rows} - {None}) == len(rows) > 1 for rows in (old, new))
     ratio = ratio_of_runs(before, after) if are_runs else _ratio_of_passes(before, after, spread)
     return ratio, _median(before), _median(after)
@@ -160,6 +163,7 @@ def _ratio_of_passes(before: Sequence[Sequence[float]], after: Sequence[Sequence
     value = _median(before) / _median(after)
     sides = [[ratio_interval_of(each) for each in side] for side in (before, after)]
     over, under = ([each for each in side if each is not None] for side in sides)
+    # One pass without an interval leaves the ratio without one: nobody knows how far that pass reaches.
     if len(over) < len(before) or len(under) < len(after):
         return Ratio(value, None)
     low = min(each.low for each in over) / max(each.high for each in under) / (1 + spread)
@@ -171,7 +175,7 @@ def _median(passes: Sequence[Sequence[float]]) -> float:
 
 
 def _is_left(speedup: Ratio, new_ms: float, grown_ms: float) -> bool:
-    """Whether a step is faster even if it took what the batch takes longer."""
+    """True if a step is faster even if it took what the batch takes longer."""
     assert speedup.interval is not None, "without one nothing was called faster"
     return speedup.interval.low * new_ms / (new_ms + grown_ms) > 1
 

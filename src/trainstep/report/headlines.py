@@ -37,7 +37,8 @@ UNMEASURED = "not measured"
 
 
 def headlines(records: Sequence[Row], found: Sequence[Finding]) -> list[Headline]:
-    """Of every ladder; else of the step that was taken apart or profiled, of a script, of two arms; else of all."""
+    """Headlines of every ladder; else of the step that was taken apart or profiled, of a script, of two arms; else of
+    all."""
     told = []
     for climb in of_steps(records):
         if climb.accepted:
@@ -128,20 +129,20 @@ def _of_ladder(climb: Climb, found: Sequence[Finding]) -> str:
 
 
 def _quiet(rows: Sequence[ChangeRow | StepRow]) -> list[str]:
-    """That the GPU was not slowed, where each of the rows that were measured says so."""
+    """Say that the GPU was not slowed, where each of the rows that were measured says so."""
     limits = {row.throttled_by for row in rows if row.status == "ok"}
     return ["the GPU was not slowed"] if limits == {"nothing"} else []
 
 
 def _noise_of(climb: Climb, records: Sequence[Row]) -> list[Finding]:
-    """What the rules about noise find without the changes of other ladders."""
+    """Findings of the rules about noise without the changes of other ladders."""
     own = {id(row) for row in climb.rows}
     rows = [row for row in records if not isinstance(row, ChangeRow) or id(row) in own]
     return [*unsteady(rows), *throttled(rows), *same_step_twice(rows)]
 
 
 def _noise(found: Sequence[Finding], *many: str) -> list[str]:
-    """What the rules about noise found, in few words; of these kinds of rows alone where some are named."""
+    """Findings of the rules about noise, in few words; of these kinds of rows alone where some are named."""
     parts = []
     for each in found:
         if each.topic != "noise":
@@ -243,7 +244,7 @@ def _of_script(row: ScriptRow) -> str:
 
 
 def _script_gain(records: Sequence[Row]) -> Headline | None:
-    """What a script's ladder brought in all, where that is certain; None otherwise."""
+    """Gain of a script's ladder in all, where that is certain; None otherwise."""
     climb = of_script(records)
     top = climb.top if climb is not None else None
     if climb is None or top is None or top.speedup_low is None or top.speedup_low <= 1:
@@ -266,7 +267,7 @@ def _between_runs(speedup: Cell) -> str:
 
 
 def _pair(row: RatioRow) -> Headline:
-    """One arm against the other."""
+    """Headline of one arm against the other."""
     speedup = ratio_cell(row, "speedup")
     old, new = (each if row.flag == "nothing" else f"--{row.flag} {each}" for each in (row.old, row.new))
     says = f"as fast: {new} against {old}" if row.verdict != "inconclusive" else f"no difference found: {new}, {old}"
@@ -331,7 +332,7 @@ def _first_of(
 
 
 def _beside(best: Times, other: Times) -> str:
-    """How much longer another median is, and whether the intervals tell the two apart."""
+    """Say how much longer another median is, and whether the intervals tell the two apart."""
     overlap = best.high is not None and other.low is not None and other.low <= best.high
     return f"{other.median / best.median:.2f}× the median{', intervals overlap' if overlap else ''}"
 
@@ -356,7 +357,7 @@ def _peak(records: Sequence[Row]) -> Headline | None:
 
 
 def _counted(records: Sequence[Row], found: Sequence[Finding]) -> Headline | None:
-    """How much was measured, of rows that have no one step; of the kind that most rows are of."""
+    """Say how much was measured, of rows that have no one step; of the kind that most rows are of."""
     counts = Counter(type(row) for row in records if type(row) in TIMED and not row.values.get("between_runs"))
     if not counts:
         return None

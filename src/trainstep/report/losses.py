@@ -28,18 +28,18 @@ NOT_TRAINING = ("forward", "forward-backward")
 
 @dataclass(frozen=True)
 class Losses:
-    """How far the losses of two rows are apart, at the step that uses most of what is allowed."""
+    """Distance between the losses of two rows, at the step that uses most of what is allowed."""
 
     difference: float | None = None
     """Relative to the old one; infinite if either is not finite. None where they cannot be compared."""
     allowed: float | None = None
     """The same of what rounding may do."""
     not_told: str = ""
-    """Why they do not tell whether both train alike; empty where they do."""
+    """Reason why they do not tell whether both train alike; empty where they do."""
 
     @property
     def differ(self) -> bool:
-        """Whether they are further apart than rounding may take them."""
+        """True if they are further apart than rounding may take them."""
         return self.difference is not None and self.allowed is not None and not self.difference <= self.allowed
 
     @property
@@ -79,7 +79,7 @@ def hold(old: Row, new: Row) -> Losses:
 
 
 def _incomparable(old: Row, new: Row) -> str:
-    """Why the two are no losses of the same batches and weights; empty where they are."""
+    """Reason why the two are no losses of the same batches and weights; empty where they are."""
     seeds = [row.case.get("seed") for row in (old, new)]
     if seeds[0] != seeds[1]:
         return f"seeds {number(seeds[0])} and {number(seeds[1])}"
@@ -102,13 +102,13 @@ def _part(row: Row) -> float:
 
 
 def _not_checked(old: Row, new: Row) -> str:
-    """Which row was not checked by itself, and why; empty where both were."""
+    """Say which row was not checked by itself, and why; empty where both were."""
     told = ((which, row.values.get("not_checked")) for which, row in (("old", old), ("new", new)))
     return next((f"{which} row: {reason}" for which, reason in told if reason), "")
 
 
 def _too_little(old: Row, moved: float, allowed: float) -> str:
-    """What to say where training moved losses so little that a step that never updates may be within the budget.
+    """Note for training that moved losses so little that a step that never updates may be within the budget.
 
     Args:
         moved: by the most, relative to a loss.

@@ -1,4 +1,4 @@
-"""Which rows of two files belong together, which have no counterpart, and what they were measured under."""
+"""Rows of two files that belong together, rows without a counterpart, and what they were measured under."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Unmatched:
 
     case: CaseKey
     old: str
-    """What the first file has of it: `measured`, `no row`, or a status with its reason."""
+    """State of the case in the first file: `measured`, `no row`, or a status with its reason."""
     new: str
     """The same of the second file."""
     is_lost: bool
-    """Whether the first file has its times and the second has a row without any: it went wrong, or failed."""
+    """True if the first file has its times and the second has a row without any: it went wrong, or failed."""
 
     def __str__(self) -> str:
         return f"{told(self.case)}: {self.old} in the first file, {self.new} in the second"
@@ -57,7 +57,7 @@ def told(key: CaseKey) -> str:
 
 
 def is_measured(row: Row) -> bool:
-    """Whether a row has times of a step."""
+    """True if a row has times of a step."""
     return row.kind in MATCHED_BY and row.status == "ok" and bool(row.samples.get("step"))
 
 
@@ -87,7 +87,7 @@ def _listed(values: Collection[Scalar]) -> str:
 
 
 def _states(rows: Sequence[Row], across: Collection[str]) -> Mapping[CaseKey, str]:
-    """Of each case: `measured`, or why one of its rows was not."""
+    """State of each case: `measured`, or why one of its rows was not."""
     found: dict[CaseKey, str] = {}
     for row in rows:
         if row.kind in MATCHED_BY:

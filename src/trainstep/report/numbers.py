@@ -33,7 +33,7 @@ def number(value: Scalar, digits: int = 3) -> str:
 
 
 def count(value: Scalar) -> str:
-    """How many: whole numbers without decimals, even where they are a mean over steps."""
+    """Write a count: whole numbers without decimals, even where they are a mean over steps."""
     return number(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 

@@ -34,7 +34,7 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """What the figures say, the most important first."""
+        """Findings of the figures, the most important first."""
         return findings(self.records)
 
     @property

@@ -19,7 +19,7 @@ from trainstep.rows.records import Row
 
 
 def summary(records: Sequence[Row], found: Sequence[Finding], sections: Sequence[Section]) -> Section | None:
-    """What dominates, what to change, what was gained.
+    """Section on what dominates, what to change, what was gained.
 
     Args:
         records: all rows.
@@ -82,7 +82,7 @@ def _line(row: ChangeRow, gain: Cell) -> Line:
 
 
 def _lines(climb: Climb) -> list[Line]:
-    """One line per accepted change that is still there at the top; before them the first that fitted."""
+    """A line per accepted change that is still there at the top; before them the first that fitted."""
     lines, first = [], climb.accepted[0]
     if first.change != BASELINE:
         lines.append(_line(first, Cell("fits", note="the baseline does not")))

@@ -23,7 +23,7 @@ _SHORT = 12  # Words up to this long are set like numbers, in a narrow column
 
 @dataclass(frozen=True)
 class TableRow:
-    """One row of a table."""
+    """A row of a table."""
 
     cells: Sequence[Cell]  # The first is the row's header
     key: str = ""  # Tells rows apart for a program that reads the page, in `data-row`
@@ -44,7 +44,7 @@ class Table:
         return [tuple(printable(cell.plain) for cell in row.cells) for row in self.rows]
 
     def frame(self) -> pandas.DataFrame:
-        """As a pandas frame of strings."""
+        """A pandas frame of strings."""
         import pandas
 
         return pandas.DataFrame(self.texts(), columns=[printable(title) for title in self.columns])
@@ -52,7 +52,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Definition:
-    """What a table of one kind of row shows, wherever it is shown."""
+    """Contents of a table of one kind of row, wherever it is shown."""
 
     kind: type[Row]
     caption: str | Callable[[Sequence[Row]], str]
@@ -129,7 +129,7 @@ def tabulate(name: str, caption: str, columns: Sequence[Column], rows: Sequence[
 
 
 def _is_size(cell: Cell, row: Row) -> bool:
-    """Whether a cell names one of our models. Of a user's own a row has no context, and its function's name may be
+    """True if a cell names one of our models. Of a user's own a row has no context, and its function's name may be
     like a size's."""
     return cell.name in ("workload", "size") and getattr(row, "context", 0) is not None
 
@@ -148,7 +148,7 @@ def text_table(name: str, caption: str, columns: Sequence[str], rows: Iterable[S
 
 
 def outcome_table(caption: str, what: str, row: Row) -> Table:
-    """Why a case has no tables of its own."""
+    """Reasons why cases have no tables of their own."""
     return Table(caption, ["Step", "Outcome"], [TableRow([Cell(what, is_text=True), outcome_cell(row)])])
 
 

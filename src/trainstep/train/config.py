@@ -174,6 +174,7 @@ class RunConfig:
             UsageError: the batch does not divide, the context is too long, or the scheme is for one process.
             UnsupportedError: fp16, or ranks that make no replicas.
         """
+        # All of it is arithmetic, so that a mistake ends the run before the minutes that building may take.
         if self.model is not None:
             self._check_sizes(self.model, world_size)
         if self.train.scheme == "single" and world_size > 1:
@@ -221,6 +222,7 @@ class RunConfig:
         for name, count in sizes.items():
             if count > MOST:
                 raise UsageError(f"the number of {name} is {count:.3g}; at most {MOST:.0e} can be. Check the sizes")
+        # A remainder would give some ranks fewer sequences, and their mean gradient another weight.
         at_once = self.step.batch * world_size
         if self.train.global_batch % at_once:
             raise UsageError(

@@ -77,6 +77,7 @@ def train(
             started unlike each other; or the loss became infinite or NaN. Mostly an `AgreedError`, which every rank
             raises alike.
     """
+    # Rank 0 checks what all share, and every rank what its own host has; either way all ranks raise or none does.
     on_first_rank(process, lambda: config.check(process.world_size, process.hosts))
     on_all_ranks(process, lambda: check_precision(config.step.precision, process.device))
     tokens = on_all_ranks(process, lambda: _open(data, config, process))
@@ -90,6 +91,7 @@ def train(
         on_first_rank(process, lambda: check_not_of_others(out))
         on_first_rank(process, lambda: stack.enter_context(held_folder(out, "another process is training")))
         opening = partial(open_folder, out, identity, updates=config.train.steps, resume_from=resume_from)
+        # The folder is held from here on, so a second trainer cannot write between this run's checkpoints.
         start = on_first_rank(process, lambda: opening(is_restart=is_restart()))
         on_all_ranks(process, lambda: check_shared(out))
         show.line(start.describe(config, process.world_size, process.hosts, out, tokens.parameters))
@@ -203,11 +205,13 @@ class _Run:
             done += 1
             self.process.now(f"update {done} ({scheme})")
             update = self._first(done) if done == first else self.learner.update(done)
+            # Losses are read one update late: to wait for this one would leave the GPU idle while the host launches.
             before = readings.post(done, update, stop=signals.received is not None)
             if before is not None:
                 self._account(before)
                 stopping = before.stop
             validate, save = self.data.validates and train.validates_after(done), train.saves_after(done)
+            # What follows needs this update's reading now: a checkpoint of a loss that is NaN must never be written.
             if validate or save or stopping:
                 reading = readings.take()
                 assert reading is not None, "the update was just sent off"

@@ -1,4 +1,4 @@
-"""How fast a GPU's memory is copied to page-locked host memory and back."""
+"""Rates at which a GPU's memory is copied to page-locked host memory and back."""
 
 from __future__ import annotations
 

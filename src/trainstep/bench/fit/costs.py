@@ -1,4 +1,4 @@
-"""What every activation of a block weighs, and what computing it again costs; measured on the block alone.
+"""Weights of a block's activations, and costs of computing them again; measured on the block alone.
 
 A forward pass of the model without gradients, which needs little memory, brings each block the inputs that it has in
 training. Alike blocks (of one class, with the same shapes) are measured once, on the spot, with gradients:
@@ -45,16 +45,16 @@ from trainstep.step.training_step import build_step, uncompiled
 from trainstep.step.workload import WorkloadSource
 
 LEAST_SHARE = 0.01
-"""Of what a block keeps: results and storages smaller than this are not chosen one by one."""
+"""Share of what a block saves: results and storages smaller than this are not chosen one by one."""
 MOST_RESULTS = 12
-"""Of a block's results, those with the most time saved for their bytes."""
+"""Number of a block's results that are chosen, those with the most time saved for their bytes."""
 ROUNDS, CALLS = 5, 3
-"""How often forward and backward are timed in turns, and how many calls follow one another in each."""
+"""Number of times that forward and backward are timed in turns, and of calls that follow one another in each."""
 AGAIN = BlockPolicy(recompute=True)
 
 
 def block_costs(source: WorkloadSource, config: StepConfig) -> tuple[BlockCost, ...]:
-    """Of every block, in the order of forward.
+    """Costs of every block, in the order of forward.
 
     Raises:
         UnsupportedError: no blocks, a block that is called several times or never, or compiled as a whole or with
@@ -111,13 +111,13 @@ def block_costs(source: WorkloadSource, config: StepConfig) -> tuple[BlockCost, 
 
 
 def _kind_of(block: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What alike blocks have in common."""
+    """Properties that alike blocks have in common."""
     weights = tuple((name, each.shape, each.dtype, each.requires_grad) for name, each in block.named_parameters())
     return type(block), weights, tuple((each.shape, each.dtype) for each in tensors_of((args, kwargs)))
 
 
 class _Stack(nn.Module):
-    """One block as a model, for `Checkpointing`."""
+    """A block as a model, for `Checkpointing`."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class _Alone:
 
     @contextmanager
     def _result(self) -> Iterator[Any]:
-        """What the block returns for its inputs anew; inside, its caches and the like are as it leaves them."""
+        """Result that the block returns for its inputs anew; inside, its caches and the like are as it leaves them."""
 
         def anew(tensor: Tensor) -> Tensor:
             return tensor.detach().requires_grad_(tensor is self._input)
@@ -257,7 +257,7 @@ class _Alone:
         self._block.zero_grad(set_to_none=True)
 
     def _saved(self, policy: BlockPolicy | None) -> list[_Saved]:
-        """What a call leaves for backward and nothing else holds, as a key-value cache does; and its input."""
+        """Tensors that a call leaves for backward and nothing else holds, as a key-value cache does; and its input."""
         with self._under(policy, compiled=self._is_compiled):
             if self._is_compiled:
                 self._forward()  # compiled before it is looked at
@@ -291,7 +291,7 @@ class _Alone:
                 return [each for number, each in found.items() if each.is_input or storages[number]() is None]
 
     def _operators(self) -> list[tuple[Result, bool]]:
-        """Of what computing again runs: operators with their seconds alone and bytes of results that can be kept (0 for
+        """Operators that computing again runs: with their seconds alone and bytes of results that can be kept (0 for
         those that cannot), and whether they are products."""
         runs = []
         for _ in range(CALLS):

@@ -55,7 +55,7 @@ class Operators(TorchDispatchMode):
         return tensor.detach()
 
     def found(self) -> list[Result]:
-        """Those that ran before the last tensor was saved: with its saving, computing again ends."""
+        """Results of operators that ran before the last tensor was saved: with its saving, computing again ends."""
         self._clock.synchronize()
         return [
             dataclasses.replace(each, seconds=taken if begin is None else self._clock.elapsed_ms(begin, end) / 1e3)

@@ -34,16 +34,16 @@ from trainstep.step.training_step import build_step
 from trainstep.step.workload import WorkloadSource, resolve_device
 
 AGAIN = "all again"
-"""What the row of `EVERY_BLOCK` is called, from which choices are counted."""
+"""Name of the row of `EVERY_BLOCK`, from which choices are counted."""
 ROUNDS = 3
 """A choice that took more than its budget is made anew, its prediction corrected by what was measured, so often."""
 RESERVE = 0.06
-"""Of the device's memory, what its libraries and the gaps between blocks of the allocator are left."""
+"""Share of the device's memory that its libraries and the gaps between blocks of the allocator are left."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a step may take: a number of bytes, a share of the plain step's peak, or what the device has."""
+    """Memory that a step may take: a number of bytes, a share of the plain step's peak, or what the device has."""
 
     bytes: int | None = None
     share: float | None = None
@@ -159,7 +159,8 @@ def fit_records(
 
 
 def _choose(forms: Mapping[bool, StepCost], limit: int) -> tuple[bool, Chosen]:
-    """Whether to update in backward, and what to choose then, at the least predicted time; after it if both are alike.
+    """Choose whether to update in backward, and what to keep then, at the least predicted time; after it if both are
+    alike.
 
     Raises:
         UsageError: nothing fits; the message says how much it takes at least.
@@ -179,7 +180,7 @@ def _choose(forms: Mapping[bool, StepCost], limit: int) -> tuple[bool, Chosen]:
 
 
 def _fitted(run: _Run, forms: Mapping[bool, StepCost], limit: int, file: Path, check: StepCheck) -> Iterator[FitRow]:
-    """What is chosen for one budget, until it fits.
+    """Rows of the choices for one budget, until one fits.
 
     Raises:
         UsageError: nothing fits; the message says how much it takes at least.
@@ -221,7 +222,7 @@ def _measure_base(source: WorkloadSource, config: StepConfig, warmup: int, steps
 
 
 def _block_costs(source: WorkloadSource, config: StepConfig, host_gib: float | None) -> StepCost:
-    """What blocks and copies cost, of a step that is not known yet."""
+    """Costs of blocks and copies, of a step that is not known yet."""
     blocks = block_costs(source, config)
     device = resolve_device(config.device)
     copies = None
@@ -245,7 +246,7 @@ def _with_base(costs: StepCost, base: _Base) -> StepCost:
 
 
 def policy_of(costs: StepCost, choices: Sequence[Choice], *, update_in_backward: bool = False) -> Policy:
-    """What `--checkpointing @FILE` takes."""
+    """Policy in the form that `--checkpointing @FILE` takes."""
     blocks = {
         block.name: BlockPolicy(not choice.is_plain, choice.kept, choice.host)
         for block, choice in zip(costs.blocks, choices, strict=True)
@@ -285,7 +286,7 @@ def _milliseconds(measurement: StepMeasurement) -> list[float]:
 
 @dataclass(frozen=True)
 class _Run:
-    """What all rows of a fit share."""
+    """State that all rows of a fit share."""
 
     source: WorkloadSource
     config: StepConfig

@@ -33,7 +33,7 @@ def judge(case: FusedCase, implementation: Operator, device: torch.device) -> Bu
 
 
 def step_of(case: FusedCase, implementation: Operator, device: torch.device) -> Callable[[PhaseContext], None]:
-    """One pass over inputs that are made here."""
+    """A pass over inputs that are made here."""
     inputs = _inputs(case, case.sizes.tokens, device)
     leaves = [each for each in inputs if each.requires_grad]
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""What each fused operator computes, on which tensors, and by whom: the oracle, plain torch, Liger-Kernel and ours.
+"""Problems of the fused operators: what each computes, on which tensors, and by whom: the oracle, plain torch,
+Liger-Kernel and ours.
 
 A problem makes fresh inputs for any number of tokens; an implementation is a function of them, differentiated by those
 that require it.
@@ -23,7 +24,7 @@ from trainstep.fused import eager, liger
 from trainstep.step.model.transformer import RotaryEmbedding, chunked_cross_entropy
 
 Draw = Callable[..., Tensor]
-"""Of a shape: standard normal numbers that take a gradient."""
+"""Function of a shape: standard normal numbers that take a gradient."""
 THETA = 10_000.0
 
 
@@ -32,14 +33,14 @@ class Problem:
     """An operator with its inputs."""
 
     inputs: Callable[[FusedSizes, int, Draw], tuple[Tensor, ...]]
-    """Of the sizes and a number of tokens."""
+    """Inputs, by the sizes and a number of tokens."""
     oracle: Operator
     names: tuple[str, ...]
-    """Of the results, then of the gradients."""
+    """Names of the results, then of the gradients."""
     by_token: Mapping[int, int]
     """Input → its dimension that tokens are along, where results of a token depend on that token's inputs alone."""
     mean_of_tokens: bool = False
-    """Whether the result is a mean over tokens, rather than a result for each."""
+    """True if the result is a mean over tokens, rather than a result for each."""
 
 
 def _rope_inputs(sizes: FusedSizes, tokens: int, draw: Draw) -> tuple[Tensor, ...]:
@@ -122,7 +123,7 @@ def _ligers(case: FusedCase) -> Operator:
 
 
 class _LigersRope:
-    """Its tables are made once, outside of what is timed, as a model's are."""
+    """Liger's rotary positions, whose tables are made once, outside of what is timed, as a model's are."""
 
     def __init__(self) -> None:
         self._of: tuple[Tensor, tuple[Tensor, Tensor]] | None = None

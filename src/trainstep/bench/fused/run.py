@@ -97,7 +97,7 @@ def _package(case: FusedCase) -> str | None:
 
 
 def _memory_values(step: Callable[[PhaseContext], None], device: torch.device) -> dict[str, Scalar]:
-    """Of one pass after one that made what is made once; on a GPU alone."""
+    """Memory of one pass after one that made what is made once; on a GPU alone."""
     if device.type == "cpu":
         return {}
     step(no_phases)

@@ -1,4 +1,4 @@
-"""One case of `bench parallel`: a workload under a scheme, and the step that a rank takes on its share of each batch.
+"""A case of `bench parallel`: a workload under a scheme, and the step that a rank takes on its share of each batch.
 
 A share is consecutive rows of every tensor, as many for each rank.
 """
@@ -24,7 +24,7 @@ from trainstep.step.workload import Workload, WorkloadSource
 
 @dataclass(frozen=True)
 class DoBench:
-    """How often a step is taken by the rules of `triton.testing.do_bench`: by milliseconds, not by counts."""
+    """Number of steps by the rules of `triton.testing.do_bench`: by milliseconds, not by counts."""
 
     warmup_ms: float
     rep_ms: float
@@ -36,7 +36,7 @@ class DoBench:
 
 @dataclass(frozen=True)
 class ParallelCase:
-    """One scheme."""
+    """A scheme to measure."""
 
     source: WorkloadSource
     config: StepConfig
@@ -47,11 +47,11 @@ class ParallelCase:
     do_bench: DoBench | None = None
     """In place of `warmup` and `steps`, which count."""
     sustained: bool = False
-    """Whether the timed steps are one window in which nothing waits between steps, as in training."""
+    """True if the timed steps are one window in which nothing waits between steps, as in training."""
     float32: StepConfig | None = None
-    """How the step is taken where it is judged in float32, which not all attention has; None: as it is otherwise."""
+    """Settings of the step where it is checked in float32, which not all attention has; None: as it is otherwise."""
     allow_unused: bool = False
-    """Whether parameters may get no gradient on some rank, as one process found; it costs a collective and a wait."""
+    """True if parameters may get no gradient on some rank, as one process found; it costs a collective and a wait."""
 
     @property
     def label(self) -> str:

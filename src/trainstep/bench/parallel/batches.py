@@ -28,7 +28,7 @@ from trainstep.step.training_step import batches_of
 from trainstep.step.workload import Workload, WorkloadSource
 
 KEPT = max(STEPS, *BATCHES)
-"""As many as a comparison takes."""
+"""Number of batches that a comparison takes."""
 RANK_0 = "rank 0's, divided: its loader gives every rank other batches"
 """Whose batches they are where they differ by rank."""
 

@@ -76,29 +76,29 @@ PASSES = 12
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a scheme is from one process, and how far it may be."""
+    """Distance of a scheme from one process, and how far it may be."""
 
     gradients: Deviation
     """In its own precision, in the pass that uses most of what is allowed."""
     float32: Deviation | None
     """The same in float32, where that is another precision."""
     optimizer: UpdateError
-    """Of `UPDATES` from equal gradients."""
+    """Error of `UPDATES` from equal gradients."""
     loss_error: float
     update_error: float
     loss_allowed: float
     update_allowed: float
     ranks_agree: bool = True
-    """Whether all ranks always had the same parameters."""
+    """True if all ranks always had the same parameters."""
 
     @property
     def holds(self) -> bool:
-        """Whether all of it is allowed, and that says something; NaN never is."""
+        """True if all of it is allowed, and that says something; NaN never is."""
         return not self._wrong and not self.not_told
 
     @property
     def not_told(self) -> str:
-        """Why nothing says whether gradients are right; empty where something does."""
+        """Reason why nothing says whether gradients are right; empty where something does."""
         for where, found in (("", self.gradients), (" in float32", self.float32)):
             if found is not None and found.is_right and found.is_vacuous:
                 allowed = f"{found.gradient_allowed:.2g} would be allowed"
@@ -126,7 +126,7 @@ class Agreement:
         }
 
     def __str__(self) -> str:
-        """What is wrong, in words; empty where nothing is."""
+        """Say what is wrong; empty where nothing is."""
         return "; ".join(self._wrong)
 
     @property
@@ -157,13 +157,13 @@ class Comparison:
     cases: Mapping[ParallelCase, Agreement | Failure | None]
     """None for single: it trains on its own batch alone, another model, and has only a time to compare with."""
     num_parameters: int
-    """Of the model, on rank 0; 0 on others."""
+    """Parameters of the model, on rank 0; 0 on others."""
     frozen: int
-    """How many of these are not trained."""
+    """Number of parameters that are not trained."""
     allow_unused: bool
-    """Whether parameters may get no gradient."""
+    """True if parameters may get no gradient."""
     share_difference: float | None = None
-    """How far a batch's gradients are from the mean of its shares', relative; None but on rank 0."""
+    """Distance of a batch's gradients from the mean of its shares', relative; None but on rank 0."""
 
 
 def compare_with_one_process(
@@ -197,8 +197,8 @@ def compare_with_one_process(
 
 
 def expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expected | Failure | None, bool]:
-    """What one process computes, on rank 0, and None elsewhere; on all, why it could not, and whether it left
-    parameters unused. All ranks call it.
+    """Results of one process, on rank 0, and None elsewhere; on all, why it could not, and whether it left parameters
+    unused. All ranks call it.
 
     Raises:
         AgreedError: the workload cannot be trained for a reason that its author can mend.
@@ -252,7 +252,7 @@ class _Trial:
     process: Process
     ranks_agree: bool = True
     error: Exception | None = None
-    """What rank 0 met while the others went on."""
+    """Error that rank 0 met while the others went on."""
 
     def gradients(self, precision: PrecisionName, most: int) -> Deviation | None:
         """In the first pass or the one numbered `most`, whichever uses most of what is allowed; None but on rank 0."""
@@ -284,7 +284,7 @@ class _Trial:
         return max(known, key=lambda each: each.severity, default=None)
 
     def updates(self) -> UpdateError | None:
-        """Of the workload's optimizer, from equal gradients; None but on rank 0."""
+        """Error of the workload's optimizer, from equal gradients; None but on rank 0."""
         config = self.case.config
         seeds = itertools.count(self.process.rank, self.process.world_size)
         uncompiled = dataclasses.replace(config, compile="off")  # what backward computes is filled over
@@ -303,7 +303,7 @@ class _Trial:
         return self._alone(lambda: compare_updates(moved, updates, sizes, unit))
 
     def training(self) -> tuple[float, float]:
-        """How far losses and parameters are off after `STEPS` steps; meaningless but on rank 0."""
+        """Errors of losses and parameters after `STEPS` steps; meaningless but on rank 0."""
         process = self.process
         with nullcontext() if self.case.config.compile == "off" else eager_random():
             seeds = itertools.count(process.rank, process.world_size)
@@ -324,7 +324,7 @@ class _Trial:
         return case.build(self.process, change)
 
     def _alone(self, work: Callable[[], Result]) -> Result | None:
-        """What rank 0 computes alone; its error is kept until no rank is left waiting for it in a collective."""
+        """Result that rank 0 computes alone; its error is kept until no rank is left waiting for it in a collective."""
         try:
             with _host_threads(self.process):
                 return work()
@@ -333,7 +333,8 @@ class _Trial:
             return None
 
     def _release(self) -> None:
-        """What the last step held in circles, and compiled; on a CPU, where it is little, it is left to Python."""
+        """Release what the last step held in circles, and compiled; on a CPU, where it is little, it is left to
+        Python."""
         if self.process.device.type == "cuda" or self.case.config.compile != "off":
             release_memory()
 
@@ -347,8 +348,8 @@ class _Trial:
         return dataclasses.replace(seeded(workload, itertools.repeat(self.process.rank)), optimizer=optimizer)
 
     def _moved(self, step: TrainingStep, place: int | None) -> dict[str, Tensor]:
-        """How far each parameter is from one process's in a place (None: from zero), on its device; nothing but on rank
-        0."""
+        """Distance of each parameter from one process's in a place (None: from zero), on its device; nothing but on
+        rank 0."""
         moved: dict[str, Tensor] = {}
         for name, value in self._in_full(step):
             if self.wanted is not None and name in (state := self.wanted.gradients.places[place or 0].state):
@@ -395,6 +396,6 @@ _BITS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int
 
 
 def _checksum(value: Tensor) -> Tensor:
-    """Of a tensor's bits and where they are, modulo 2⁶⁴, on its device."""
+    """Checksum of a tensor's bits and where they are, modulo 2⁶⁴, on its device."""
     bits = value.contiguous().reshape(-1).view(_BITS[value.element_size()]).long()
     return (bits * torch.arange(1, 2 * bits.numel(), 2, device=bits.device)).sum()

@@ -37,7 +37,7 @@ from trainstep.rows import ParallelGatherRow, ParallelRow
 from trainstep.step.training_step import TrainingStep
 
 STEPS = 5
-"""Of which the median one is reported, without the profiler and under it."""
+"""Number of steps of which the median one is reported, without the profiler and under it."""
 REST = "what is outside of blocks"
 
 _MARKED: Sequence[tuple[type, str, str]] = (
@@ -52,7 +52,7 @@ Key = tuple[str, str, int]
 
 @dataclass
 class Gather:
-    """One gather of a group, as marks."""
+    """A gather of a group, as marks."""
 
     block: str
     started: Any
@@ -73,7 +73,7 @@ class GatherTimes:
 
 
 def total_exposed(times: Mapping[Key, GatherTimes]) -> float:
-    """What a step waits for all of its gathers."""
+    """Time that a step waits for all of its gathers."""
     return sum(each.exposed for each in times.values())
 
 
@@ -102,7 +102,7 @@ class Gathers(Phases):
         self._called.clear()
 
     def times(self, steps: int) -> dict[Key, GatherTimes]:
-        """Of the last steps, the one that waits a median time for its gathers: those, as they are needed."""
+        """Times of the gathers, as they are needed, in the step that waits a median time for them."""
         taken = [self._times_of(*each) for each in self._steps[-steps:]]
         return sorted(taken, key=total_exposed)[len(taken) // 2]
 
@@ -156,7 +156,8 @@ class Gathers(Phases):
 
 
 def _under_way(group: Any) -> tuple[Any, Any] | None:
-    """What ends a group's gather: an event of a GPU's stream, and the work of a call; None while there is none."""
+    """Marks of the end of a group's gather: an event of a GPU's stream, and the work of a call; None while there is
+    none."""
     if isinstance(group, GatherGroup):
         pending = group.under_way if group.communicates else None
         return None if pending is None else (pending.event, pending.work)

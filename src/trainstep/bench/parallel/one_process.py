@@ -1,4 +1,4 @@
-"""What one process computes of a workload, on the ranks' shares one after another: what schemes are held against.
+"""Results of one process for a workload, on the ranks' shares one after another: what schemes are held against.
 
 It is the plain computation of the error budget, in float64 and float32 and in the precision at hand: schemes sum in
 other orders and round elsewhere, but no more often.
@@ -50,12 +50,13 @@ from before an update shows it, and so does one whose weights were zero. More of
 add up over a matrix's rows and through layers, until a deep model's blocks had hardly a gradient left. Where parameters
 may go without a gradient, and so without an update, weights stay as they are."""
 FILLED = (2.0**-7, *[-3 * 2.0**-7] * (UPDATES - 1))
-"""What every gradient is filled with before each of the updates: large beside Adam's ε, and unlike in size and sign."""
+"""Value that every gradient is filled with before each of the updates: large beside Adam's ε, and unlike in size and
+sign."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What `STEPS` steps in one process give."""
+    """Results of `STEPS` steps in one process."""
 
     losses: tuple[float, ...]
     parameters: dict[str, Tensor]
@@ -63,26 +64,26 @@ class Trained:
     moved: float
     """‖parameters − initial ones‖."""
     frozen: int
-    """How many elements of them are not trained."""
+    """Number of their elements that are not trained."""
     unused: bool
-    """Whether some share of a batch gave some parameter no gradient."""
+    """True if some share of a batch gave some parameter no gradient."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What one process computes, and how far a scheme may be from it."""
+    """Results of one process, and how far a scheme may be from them."""
 
     gradients: Reference
-    """Its places are those of `BATCHES`."""
+    """Gradients of one process; the places are those of `BATCHES`."""
     updates: Mapping[str, Tensor]
-    """How far each parameter moves in updates of `FILLED`; without those that are not used in both."""
+    """Distances that each parameter moves in updates of `FILLED`; without those that are not used in both."""
     trained: Trained
     loss_allowed: float
-    """How far a scheme's losses may be off."""
+    """Allowed error of a scheme's losses."""
     update_allowed: float
-    """How far its parameters may be off after `STEPS`, relative to how far they moved."""
+    """Allowed error of its parameters after `STEPS`, relative to how far they moved."""
     share_difference: float | None
-    """How far the first batch's gradients are from the mean of its shares', relative; None where that is random."""
+    """Distance of the first batch's gradients from the mean of its shares', relative; None where that is random."""
 
     @property
     def initial(self) -> Mapping[str, Tensor]:
@@ -232,8 +233,8 @@ def _trained_beside(
 
 
 def _share_difference(source: WorkloadSource, config: StepConfig, world_size: int) -> float | None:
-    """Where a loss is a mean over as many terms in every share of a batch, nothing but rounding; None where random
-    numbers make a difference too, which a share draws for other rows."""
+    """Rounding alone where a loss is a mean over as many terms in every share of a batch; None where random numbers
+    make a difference too, which a share draws for other rows."""
     seeds = itertools.chain(itertools.repeat(0, world_size + 1), itertools.repeat(1))
     step = TrainingStep(seeded(source.build(config), seeds), config)
     batch = step.next_batch()

@@ -1,4 +1,4 @@
-"""What the plan says of a scheme that `bench parallel` measures: memory and traffic of a rank."""
+"""Predictions of the plan for a scheme that `bench parallel` measures: memory and traffic of a rank."""
 
 from __future__ import annotations
 
@@ -86,14 +86,15 @@ def scheme_of(row: ParallelRow) -> Scheme:
 
 
 def copies_of(row: ParallelRow) -> dict[str, bool]:
-    """What of a row's scheme went by copies, as `planned_bytes` takes it; FSDP's older rows do not say it."""
+    """Parts of a row's scheme that went by copies, as `planned_bytes` takes them; FSDP's older rows do not say it."""
     scheme = SCHEMES[row.scheme]
     older = row.transport is None and (scheme.wrapper, scheme.transport) == ("fsdp", "auto")
     return by_copies("peer-copies" if older else row.transport, row.transport_between)
 
 
 def by_copies(transport: str | None, between: str | None) -> dict[str, bool]:
-    """What goes by copies, as `planned_bytes` takes it, by what carries things within replicas and between them."""
+    """Parts that go by copies, as `planned_bytes` takes them, by what carries things within replicas and between
+    them."""
     return {"peer_copies": transport == "peer-copies", "among_all": between == AMONG_ALL}
 
 

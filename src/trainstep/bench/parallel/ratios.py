@@ -60,7 +60,7 @@ def with_speedups(rows: Sequence[ParallelRow]) -> Iterator[ParallelRow]:
 
 
 def time_ratio(ours: ParallelRow, theirs: ParallelRow) -> Ratio:
-    """Of the steps' times, by rounds where there were several."""
+    """Ratio of the steps' times, by rounds where there were several."""
     over, under = (in_rounds(row.samples["step"], row.rounds or 1) for row in (ours, theirs))
     return ratio_of_rounds(over, under)
 

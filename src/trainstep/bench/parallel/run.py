@@ -169,7 +169,7 @@ def time_in_turns(
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """What one rank measured."""
+    """Measurements of one rank."""
 
     timing: Timing
     memory: Mapping[str, int]
@@ -177,23 +177,23 @@ class RankMeasurement:
     `MOMENT_optimizer_state`; on a GPU also `MOMENT`, all that is allocated, `peak`, the most of it in a step, and
     `peak_reserved`, the most that torch's allocator held."""
     collectives: Sequence[Collective]
-    """Of one step."""
+    """Collectives of one step."""
     tokens: int | None
     """In this rank's batch; None where it is not known."""
     waited: Sequence[Mapping[str, float]] = ()
-    """Of each timed step, milliseconds that it waited for other ranks by phase, but for the phase "communication"."""
+    """Milliseconds that each timed step waited for other ranks by phase, but for the phase "communication"."""
     all_communication_ms: float | None = None
     """In which a call was under way, of the step whose collectives are recorded."""
     samples: int = 0
     """In this rank's batch: rows of its tensors."""
     transport: str | None = None
-    """What carries shards and gradients of ours, within a replica."""
+    """Transport of our shards and gradients within a replica."""
     transport_between: str | None = None
-    """What carries gradients between replicas."""
+    """Transport of gradients between replicas."""
     gpu: Mapping[str, Scalar] = field(default_factory=dict)
-    """Its state right after the last timed step."""
+    """State of the GPU right after the last timed step."""
     launches: Timing | None = None
-    """Of a window, in which nothing waits: steps with a synchronisation around each."""
+    """Times of a window, in which nothing waits: steps with a synchronisation around each."""
 
 
 @dataclass(frozen=True)
@@ -370,8 +370,9 @@ def _memory(ranks: Sequence[RankMeasurement]) -> dict[str, Scalar]:
 
 
 def _samples(rank: RankMeasurement) -> dict[str, list[float]]:
-    """Of a step, its phases, and on a GPU their launches: `issue`, `wait` and each phase's `_issue`, which a window has
-    of other steps. Where waits were marked, also what a step waits for other ranks, and each phase without that."""
+    """Samples of a step, its phases, and on a GPU their launches: `issue`, `wait` and each phase's `_issue`, which a
+    window has of other steps. Where waits were marked, also what a step waits for other ranks, and each phase without
+    that."""
     found, launches = phase_samples(rank.timing), rank.launches or rank.timing
     if rank.waited:
         after_backward = found.get("communication", [0.0] * len(rank.waited))

@@ -93,8 +93,8 @@ def reduced_model(model: ModelConfig) -> ModelConfig:
 
 
 def reduced(case: ParallelCase, folder: Path) -> ParallelCase:
-    """What an arm is judged by: the same on the reduced model, of which half of the blocks are computed again if any
-    are of the arm's."""
+    """Reduced arm by which an arm is checked: the same on the reduced model, of which half of the blocks are computed
+    again if any are of the arm's."""
     assert case.source.model is not None, "it is ours"
     model, config = reduced_model(case.source.model), case.config
     first = 0 if config.checkpointing == "none" else -(-model.num_layers // 2)
@@ -159,7 +159,7 @@ def leaderboard_lines(rows: Sequence[ParallelRow]) -> list[str]:
 def _judged(
     cases: Sequence[ParallelCase], process: Process, folder: Path, on_part: Callable[[str], object]
 ) -> Mapping[ParallelCase, Agreement | Failure | None]:
-    """Of each arm, how its kind agrees with one process; on other ranks than the first, None where it does."""
+    """Agreement of each arm's kind with one process; on other ranks than the first, None where it does."""
     known: dict[tuple[Scheme, StepConfig], ParallelCase] = {}  # arms that differ in what is reduced alike are of a kind
     kinds: dict[ParallelCase, ParallelCase] = {}
     for case in cases:
@@ -192,7 +192,7 @@ def _row(case: ParallelCase, process: Process, result: Result) -> ParallelRow:
 
 
 def _said(row: ParallelRow) -> str:
-    """How an arm ended, in a line."""
+    """Say in a line how an arm ended."""
     if row.step_ms is None:
         return f"{row.status}: {row.reason}"
     memory = ""

@@ -1,4 +1,4 @@
-"""One step of a scheme under the profiler: what rank 0 computes and communicates, and how much of it at once."""
+"""A step of a scheme under the profiler: what rank 0 computes and communicates, and how much of it at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHORTEST_SHARE = 1 / 2000
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What rank 0 recorded of one step."""
+    """Record that rank 0 made of one step."""
 
     profile: KernelProfile
     phases: Mapping[str, Span]
@@ -67,7 +67,7 @@ def traced_step(build: Callable[[], TrainingStep], process: Process, file: Path)
 
 
 def phases_of(trace: Trace, profile: KernelProfile) -> dict[str, Span]:
-    """When each phase ran on the device.
+    """Spans of each phase on the device.
 
     On a CPU that is when the host was in it. On a GPU, from the first to the last kernel that was launched in it,
     without communication, which runs on into later phases; only what "communication" launches counts in full.
@@ -126,7 +126,7 @@ def trace_row(row: ParallelRow, found: Sequence[TracedStep | None] | Failure, *,
 
 
 def family_rows(row: ParallelRow, found: Sequence[TracedStep | None] | Failure) -> Iterator[ParallelFamilyRow]:
-    """Where the traced step's computation goes: kernel time by phase and family, the most first; none of a failure."""
+    """Rows of the traced step's kernel time by phase and family, the most first; none of a failure."""
     if isinstance(found, Failure) or found[0] is None:
         return
     computing = [each for each in found[0].profile.kernels if each.lane == "compute"]

@@ -1,4 +1,4 @@
-"""How long a step waits for other ranks, and how long anything is under way to them; without a profiler.
+"""Waits of a step for other ranks, and how long anything is under way to them; without a profiler.
 
 A step waits where its thread or, on a GPU, the stream that computes stops until a call to other ranks is over. torch
 and we stop it through a few functions (`_WAITS`). `Waits` marks both sides of each in the timed steps: with the host's
@@ -132,7 +132,8 @@ class Waits(Phases):
             yield
 
     def ms(self, steps: int) -> list[dict[str, float]]:
-        """What each of the last steps waited, by phase without "communication", once the device is done."""
+        """Milliseconds that each of the last steps waited, by phase without "communication", once the device is
+        done."""
         found: list[dict[str, float]] = []
         for waits in self._steps[-steps:]:
             found.append({})
@@ -163,7 +164,7 @@ class Waits(Phases):
         return marked
 
     def _computes(self, waiter: object) -> bool:
-        """Whether what would wait is what computes: not a side stream, nor another thread."""
+        """True if what would wait is what computes: not a side stream, nor another thread."""
         if self.marks.stream is None:
             return threading.get_ident() == self._thread
         stream = waiter if isinstance(waiter, torch.cuda.Stream) else torch.cuda.current_stream(self.marks.device)
@@ -188,7 +189,7 @@ class Waits(Phases):
 
 
 class Transfers:
-    """When each call to other ranks began and ended, in what runs inside `watching`."""
+    """Transfers: when each call to other ranks began and ended, in what runs inside `watching`."""
 
     def __init__(self, device: torch.device) -> None:
         self._marks = Marks(device)
@@ -222,7 +223,7 @@ class Transfers:
         return self._spans[-1]
 
     def _call_begins(self, device: torch.device) -> Callable[[dist.Work | None], object] | None:
-        """What is to be told the work of a call over tensors of this device."""
+        """Function to be told the work of a call over tensors of this device."""
         if device.type != self._marks.device.type:
             return None  # of a few bytes, over Gloo beside NCCL
         first = self._marks.current()

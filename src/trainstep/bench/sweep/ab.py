@@ -29,14 +29,14 @@ simulated, 95 % intervals end with 93 to 96 %, and these with 95 % or more (`tes
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the cases that are compared."""
+    """A case of those that are compared."""
 
     name: str
     """The value of the flag that differs; `A` and `A again` where none does."""
     settings: Mapping[str, Scalar]
     """Flags of `bench step`, without dashes."""
     is_checked: bool = True
-    """Whether the run is checked before it is timed: the first one is, and later ones are the same step."""
+    """True if the run is checked before it is timed: the first one is, and later ones are the same step."""
 
 
 def arms_of(axes: Mapping[str, Sequence[Scalar]], aa: bool) -> tuple[str, list[Arm]]:
@@ -134,5 +134,5 @@ def ratio_row(flag: str, old: Arm, new: Arm, before: Sequence[StepRow], after: S
 
 
 def run_alone(arm: Arm, number: int, out: Path) -> StepRow:
-    """One run: `bench step` in a process of its own, whose output and rows stay in a folder of `out`."""
+    """Run `bench step` in a process of its own, whose output and rows stay in a folder of `out`."""
     return step_alone(arm.settings if arm.is_checked else {**arm.settings, "no_check": True}, out, number)

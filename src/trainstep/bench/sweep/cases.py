@@ -63,7 +63,7 @@ _NAMED = {"changes": "rungs"}
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the grid."""
+    """A cell of the grid."""
 
     command: str  # a key of `ROW_KINDS`
     settings: Mapping[str, Scalar]  # flag without dashes → value, and `processes`; in the file's order
@@ -115,7 +115,7 @@ class Case:
         return of_kind(read_records(kept), SweepRow) if kept.exists() else None
 
     def is_finished(self, retried: Sequence[Status] = ()) -> bool:
-        """Whether the case has ended before, and not with a status that is to be tried again."""
+        """True if the case has ended before, and not with a status that is to be tried again."""
         rows = self.finished()
         return rows is not None and not any(row.status in retried for row in rows)
 
@@ -141,7 +141,7 @@ def flags(settings: Mapping[str, Scalar]) -> list[str]:
 
 @dataclass(frozen=True)
 class Grid:
-    """What a sweep file asks for."""
+    """Contents of a sweep file."""
 
     axes: tuple[str, ...]
     cases: Sequence[Case]

@@ -34,7 +34,7 @@ SETTLE_S = 30.0  # how long a file written on a node may take to show here, on a
 POLL_S = 0.5  # between two looks at the cases' files
 ASK_S, ASK_MOST_S = 2.0, 30.0  # between two questions to Slurm: the longer nothing has ended, the more
 OUT_OF_MEMORY = re.compile(r"exceeded (job |step )?memory limit|oom[-_ ]?kill", re.IGNORECASE)
-"""What Slurm writes into a job's error output where it, or the kernel, ended a process of it for its memory."""
+"""Text that Slurm writes into a job's error output where it, or the kernel, ended a process of it for its memory."""
 _OF_LAUNCHERS = re.compile(r"srun: |slurmstepd|submitit ")
 _SIGKILL = "killed by SIGKILL"
 _NO_SIGNAL = "B:CONT@1"
@@ -43,7 +43,7 @@ _NO_SIGNAL = "B:CONT@1"
 
 @dataclass(frozen=True)
 class Resources:
-    """What each case's job asks of the cluster."""
+    """Resources that each case's job asks of the cluster."""
 
     partition: str | None = None
     account: str | None = None
@@ -207,7 +207,7 @@ def _made_ready(case: Case) -> Case:
 
 
 def _executor(name: str, folder: Path, asked: Resources) -> submitit.AutoExecutor:
-    """What submits jobs of that name."""
+    """Executor that submits jobs of that name."""
     import submitit
 
     executor = submitit.AutoExecutor(folder=folder / "%j", cluster="slurm")
@@ -251,13 +251,13 @@ def _submit(
 
 
 def _is_settled(case: Case) -> bool:
-    """Whether the case has rows, of which none may be for want of memory, as only its job's state tells."""
+    """True if the case has rows, of which none may be for want of memory, as only its job's state tells."""
     rows = case.finished()
     return rows is not None and not any(row.reason.startswith(_SIGKILL) for row in rows)
 
 
 def _ended(jobs: set[str], found: Mapping[str, slurm.State]) -> dict[str, slurm.State]:
-    """Those of the jobs that have ended → how."""
+    """Jobs that have ended → how."""
     states = {job: found.get(job) or slurm.remembered(job) for job in jobs}
     return {job: state for job, state in states.items() if state.is_final}
 

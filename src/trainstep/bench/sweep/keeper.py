@@ -70,7 +70,7 @@ def main(cap: int, stdout: str, stderr: str, command: list[str]) -> int:
 
 
 def _is_closed(pipe: int) -> bool:
-    """Whether the other end is closed; nothing is ever written to it."""
+    """True if the other end is closed; nothing is ever written to it."""
     ready, _, _ = select.select([pipe], [], [], 0)
     return bool(ready) and not os.read(pipe, 1)
 

@@ -53,7 +53,7 @@ def _written(case: Case) -> list[Row]:
 
 
 def _told_apart(rows: Sequence[Row]) -> list[str | None]:
-    """What tells each row of one case from the others, in words; nothing where there is one."""
+    """Words that tell each row of one case from the others; nothing where there is one."""
     if len(rows) < 2:
         return [None] * len(rows)
     names = [name for name in rows[0].case if len({row.case.get(name) for row in rows}) > 1]

@@ -52,7 +52,7 @@ class Child:
         )
 
     def poll(self) -> bool:
-        """Whether the case has ended, by itself or because its time was up. If so, its rows are kept."""
+        """True if the case has ended, by itself or because its time was up. If so, its rows are kept."""
         code = self._process.poll()
         seconds = time.monotonic() - self._start
         if code is None and (self._timeout_s is None or seconds <= self._timeout_s):

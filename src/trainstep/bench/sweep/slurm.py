@@ -1,4 +1,4 @@
-"""What Slurm says of a sweep's jobs, and their end: all of them bear one name, by which they are found.
+"""Slurm's word on a sweep's jobs, and their end: all of them bear one name, by which they are found.
 
 The name is on disk before the first job is submitted, so that none is forgotten, whenever the sweep is killed. Then
 this file is what cancels them: it is run beside the sweep, `python -I slurm.py SUBMITTED`, and needs the standard
@@ -27,7 +27,7 @@ FINAL = frozenset(
 )
 """States that a job does not leave; after all others it may still run, also once more."""
 GONE = "GONE"
-"""What we call a job that Slurm has forgotten, where no accounting remembers it."""
+"""Name for a job that Slurm has forgotten, where no accounting remembers it."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def remembered(job: str) -> State:
 
 
 def largest_array() -> int:
-    """How many jobs Slurm takes as one array; 1 where it takes none."""
+    """Number of jobs that Slurm takes as one array; 1 where it takes none."""
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", _run("scontrol", "show", "config") or "", re.MULTILINE)
     return max(1, int(found[1])) if found else 1001  # Slurm's default
 
@@ -94,13 +94,13 @@ def cancel(submitted: Path) -> None:
 
 
 def some_left(name: str) -> bool:
-    """Whether jobs with that name have not ended, or Slurm does not answer."""
+    """True if jobs with that name have not ended, or Slurm does not answer."""
     found = states(name)
     return found is None or any(not state.is_final for state in found.values())
 
 
 def _run(*words: str) -> str | None:
-    """What a command prints; None where it fails, as when the controller is away."""
+    """Output of a command; None where it fails, as when the controller is away."""
     try:
         done = subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=WAIT_S, check=False
@@ -117,7 +117,7 @@ def waits_for(found: Iterable[State]) -> dict[str, int]:
 
 
 PASSING = frozenset(["None", "Resources", "Priority", "JobArrayTaskLimit", "BeginTime", "Cleaning", "Prolog"])
-"""Why a job waits that will run when others have ended."""
+"""Reasons for which a job waits that will run when others have ended."""
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def our_attention(trial: Trial) -> None:
 
 
 def _kernels_take(query: Any, key: Any, value: Any, is_grouped: bool) -> bool:
-    """Whether shapes are those that our attention takes; torch's also takes batches of one for many, and values of
+    """True if shapes are those that our attention takes; torch's also takes batches of one for many, and values of
     another width than keys."""
     if not query.is_cuda or query.dim() != key.dim() or key.shape != value.shape or query.shape[-1] != key.shape[-1]:
         return False

@@ -32,7 +32,7 @@ def compiled_models(trial: Trial) -> None:
 
 
 def any_sizes(trial: Trial) -> None:
-    """What the script compiles is compiled once for all sizes that change, and not for each."""
+    """Compile what the script compiles once for all sizes that change, and not for each."""
     import torch
 
     original = torch.compile

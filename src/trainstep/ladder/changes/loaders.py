@@ -14,11 +14,12 @@ from trainstep.ladder.patch import arguments
 from trainstep.ladder.trial.trial import Trial
 
 WORKERS = 4
-"""Of a loader that has fewer, where this process may run on as many cores."""
+"""Workers of a loader that has fewer, where this process may run on as many cores."""
 LEAST_WAIT = 0.01
-"""Where steps wait for data for less of their time, workers that load it earlier cannot gain what runs tell apart."""
+"""Least share of waiting: where steps wait for data for less of their time, workers that load it earlier cannot gain
+what runs tell apart."""
 TIMES = 2
-"""As many samples as before are in a larger batch."""
+"""Factor by which a larger batch has more samples."""
 _NO_LOADER = "the script makes no DataLoader"
 
 
@@ -62,7 +63,7 @@ PINNED = Change(
 
 
 def workers_here() -> int:
-    """How many a loader is given."""
+    """Number of workers that a loader is given."""
     return max(1, min(WORKERS, cores()))
 
 

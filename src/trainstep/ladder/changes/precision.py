@@ -143,13 +143,13 @@ def _narrow_names(statement: ast.stmt, floats: Sequence[bool] | None) -> list[st
 
 
 def _spans_lines(statement: ast.stmt) -> bool:
-    """Whether a text in it goes over several lines, which another indentation would change."""
+    """True if a text in it goes over several lines, which another indentation would change."""
     texts = (ast.Constant, ast.JoinedStr)
     return any(isinstance(each, texts) and each.lineno != each.end_lineno for each in ast.walk(statement))
 
 
 def _shares_line(node: ast.AST, first: int, last: int) -> bool:
-    """Whether a statement begins or ends on one of these lines, beside one that has them to itself."""
+    """True if a statement begins or ends on one of these lines, beside one that has them to itself."""
     return isinstance(node, ast.stmt) and (first <= node.lineno <= last or node.end_lineno == first)
 
 

@@ -83,7 +83,7 @@ class HeadLoss:
         return Logits.made(Product(self, head, hidden, weight, bias), (), hidden, dtype)
 
     def further(self, own: Logits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """What comes of another call: a loss, further logits, or None where it is neither's."""
+        """Result of another call: a loss, further logits, or None where it is neither's."""
         name = getattr(func, "__name__", "")
         if func is F.cross_entropy:
             return self._joined(own, *args[1:], **kwargs)
@@ -153,8 +153,8 @@ class HeadLoss:
 
 
 def _weights_of_heads(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
-    """Those of linear layers as wide as an embedding has rows, of the last one, and of embeddings themselves; each with
-    how many dimensions its input has at least. A last one that is as wide as nothing may be a classifier's, whose
+    """Weights of linear layers as wide as an embedding has rows, of the last one, and of embeddings themselves; each
+    with how many dimensions its input has at least. A last one that is as wide as nothing may be a classifier's, whose
     logits are few: its input has to have tokens. What is in a block is none, though positions may be as many as an MLP
     is wide."""
     in_blocks = {part for block in find_blocks(module) for part in block.modules() if part is not block}
@@ -171,7 +171,7 @@ def _weights_of_heads(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
 
 
 def _may_be_logits(hidden: Any, weight: Tensor, bias: Any) -> bool:
-    """Whether a product is that of a head in training: of activations with dimensions of tokens, with gradients."""
+    """True if a product is that of a head in training: of activations with dimensions of tokens, with gradients."""
     tensors = [hidden, weight] if bias is None else [hidden, weight, bias]
     if type(hidden) is not Tensor or type(weight) is not nn.Parameter or type(bias) not in (nn.Parameter, type(None)):
         return False
@@ -232,7 +232,7 @@ def _with_shape(own: Logits, name: str, func: Any, args: Any, kwargs: dict[str, 
 
 
 def _moves_classes(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call swaps the last two of three dimensions."""
+    """True if a call swaps the last two of three dimensions."""
     if kwargs:
         return False
     given = list(args[1]) if len(args) == 2 and isinstance(args[1], (tuple, list)) else list(args[1:])
@@ -245,7 +245,7 @@ def _moves_classes(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _keeps_classes(index: Any, dims: int) -> bool:
-    """Whether an index into logits takes all of the last dimension, so that it may be one into the hidden states."""
+    """True if an index into logits takes all of the last dimension, so that it may be one into the hidden states."""
     items = index if isinstance(index, tuple) else (index,)
     used = 0  # dimensions
     for each in items:

@@ -40,7 +40,7 @@ LATE, AT_ONCE = "read late", "still waited for at "
 
 
 class Reading:
-    """One number on its way from a GPU to the host."""
+    """A number on its way from a GPU to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
         with torch.no_grad():
@@ -51,7 +51,7 @@ class Reading:
         self._number: float | None = None
 
     def is_done(self) -> bool:
-        """Whether it has arrived."""
+        """True if it has arrived."""
         return self._number is not None or self._event.query()
 
     def number(self) -> float:
@@ -84,7 +84,7 @@ class Later:
         self._number: Any = None
 
     def is_there(self) -> bool:
-        """Whether nothing need be waited for."""
+        """True if nothing need be waited for."""
         return all(each.is_done() for each in self.readings)
 
     def now(self) -> Any:
@@ -105,19 +105,19 @@ class Later:
         self.depth = 1 + max((each.depth for each in self.operands if isinstance(each, Later)), default=0)
 
     def __getattr__(self, name: str) -> Any:
-        """What a float has, such as `is_integer`."""
+        """Attribute that a float has, such as `is_integer`."""
         if not hasattr(float, name):
             raise AttributeError(f"'float' object has no attribute '{name}'")
         return getattr(self.now(), name)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """What numpy makes arrays of."""
+        """Array that numpy makes of it."""
         import numpy
 
         return numpy.asarray(self.now(), dtype)
 
     def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What numpy computes with it, in the dtype that a float gives."""
+        """Compute with it in numpy, in the dtype that a float gives."""
         return getattr(function, method)(*_known(args), **_known(kwargs))
 
     def __round__(self, digits: int | None = None) -> Any:
@@ -133,7 +133,7 @@ class Later:
         return divmod(other, self.now())
 
     def __conform__(self, protocol: object) -> Any:
-        """What sqlite3 keeps."""
+        """Value that sqlite3 keeps."""
         return self.now()
 
     def __reduce__(self) -> Any:
@@ -164,7 +164,7 @@ def _combined(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _give_operators() -> None:
-    """What a float can do."""
+    """Give it what a float can do."""
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
         function = getattr(operator, name)
 
@@ -198,7 +198,7 @@ numbers.Real.register(Later)  # as tensorboard and numpy ask
 
 
 def _taking_later(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of torch's functions that go by types, such as `torch.tensor`."""
+    """Wrap one of torch's functions that go by types, such as `torch.tensor`."""
 
     @functools.wraps(function)
     def taking(*args: Any, **options: Any) -> Any:

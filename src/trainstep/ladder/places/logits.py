@@ -23,14 +23,14 @@ COMPUTED_TOO = "its logits are computed all the same"
 
 
 class Finder(Protocol):
-    """What made them."""
+    """Finder of the logits' products."""
 
     linear: Callable[..., Tensor]  # torch's own
     note: Callable[[str, str], object]
     updates: int  # steps of optimizers until now
 
     def further(self, own: Logits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """What comes of another call, or None where that computes them."""
+        """Result of another call, or None where that computes them."""
 
 
 class Head:
@@ -42,7 +42,7 @@ class Head:
 
 
 class Product:
-    """One call of a head, which is computed when its values are asked for."""
+    """A call of a head, which is computed when its values are asked for."""
 
     def __init__(self, finder: Finder, head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.finder, self.head = finder, head
@@ -71,7 +71,7 @@ class Product:
             )
 
     def after(self, calls: tuple[Call, ...]) -> Tensor:
-        """Its values after further calls, by the script's own."""
+        """Values after further calls, by the script's own."""
         with self.state.entered():
             if self.value is None:
                 self.check()
@@ -86,7 +86,8 @@ class Product:
             return cast(Tensor, after(self.value, calls))
 
     def gradients(self, calls: tuple[Call, ...], gradient: Tensor) -> list[Tensor | None]:
-        """Of its inputs, from that of what further calls make of it; computed anew, as the script may use it too."""
+        """Gradients of its inputs, from that of what further calls make of it; computed anew, as the script may use it
+        too."""
         self.check()
         self._check_value()
         inputs = [each.detach().requires_grad_(each.requires_grad) for each in self.inputs()]

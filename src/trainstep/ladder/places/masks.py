@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from trainstep.observe.lines import line_of_call
 
 MASKED = -1e4
-"""What is filled in or added where attention must not look is this or less: exp of it is 0 next to any usual score."""
+"""Largest value that masks: what is filled in or added where attention must not look is this or less: exp of it is 0
+next to any usual score."""
 _SUMS = ("add", "__add__", "__radd__", "add_", "__iadd__")
 
 
 @dataclass(frozen=True)
 class Mask:
-    """One of them."""
+    """A mask of a script."""
 
     tensor: Tensor
     fill: float | None  # what scores are where the mask, of bool, is true; None where it is added to them
@@ -35,7 +36,7 @@ class Mask:
 
 
 class Masks:
-    """What scripts' masks come to."""
+    """Meaning of scripts' masks."""
 
     def __init__(self) -> None:
         self.is_first = True  # whether the first update is still to come
@@ -70,7 +71,7 @@ class Masks:
 
 
 def _looks_back(mask: Mask, length: int) -> Tensor:
-    """Whether a mask leaves out what comes after, in each of its parts, and nothing else: one bool on its device."""
+    """True if a mask leaves out what comes after, in each of its parts, and nothing else: one bool on its device."""
     after = torch.ones(length, length, dtype=torch.bool, device=mask.tensor.device).triu_(1)
     if mask.fill is not None:
         return (mask.left_out() == after).all()
@@ -83,7 +84,7 @@ def _filled(left_out: Tensor, fill: float, dtype: torch.dtype) -> Tensor:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a Python number."""
+    """True if a value is a Python number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -55,7 +55,7 @@ class Rotary:
 
 
 class _Replaced:
-    """One function."""
+    """A function that is replaced."""
 
     def __init__(self, finder: Rotary, original: Callable[..., Any]) -> None:
         self._finder, self._original = finder, original
@@ -63,7 +63,7 @@ class _Replaced:
         self._last: list[tuple[weakref.ref[Tensor], int | None]] = []  # tables that were looked at, and their versions
 
     def function(self) -> Callable[..., Any]:
-        """What takes its place."""
+        """Function that takes its place."""
         original = self._original
 
         @functools.wraps(original)
@@ -81,7 +81,7 @@ class _Replaced:
         return turned
 
     def _repeat(self, cos: Tensor, sin: Tensor) -> bool:
-        """Whether tables repeat; looked at once for all layers that are given the same ones."""
+        """True if tables repeat; looked at once for all layers that are given the same ones."""
         now = [(each, _version(each)) for each in (cos, sin)]
         if self._last and all(
             known() is each and version == before and version is not None
@@ -100,12 +100,12 @@ class _Replaced:
 
 
 def _version(table: Tensor) -> int | None:
-    """How often it was changed in place; None of inference mode's tensors, of which nobody knows."""
+    """Number of times that it was changed in place; None of inference mode's tensors, of which nobody knows."""
     return None if table.is_inference() else table._version
 
 
 def _turns(function: Callable[..., Any]) -> bool:
-    """Whether a function computes rotary positions of feature i with i + K/2, by a call of it with small tensors."""
+    """True if a function computes rotary positions of feature i with i + K/2, by a call of it with small tensors."""
     try:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -116,7 +116,8 @@ def _turns(function: Callable[..., Any]) -> bool:
 
 
 _DTYPES = ((torch.float64, torch.float64), (torch.float32, torch.float64), (torch.float64, torch.float32))
-"""Of (q, k) and of tables. Where they differ, ours come in the wider one, as products do, and some cast theirs back."""
+"""Dtypes of (q, k) and of tables. Where they differ, ours come in the wider one, as products do, and some cast theirs
+back."""
 
 
 def _turns_dtypes(function: Callable[..., Any], dtype: torch.dtype, of_tables: torch.dtype) -> bool:

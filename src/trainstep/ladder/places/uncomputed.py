@@ -29,15 +29,15 @@ KNOWN = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", 
 
 
 class Uncomputed(Tensor):
-    """One of them."""
+    """A result that is not computed yet."""
 
     def as_written(self) -> Tensor:
-        """Its values, by the script's own calls."""
+        """Compute its values by the script's own calls."""
         raise NotImplementedError
 
 
 def known(func: Any, args: Any, kwargs: Any) -> Any:
-    """What one of `KNOWN` answers."""
+    """Answer of one of `KNOWN`."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -61,7 +61,7 @@ def after(value: Any, calls: tuple[Call, ...]) -> Any:
 
 
 def is_transformed(*tensors: Tensor) -> bool:
-    """Whether any is of torch.func's transforms, or has a tangent (forward-mode AD): nodes with a backward alone do not
+    """True if any is of torch.func's transforms, or has a tangent (forward-mode AD): nodes with a backward alone do not
     know what to do with these."""
     return any(
         torch._C._functorch.is_functorch_wrapped_tensor(each) or unpack_dual(each).tangent is not None
@@ -70,7 +70,7 @@ def is_transformed(*tensors: Tensor) -> bool:
 
 
 class State(NamedTuple):
-    """What a call's result depends on besides its arguments."""
+    """State that a call's result depends on besides its arguments."""
 
     device: str
     has_grad: bool
@@ -88,7 +88,7 @@ class State(NamedTuple):
 
 
 def state_of(device: torch.device) -> State:
-    """Of a call that is made now."""
+    """State for a call that is made now."""
     kind = device.type
     return State(kind, torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 

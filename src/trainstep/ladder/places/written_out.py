@@ -43,7 +43,7 @@ Note = Callable[[str, str], object]
 
 @dataclass(frozen=True)
 class _Chain:
-    """How scores, or the probabilities after softmax, come about."""
+    """A chain of calls by which scores, or the probabilities after softmax, come about."""
 
     query: Tensor  # (…, L, E)
     key: Tensor  # (…, E, S)
@@ -155,7 +155,7 @@ class Finder:
         return product
 
     def further(self, own: Scores, func: Any, args: Any, kwargs: Any) -> Any:
-        """What comes of another call, or None where that is none of attention's."""
+        """Result of another call, or None where that is none of attention's."""
         chain, name = own.chain, getattr(func, "__name__", "")
         if state_of(own.device) != chain.state:
             return None
@@ -216,7 +216,7 @@ class Finder:
 
 
 def _may_be_scores(query: Any, key: Any) -> bool:
-    """Whether two factors may be queries and transposed keys: activations of equal batch and heads."""
+    """True if two factors may be queries and transposed keys: activations of equal batch and heads."""
     if type(query) is not Tensor or type(key) is not Tensor:
         return False
     if is_transformed(query, key):

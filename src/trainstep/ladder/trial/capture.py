@@ -1,6 +1,6 @@
-"""What a run of a script is judged by, written to its folder: the gradients of the first update as the optimizer sees
-them, what models made of their buffers until then, the loss of every update, and how far the weights have moved at the
-end.
+"""Captures by which a run of a script is checked, written to its folder: the gradients of the first update as the
+optimizer sees them, what models made of their buffers until then, the loss of every update, and how far the weights
+have moved at the end.
 
 Copies are made in each optimizer's first two updates and after the last, in steps that are not timed; in between a loss
 is kept on its device. A run that nobody judges copies nothing: hashing, moving and writing several times the weights
@@ -41,7 +41,7 @@ DIGEST = 16
 
 @dataclass(frozen=True)
 class Captured:
-    """What one run left."""
+    """Captures that one run left."""
 
     gradients: Gradients  # of every optimizer's first step, with the loss of the first update and buffers until then
     weights: str  # a checksum of what the optimizers were given to train, before their first step
@@ -89,7 +89,7 @@ class Capture:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those that have begun to step."""
+        """Optimizers that have begun to step."""
         return self._seen
 
     def see_model(self, root: nn.Module) -> None:
@@ -105,7 +105,7 @@ class Capture:
         self.took_s += time.monotonic() - start
 
     def see_loss(self, tensors: Any) -> None:
-        """What a backward pass begins at."""
+        """See the loss that a backward pass begins at."""
         if self._folder is None or os.getpid() != self._process:
             return
         if self._closed:
@@ -197,7 +197,7 @@ class Capture:
         return {name: each / 2**30 for name, each in zip(("peak_gib", "fixed_gib", "limit_gib"), found, strict=True)}
 
     def _kept(self) -> Iterator[Tensor]:
-        """What is there between two steps."""
+        """Tensors that are there between two steps."""
         for root in self.roots:
             yield from (each.detach() for each in (*root.parameters(), *root.buffers()))
         for value, _ in self._initial.values():
@@ -213,12 +213,12 @@ class Capture:
             self._put_moved(name, self._first_moved[name])
 
     def _put_moved(self, name: str, out: Tensor) -> Tensor:
-        """How far a parameter is from what it was."""
+        """Put the distance of a parameter from what it was."""
         value, before = self._initial[name]
         return out.copy_(_own(value.detach())).sub_(before)
 
     def _name_of(self, parameter: Tensor, place: str) -> str:
-        """As its model calls it, the same in every run; else its place in the optimizer."""
+        """Name of a parameter in its model, the same in every run; else its place in the optimizer."""
         if not self._names:
             for number, root in enumerate(self.roots):
                 for name, each in root.named_parameters():
@@ -228,7 +228,7 @@ class Capture:
 
 
 def _without_wrappers(name: str) -> str:
-    """As the model calls it that is compiled or wrapped."""
+    """Name in the model that is compiled or wrapped."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
@@ -244,12 +244,12 @@ def _digest(value: Tensor) -> bytes:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of all together, each place in memory once; what has no storage of its own is left out."""
+    """Bytes of all together, each place in memory once; what has no storage of its own is left out."""
     return sum(dict(filter(None, map(_memory_of, tensors))).values())
 
 
 def _memory_of(value: Tensor) -> tuple[int, int] | None:
-    """Where it lies, and its bytes; None of what has no storage of its own, such as a sparse tensor."""
+    """Address and bytes of a tensor; None of what has no storage of its own, such as a sparse tensor."""
     try:
         return value.data_ptr(), value.numel() * value.element_size()
     except RuntimeError:  # also NotImplementedError, of wrappers around other tensors
@@ -262,7 +262,7 @@ def _own(value: Tensor) -> Tensor:
 
 
 def of_all_ranks(found: Sequence[Captured]) -> Captured:
-    """What the ranks of one run left, in the order of their numbers, as one.
+    """Captures of the ranks of one run, in the order of their numbers, as one.
 
     Where all have the same weights and gradients, as data parallel training has them, the first rank's stand for all.
     Else each rank's count by themselves: parts of the same parameters, or what went wrong. Buffers are the first
@@ -307,7 +307,7 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def read_captured(folder: Path) -> Captured | None:
-    """What a run left in its folder; None where it ended before its first update, or did not end in peace.
+    """Captures that a run left in its folder; None where it ended before its first update, or did not end in peace.
 
     Tensors are not read yet but mapped: they stay where they are, also once their file is removed.
     """

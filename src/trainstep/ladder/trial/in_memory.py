@@ -15,7 +15,7 @@ from pathlib import Path
 from trainstep.base.hardware import free_host_bytes
 
 MOST = 0.5
-"""Of the free memory, what a file may take of it, together with those that other ranks of the host write meanwhile."""
+"""Share of the free memory that a file may take, together with those that other ranks of the host write meanwhile."""
 
 
 class InMemory:

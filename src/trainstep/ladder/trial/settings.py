@@ -1,4 +1,4 @@
-"""What a script sets itself of the things that the ladder changes, and the lines where it does."""
+"""Settings that a script makes itself of the things that the ladder changes, and the lines where it does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ CHECKPOINTS = (
     (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
     (torch.utils.checkpoint.CheckpointFunction, "forward"),
 )
-"""What torch.utils.checkpoint.checkpoint calls, in its two ways: scripts hold the function itself by its name."""
+"""Functions that torch.utils.checkpoint.checkpoint calls, in its two ways: scripts hold the function itself by its
+name."""
 ATTENTION, DROPPING = "ScaledDotProduct", ", dropping"
 """In the name of every node of scaled_dot_product_attention's backward; what is added where it drops some."""
 CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
@@ -96,7 +97,7 @@ class Settings:
         handles.append(module.register_forward_hook(see_results))
 
     def see_loss(self, tensors: Any) -> None:
-        """What a backward pass begins at, whose graph has the operators of the forward pass."""
+        """See the loss that a backward pass begins at, whose graph has the operators of the forward pass."""
         roots = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
         nodes = [each.grad_fn for each in roots if isinstance(each, torch.Tensor)]
         seen = set[Any]()
@@ -178,7 +179,7 @@ class Settings:
             self._autocast.append(str(context.fast_dtype).removeprefix("torch."))
 
     def _names(self, names: Mapping[str, int]) -> list[str]:
-        """Those under which the line that makes the optimizer knows models that are called, one of each."""
+        """Names under which the line that makes the optimizer knows models that are called, one of each."""
         roots = {id(root) for root in self._roots}
         return list({number: name for name, number in names.items() if number in roots}.values())
 
@@ -193,22 +194,23 @@ def arguments_of(kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def batch_size_of(given: Mapping[str, Any]) -> int | None:
-    """What a DataLoader is told of its batches, by its arguments; None where it does not make them itself, or where how
-    many samples are in one is not known, as of an IterableDataset at its end."""
+    """Batch size that a DataLoader is told by its arguments; None where it does not make them itself, or where how many
+    samples are in one is not known, as of an IterableDataset at its end."""
     size = given.get("batch_size", 1)
     is_other = given.get("batch_sampler") is not None or isinstance(given.get("dataset"), IterableDataset)
     return size if isinstance(size, int) and not is_other and given else None
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether a module has some share to drop: as torch's modules call it, or in an attribute named after it."""
+    """True if a module has some share to drop: as torch's modules call it, or in an attribute named after it."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     return any(isinstance(value, float) and value > 0 for name, value in vars(module).items() if "dropout" in name)
 
 
 def _floats(results: Any) -> list[bool] | None:
-    """Of a model's result, or of each in a tuple or list, whether it is a floating-point tensor; None for others."""
+    """Say of a model's result, or of each in a tuple or list, whether it is a floating-point tensor; None for
+    others."""
     several = results if type(results) in (tuple, list) else (results,)
     if not any(isinstance(each, torch.Tensor) for each in several):
         return None

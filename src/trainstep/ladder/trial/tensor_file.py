@@ -68,7 +68,7 @@ class TensorFile:
 
 
 def _reserve(descriptor: int, start: int, size: int) -> None:
-    """What is mapped must be there: a full disk would end the process."""
+    """Reserve the space of what is mapped: a full disk would end the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, start, size)
     else:

@@ -1,4 +1,4 @@
-"""One run of a script for the ladder, in the script's process: seeds, changes from outside, and what it is judged by.
+"""A run of a script for the ladder, in the script's process: seeds, changes from outside, and what it is checked by.
 
 Importing this imports no torch: a script may choose its own moment.
 """

@@ -165,6 +165,7 @@ class Timeline:
     def _live(self, chosen: slice | NDArray[Any]) -> NDArray[np.int64]:
         """Bytes that some of the allocations hold in each of the `events` + 1 states."""
         start, end, size = (column[chosen] for column in self.columns[:3])
+        # Each block adds its bytes where it is made and takes them off where it ends: a running sum has the rest.
         change = np.zeros(self.events + 2, dtype=np.int64)
         np.add.at(change, start, size)
         np.subtract.at(change, end[end >= 0], size[end >= 0])
@@ -190,6 +191,7 @@ class Timeline:
             key: of an allocation's owner, origin and stack alone.
             state: of what is alive in it; by default of all.
         """
+        # A log has millions of blocks and few labels, so the key is asked once a label, and numpy adds up the blocks.
         start, end, size, label, examples = self.columns
         chosen = slice(None) if state is None else (start <= state) & ((end < 0) | (state < end))
         keys: dict[Key, int] = {}
@@ -210,6 +212,7 @@ class Timeline:
         made = np.flatnonzero(start > 0)
         keys: dict[Key, int] = {}
         numbers = np.array([keys.setdefault(key(each), len(keys)) for each in examples], dtype=np.int64)
+        # One whole number stands for size and key together, by which numpy finds the alike in one pass.
         _, rank = np.unique(size[made], return_inverse=True)
         alike = rank * max(1, len(keys)) + numbers[label[made]]
         _, first, counts = np.unique(alike, return_index=True, return_counts=True)

@@ -29,7 +29,7 @@ def default_bucket_mb(nbytes: int, by_copies: bool) -> float:
 def carrier_of(
     sizes: Sequence[int], bucket_mb: float | None, asked: TransportName, ranks: Ranks, device: torch.device
 ) -> Transport:
-    """What carries gradients of so many bytes each, in buckets, within a replica. All ranks call it."""
+    """Transport of gradients of so many bytes each, in buckets, within a replica. All ranks call it."""
     bucket_mb = default_bucket_mb(sum(sizes), by_copies=True) if bucket_mb is None else bucket_mb
     every = [size + _PLACE_BYTES for size in sizes]
     most = min(sum(every), int(min(bucket_mb * MB, sum(every))) + max(every), INBOX_BYTES)

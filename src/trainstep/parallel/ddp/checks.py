@@ -1,4 +1,4 @@
-"""What a module must be to be wrapped, and what it consists of."""
+"""Demands on a module that is to be wrapped, and its parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainstep.base.errors import UsageError
 
 
 def contents_of(module: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which parameters and modules it has itself."""
+    """Parameters and modules that it has itself."""
     return tuple(map(id, module._parameters.values())), tuple(map(id, module._modules.values()))
 
 

@@ -1,4 +1,4 @@
-"""What stands in `param.grad` for a mean gradient of which this rank has its slice alone (see `ddp` and `zero`)."""
+"""Stand-in in `param.grad` for a mean gradient of which this rank has its slice alone (see `ddp` and `zero`)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ScatteredGradient(StandIn):
 
     @classmethod
     def _moved(cls, gradient: ScatteredGradient, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Of a cast or move that changes nothing: the gradient itself. It has no layout of its own to change."""
+        """Return the gradient itself for a cast or move that changes nothing. It has no layout of its own to change."""
         probe = torch.empty(0, dtype=gradient.dtype, device=gradient.device)
         moved = func(probe, *args, **{name: value for name, value in kwargs.items() if name != "memory_format"})
         if not isinstance(moved, Tensor):  # type() names what it is

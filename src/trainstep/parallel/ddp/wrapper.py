@@ -203,12 +203,12 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def transport(self) -> TransportName:
-        """What carries gradients: what was asked for, or what auto has chosen."""
+        """Transport of gradients: the one that was asked for, or that auto has chosen."""
         return "collectives" if self._carrier is None else self._carrier.name
 
     @property
     def uncounted_bytes(self) -> int:
-        """What the transport's buffers take on this rank beyond `torch.cuda.memory_allocated`."""
+        """Bytes of the transport's buffers on this rank beyond `torch.cuda.memory_allocated`."""
         return 0 if self._carrier is None else self._carrier.uncounted_bytes
 
     def check_arrived(self, may_be_old: Callable[[nn.Parameter], bool]) -> None:
@@ -256,12 +256,12 @@ class DistributedDataParallel(nn.Module):
         return GradientBucket(numbers, scattered, self.ranks, self._between, copies)
 
     def _choose_carrier(self) -> Transport:
-        """What carries gradients within a replica; all ranks call it."""
+        """Choose the transport of gradients within a replica; all ranks call it."""
         sizes = [parameter.numel() * self._item_bytes(parameter) for parameter in self._trained]
         return carrier_of(sizes, self.bucket_mb, self.asked_transport, self.ranks, self._trained[0].device)
 
     def _item_bytes(self, parameter: nn.Parameter) -> int:
-        """Of an element of its gradient on the way."""
+        """Bytes of an element of its gradient on the way."""
         return (self.reduce_dtype or parameter.dtype).itemsize
 
     def _reset(self) -> None:

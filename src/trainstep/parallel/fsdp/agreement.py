@@ -1,4 +1,5 @@
-"""Whether all ranks are at the same point: they gather the same groups, and send the same gradients, in one order.
+"""Agreement of all ranks on the point they are at: they gather the same groups, and send the same gradients, in one
+order.
 
 A rank that calls other blocks than the others, or calls them in another order, takes part in collectives that are not
 the ones it means: of one size, they fill its weights with those of another block, and training goes on.
@@ -26,7 +27,7 @@ ADVICE = (
 
 
 class Agreement:
-    """One per wrapper.
+    """Agreement of one wrapper's ranks.
 
     Args:
         names: of the groups, for errors.

@@ -1,4 +1,4 @@
-"""Where a module's calls tell the schedule that they begin and end, in forward and in backward.
+"""Boundaries at which a module's calls tell the schedule that they begin and end, in forward and in backward.
 
 A unit's calls go through a `Boundary` (see `parallel.units`). In backward, a hook on the call's outputs, and on what it
 left in attributes, runs before backward enters the call; an identity node on its inputs runs after backward has left

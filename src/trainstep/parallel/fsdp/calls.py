@@ -49,7 +49,7 @@ class Pass:
         return self.predicted.groups[ended : ended + within] if self.predicted and is_expected else []
 
     def expects(self, group: GatherGroup, last: int, within: int) -> bool:
-        """Whether the group is expected to be needed within so many uses, `last` being the last of the call before."""
+        """True if the group is expected to be needed within so many uses, `last` being the last of the call before."""
         if self.predicted is None or last < len(self.uses) - 1:
             return False
         following = last if self.uses.calls[last] < self.predicted.calls[last] else last + 1
@@ -68,5 +68,5 @@ class Call:
     backward: int = -1  # the last one that reached it, by autograd's number
 
     def is_after(self, other: Call) -> bool:
-        """Whether it began after the other, in the same pass: then autograd is through with it before that one."""
+        """True if it began after the other, in the same pass: then autograd is through with it before that one."""
         return self.recorded_in is other.recorded_in is not None and min(self.positions) > max(other.positions)

@@ -1,4 +1,4 @@
-"""What carries a wrapper's parameters and gradients: within replicas, between them, or among all ranks at once."""
+"""Transports of a wrapper's parameters and gradients: within replicas, between them, or among all ranks at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Carriers:
 
     @property
     def name_between(self) -> str | None:
-        """What carries gradients between replicas: collectives, or AMONG_ALL; None where there is one."""
+        """Name of the transport of gradients between replicas: collectives, or AMONG_ALL; None where there is one."""
         if self.among is not None:
             return AMONG_ALL
         return None if self.between is None else self.between.name
@@ -62,7 +62,7 @@ def largest_of(each: Iterable[TransferBytes]) -> TransferBytes:
 
 
 def by_collectives(ranks: Ranks) -> Carriers:
-    """What carries all of it where nothing was chosen."""
+    """Carry all of it by collectives, where nothing was chosen."""
     return Carriers(Collectives(ranks.shard), None if ranks.replicate is None else Collectives(ranks.replicate))
 
 

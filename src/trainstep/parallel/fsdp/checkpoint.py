@@ -138,7 +138,7 @@ def load_state_by_name(
 
 
 def empty_optimizer(metadata: Metadata, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds under `optimizer`, with memory to read it into; empty if it holds nothing there."""
+    """Contents of a checkpoint under `optimizer`, with memory to read it into; empty if it holds nothing there."""
     empty: dict[str, Any] = {}
     for flat_name, path in (metadata.planner_data or {}).items():
         if path[0] != "optimizer":

@@ -1,4 +1,4 @@
-"""What is checked when the wrapper is built, and before an optimizer steps."""
+"""Checks when the wrapper is built, and before an optimizer steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _REPLICATED = "DistributedDataParallel"
 
 
 class StepCheck:
-    """Of optimizers that have any of one wrapper's parameters."""
+    """Checks of optimizers that have any of one wrapper's parameters."""
 
     def __init__(self, sharded: Sequence[ShardedParameter], process_group: dist.ProcessGroup) -> None:
         self._sharded, self._process_group = sharded, process_group
         self._shards = Known({each.name: each.shard for each in sharded})
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer has any of the shards."""
+        """True if the optimizer has any of the shards."""
         return self._shards.first_in(optimizer) is not None
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -55,7 +55,7 @@ class StepCheck:
 
 
 class Contents:
-    """Which modules and parameters a sharded module is made of; what comes later is neither sharded nor synchronised.
+    """Modules and parameters of a sharded module; later ones are neither sharded nor synchronised.
 
     Args:
         sharded: all its parameters.
@@ -103,7 +103,7 @@ class Contents:
 
 
 def is_kept(entry: PlannedParameter, kept: set[nn.Module]) -> bool:
-    """Whether a parameter belongs to modules that are kept in full precision.
+    """True if a parameter belongs to modules that are kept in full precision.
 
     Raises:
         UsageError: it is tied, and belongs to others as well.
@@ -168,7 +168,7 @@ def check_arguments(
 
 
 def device_for(parameters: list[nn.Parameter], ranks: Ranks, asked: torch.device | str | None) -> torch.device:
-    """Where to train: as asked, else where the parameters are or, from meta, the group's device.
+    """Device to train on: as asked, else where the parameters are or, from meta, the group's device.
 
     Raises:
         UsageError: the mesh is of other devices.

@@ -1,4 +1,4 @@
-"""What modules save beside their tensors, by `get_extra_state`."""
+"""State that modules save beside their tensors, by `get_extra_state`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a name of a state dict is that of a module's extra state."""
+    """True if a name of a state dict is that of a module's extra state."""
     return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 

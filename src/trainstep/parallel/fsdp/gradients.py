@@ -67,7 +67,7 @@ class GradientBuffer:
 
     @property
     def transfer_bytes(self) -> TransferBytes:
-        """What is carried at a time; within a replica, nothing is exchanged that is reduced instead."""
+        """Bytes that are carried at a time; within a replica, nothing is exchanged that is reduced instead."""
         width = self._compute_dtype.itemsize
         exchanged = self._layout.ranks * self._layout.size * width if self._is_narrow else 0
         gradients = self._layout.ranks * self._replicas * self._shared * width
@@ -75,7 +75,7 @@ class GradientBuffer:
 
     @property
     def is_averaged(self) -> bool:
-        """Whether a replica's means go on to the other replicas."""
+        """True if a replica's means go on to the other replicas."""
         return self._average is not None
 
     def connect(self, carriers: Carriers) -> None:

@@ -28,7 +28,7 @@ from trainstep.parallel.transport.by_copies import padded
 
 
 class GatherGroup:
-    """One group; its parameters are in order of definition."""
+    """A group whose parameters are gathered together, in order of definition."""
 
     def __init__(
         self,
@@ -88,32 +88,32 @@ class GatherGroup:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the storage is there; its values may still be on their way."""
+        """True if the storage is there; its values may still be on their way."""
         return self._storage.nbytes() > 0
 
     @property
     def is_ready(self) -> bool:
-        """Whether the values are there, too, for the current stream."""
+        """True if the values are there, too, for the current stream."""
         return self._pending is None and self._storage.nbytes() > 0
 
     def is_part_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor shares memory with the full parameters."""
+        """True if a tensor shares memory with the full parameters."""
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
         return plain and tensor.untyped_storage()._cdata == self._storage._cdata
 
     @property
     def under_way(self) -> Pending | None:
-        """Its gather, while nobody has waited for it."""
+        """The group's gather, while nobody has waited for it."""
         return self._pending
 
     @property
     def communicates(self) -> bool:
-        """Whether gathering it takes a collective."""
+        """True if gathering it takes a collective."""
         return self._all_gather is not None
 
     @property
     def transfer_bytes(self) -> TransferBytes:
-        """What is carried at a time; slices are as a transport lays them out."""
+        """Bytes that are carried at a time; slices are as a transport lays them out."""
         slices = sum(padded(region.nbytes // self._process_group.size()) for region in self._gathered_bytes)
         return largest_of([TransferBytes(slices), *(buffer.transfer_bytes for buffer in self.buffers)])
 
@@ -132,12 +132,12 @@ class GatherGroup:
 
     @property
     def version(self) -> int:
-        """How often this rank's shards were changed in place."""
+        """Number of times that this rank's shards were changed in place."""
         return sum(parameter.shard._version for parameter in self.parameters)
 
     @property
     def is_stale(self) -> bool:
-        """Whether it was gathered, and the shards were changed since."""
+        """True if it was gathered, and the shards were changed since."""
         return self.is_gathered and self.version != self._gathered_version
 
     def gather(self, stream: SideStream) -> None:

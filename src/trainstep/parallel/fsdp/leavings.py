@@ -49,7 +49,7 @@ def hidden_tensors(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
 
 
 class Leavings:
-    """What the modules of a unit hold in attributes after a call."""
+    """Tensors that the modules of a unit hold in attributes after a call."""
 
     def __init__(self, unit: nn.Module) -> None:
         self._modules = [weakref.ref(module) for module in unit.modules()]  # one of them leads here

@@ -1,4 +1,4 @@
-"""What stands for a sharded parameter: handles outside of the module, placeholders inside.
+"""Stand-ins for a sharded parameter: handles outside of the module, placeholders inside.
 
 The wrapper's `parameters()` are handles. A placeholder is in the module while no call that owns the parameter is
 running. Code outside of those calls may read it all the same: a position embedding added as a slice, a head tied by
@@ -166,7 +166,7 @@ def stand_for_all(schedule: Schedule, process_group: dist.ProcessGroup) -> None:
 
 
 def _reader(alive: weakref.ref[Schedule], number: int) -> Callable[[], nn.Parameter]:
-    """What gathers a parameter for a read outside of its module's calls."""
+    """Function that gathers a parameter for a read outside of its module's calls."""
 
     def read() -> nn.Parameter:
         schedule = alive()

@@ -177,7 +177,7 @@ def _like(first: RankRows, plain: Tensor, what: str) -> Any:
 
 
 def beside(first: RankRows, value: Any, what: str, *, is_written: bool = False) -> Any:
-    """What takes part beside the rows where `value` would take part beside the whole."""
+    """Value that takes part beside the rows where `value` would take part beside the whole."""
     if isinstance(value, RankRows):
         if value.rows is not None and (value.rows, len(value), value.dim()) != (first.rows, len(first), first.dim()):
             value.refuse(f"{what} with other rows")
@@ -217,7 +217,7 @@ def _elementwise(what: str, func: Callable[..., Any], args: tuple[Any, ...], kwa
         return [one(first, each, is_written) for first, each in zip(firsts, value, strict=False)]
 
     def given(first: RankRows | None, value: Any) -> Any:
-        """What is given back for a result: an argument itself if that was changed in place."""
+        """Value that is given back for a result: an argument itself if that was changed in place."""
         if first is None or not isinstance(value, Tensor):
             return value
         return known[id(value)] if id(value) in known else _like(first, value, what)
@@ -276,7 +276,7 @@ def moved_or_cast() -> UsageError:
 
 
 def frozen(name: str, requires_grad: bool) -> UsageError:
-    """Whether a parameter is trained was changed to `requires_grad`."""
+    """Error for a parameter whose `requires_grad` was changed to this value."""
     return UsageError(
         f"requires_grad of {name} was {not requires_grad} when it was sharded and is {requires_grad} now; freeze or "
         "unfreeze before FullyShardedDataParallel is built"
@@ -312,7 +312,7 @@ _LOCAL = frozenset(
 
 @functools.cache
 def _is_local(func: Callable[..., Any]) -> bool:
-    """Whether each element of the result depends on the elements in its own place."""
+    """True if each element of the result depends on the elements in its own place."""
     name = name_of(func)
     if name in _LOCAL or name.startswith("_fused_") or (name == "data" and func.__name__ == "__get__"):
         return True

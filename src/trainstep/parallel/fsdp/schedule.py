@@ -1,4 +1,4 @@
-"""When groups are gathered and freed, and when their gradients are sent; `boundary` says when calls begin and end.
+"""Schedule of gathers, of freeing, and of sending gradients; `boundary` says when calls begin and end.
 
 The order in which calls need groups is recorded in every pass (a forward of the wrapper and what follows it), and
 predicts the next pass. A group is gathered when the call `prefetch` calls before it begins, or at its own call if that
@@ -35,11 +35,11 @@ from trainstep.parallel.units import in_backward
 
 
 class Hold:
-    """What stands among the calls that a group awaits when something outside of calls uses it."""
+    """Stand-in among the calls that a group awaits, when something outside of calls uses it."""
 
 
 class Schedule:
-    """What happens at the calls of units and at their parameters' gradients. Gathers run `prefetch` uses ahead."""
+    """Actions at the calls of units and at their parameters' gradients. Gathers run `prefetch` uses ahead."""
 
     def __init__(self, groups: Sequence[GatherGroup], ranks: Ranks, prefetch: int, device: torch.device) -> None:
         self.groups = groups
@@ -78,7 +78,7 @@ class Schedule:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no gradient has come since gradients were last synchronised."""
+        """True if no gradient has come since gradients were last synchronised."""
         return not self.used
 
     def check_complete(self, before: str) -> None:
@@ -95,7 +95,8 @@ class Schedule:
 
     @property
     def may_read(self) -> bool:
-        """Whether what is not gathered may be, for a read outside of calls: all ranks are in forward or backward."""
+        """True if parameters that are not gathered may be, for a read outside of calls: all ranks are in forward or
+        backward."""
         return self.passes_running > 0 or in_backward()
 
     def begin_pass(self) -> None:

@@ -73,7 +73,8 @@ class ShardedParameter:
         return self.names[0]
 
     def compute_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """What it is gathered in, if floating-point parameters are computed with in `dtype` (None: as they are)."""
+        """Dtype that it is gathered in, if floating-point parameters are computed with in `dtype` (None: as they
+        are)."""
         if dtype is None or self.keeps_dtype or not self.shard.is_floating_point():
             return self.shard.dtype
         return dtype
@@ -118,7 +119,7 @@ class ShardedParameter:
 
     @property
     def is_accumulated(self) -> bool:
-        """Whether the backward that is running gives the whole a gradient."""
+        """True if the backward that is running gives the whole a gradient."""
         if self._accumulator is None and self.trainable:
             assert self.full is not None, "before the first gather"
             self._accumulator = torch.autograd.graph.get_gradient_edge(self.full).node
@@ -162,7 +163,7 @@ def by_identity(sharded: Iterable[ShardedParameter]) -> dict[int, ShardedParamet
 
 @dataclass(eq=False)
 class PlannedParameter:
-    """One parameter, and where it is used."""
+    """A parameter, and where it is used."""
 
     parameter: nn.Parameter
     names: list[str] = field(default_factory=list)  # more than one if it is tied

@@ -339,7 +339,7 @@ class FullyShardedDataParallel(nn.Module):
             self._step_check.check(optimizer)
 
     def _by_name(self) -> dict[str, ShardedParameter | Any]:
-        """What the module's state has, by the names it has there, which its hooks may have changed."""
+        """Parameters that the module's state has, by the names it has there, which its hooks may have changed."""
         own = by_identity(self._sharded)
         named = {name: each for each in self._sharded for name in each.names}
         state = self.module.state_dict(keep_vars=True)

@@ -1,4 +1,4 @@
-"""What carries shards, slices and gradients: collectives, or copies between the memories of a host.
+"""Transport of shards, slices and gradients: collectives, or copies between the memories of a host.
 
 A collective is a kernel: while it runs, its thread blocks take multiprocessors and memory bandwidth from the
 computation beside it, or wait until the computation leaves them some. Copies between GPUs of one host are done by copy

@@ -21,11 +21,11 @@ TransportName = Literal["auto", "collectives", "peer-copies"]
 
 Start = Callable[[], Waitable | None]
 Exchange = Callable[[Sequence[Tensor], Tensor], tuple[Start, Callable[[], object] | None]]
-"""Of gradients (all of a layout's, or one tensor in which they are packed) and `result` (elements of a row): what is to
-be started once, and what is to be done after it. Then `result` has the mean over all ranks of this rank's row, in the
-dtype of `result`. The memory of what is exchanged is that of the current stream."""
+"""Exchange of gradients (all of a layout's, or one tensor in which they are packed) and `result` (elements of a row):
+what is to be started once, and what is to be done after it. Then `result` has the mean over all ranks of this rank's
+row, in the dtype of `result`. The memory of what is exchanged is that of the current stream."""
 Average = Callable[[Sequence[Tensor]], Start]
-"""Of tensors: what is to be started once, and makes them the means over all ranks."""
+"""Average of tensors: what is to be started once, and makes them the means over all ranks."""
 
 
 class Collectives:
@@ -42,7 +42,8 @@ class Collectives:
         self._group = group
 
     def outbox_of(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """Where the others get this rank's slice of each tensor (bytes) from in a gather; None if from the tensors."""
+        """Memory from which the others get this rank's slice of each tensor (bytes) in a gather; None if from the
+        tensors."""
         return None
 
     def gather_of(self, tensors: Sequence[Tensor], *, laid_out: bool = False) -> Start:
@@ -60,7 +61,7 @@ class Collectives:
         return lambda: all_gather_slices(tensors, self._group, slices())
 
     def exchange_of(self, layout: Layout) -> Exchange:
-        """Of one tensor, packed by `layout`: (ranks, elements of a row)."""
+        """Exchange of one tensor, packed by `layout`: (ranks, elements of a row)."""
 
         def exchange(gradients: Sequence[Tensor], result: Tensor) -> tuple[Start, Callable[[], object] | None]:
             (send,) = gradients
@@ -71,5 +72,5 @@ class Collectives:
         return exchange
 
     def average(self, tensors: Sequence[Tensor]) -> Start:
-        """Of tensors, where they are: an `Average`."""
+        """Average tensors where they are: an `Average`."""
         return partial(all_reduce_mean, tensors, self._group)

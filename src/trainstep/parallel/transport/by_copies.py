@@ -28,8 +28,8 @@ OUTBOX_BYTES, INBOX_BYTES = 2**28, 2**29
 than the barriers around it that rounds cost nothing to speak of."""
 
 _RECENT_S = 0.1
-"""How far back a record may say that what is under way began: to ask a GPU whether the last has ended takes the host as
-long as to start a kernel."""
+"""Age up to which a record may say that what is under way began: to ask a GPU whether the last has ended takes the host
+as long as to start a kernel."""
 
 _GATHER, _EXCHANGE = 0, 1
 """Channels of barriers: gathers and exchanges run on streams of their own."""
@@ -78,14 +78,14 @@ class PeerCopies:
         rounds = self._rounds(tensors)
 
         def pieces(number: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
-            """Of a round: the rank's pieces in its outbox, and here in their places."""
+            """Pieces of a round: the rank's in its outbox, and here in their places."""
             outbox = self._memory.buffers[rank]
             staged = [outbox[start : start + part.stop - part.start] for _, part, start in rounds[number]]
             return staged, [slice_of(tensors[index], rank, self.ranks)[part] for index, part, _ in rounds[number]]
 
         @cache  # views are made once, not for every gather; and late, when there is storage
         def made(number: int) -> tuple[tuple[list[Tensor], list[Tensor]], Copies]:
-            """Of a round: the outbox and what goes there, and the copies from the others'."""
+            """Parts of a round: the outbox and what goes there, and the copies from the others'."""
             theirs = [pieces(number, rank) for rank in self._others]
             sources, targets = (list(chain.from_iterable(each)) for each in zip(*theirs, strict=True))
             return pieces(number, self._rank), Copies(targets, sources)
@@ -104,11 +104,11 @@ class PeerCopies:
         return start
 
     def exchange_of(self, layout: Layout) -> Exchange:
-        """Of whole gradients as they are: the driver copies the pieces of each to the ranks' inboxes."""
+        """Exchange whole gradients as they are: the driver copies the pieces of each to the ranks' inboxes."""
 
         @cache  # made once, for all exchanges of a dtype
         def rounds(dtype: torch.dtype) -> list[tuple[_ToInboxes, slice]]:
-            """Of each: the part of a row that it is."""
+            """Rounds, each with the part of a row that it is."""
             return [(self._to_inboxes(layout, part, dtype), part) for part in self._parts(layout, dtype)]
 
         def exchange(gradients: Sequence[Tensor], result: Tensor) -> tuple[Start, None]:
@@ -123,8 +123,8 @@ class PeerCopies:
         return exchange
 
     def exchange_shared_of(self, layout: SharedRows) -> Exchange:
-        """As `exchange_of`, of rows that several ranks have: each adds up its part, and gets the others' from them. So
-        a row is the same to the bit on all that have it."""
+        """Exchange, as `exchange_of` does, rows that several ranks have: each adds up its part, and gets the others'
+        from them. So a row is the same to the bit on all that have it."""
         holders = layout.holders(self._rank)
         replicas = 1 + len(holders)
 
@@ -144,8 +144,8 @@ class PeerCopies:
         return exchange
 
     def average_of(self, layout: Layout, *, scattered: bool = False) -> Average:
-        """Of whole gradients, all of a layout's, contiguous: once started they become the means over all ranks where
-        they are, the same to the bit on every rank; if `scattered`, only this rank's slice of each does."""
+        """Average whole gradients, all of a layout's, contiguous: once started they become the means over all ranks
+        where they are, the same to the bit on every rank; if `scattered`, only this rank's slice of each does."""
         holders = [] if scattered else self._others
 
         @cache
@@ -165,8 +165,8 @@ class PeerCopies:
     def _rounds_of_means(
         self, rows: Layout | SharedRows, dtype: torch.dtype, mean: torch.dtype, places: Pieces, holders: Sequence[int]
     ) -> list[_Round]:
-        """What makes means, in dtype `mean`, of gradients of `dtype`, and puts into `places` those of this rank's row
-        and of `holders`'."""
+        """Rounds that make means, in dtype `mean`, of gradients of `dtype`, and put into `places` those of this rank's
+        row and of `holders`'."""
         made = []
         for part in self._parts(rows, dtype, mean):
             size = (part.stop - part.start) * mean.itemsize
@@ -186,7 +186,7 @@ class PeerCopies:
             each.mine.fill_pieces(targets, by_driver=False)
 
     def _parts(self, layout: Layout | SharedRows, dtype: torch.dtype, mean: torch.dtype | None = None) -> list[slice]:
-        """Of a row, those that the inboxes have room for at a time and, of means in dtype `mean`, the outbox."""
+        """Parts of a row that the inboxes have room for at a time and, of means in dtype `mean`, the outbox."""
         fit = self._exchange_bytes // layout.ranks // dtype.itemsize
         if mean is not None:
             fit = min(fit, self._slice_bytes // mean.itemsize)
@@ -245,7 +245,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class _ToInboxes:
-    """Of a part of every rank's row: the copies to all inboxes, and what has come in this rank's."""
+    """Copies of a part of every rank's row to all inboxes, and what has come in this rank's."""
 
     copies: PieceCopies
     inbox: Tensor  # (ranks, elements)
@@ -270,7 +270,7 @@ class _Round:
 
 
 def padded(nbytes: int) -> int:
-    """What a tensor of so many bytes takes in a buffer: tensors start at multiples of 256, as CUDA's allocator's do."""
+    """Bytes that a tensor takes in a buffer: tensors start at multiples of 256, as CUDA's allocator's do."""
     return -(-nbytes // 256) * 256
 
 

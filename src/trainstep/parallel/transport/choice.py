@@ -1,4 +1,4 @@
-"""Which transport carries what: that of the caller's choice, or the fastest that all ranks can take."""
+"""Choice of transports: the caller's, or the fastest that all ranks can take."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class PieceCopies:
 
 
 class _Addresses:
-    """Where tensors are, as the driver is told. Storages are asked, not tensors, of which there are many more."""
+    """Addresses of tensors, as the driver is told. Storages are asked, not tensors, of which there are many more."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
@@ -137,7 +137,7 @@ class _Addresses:
 
 
 class _List:
-    """What the driver is told of copies of the sizes of `likes`."""
+    """Arguments of the driver's copies of the sizes of `likes`."""
 
     def __init__(self, likes: Sequence[Tensor]) -> None:
         count = len(likes)

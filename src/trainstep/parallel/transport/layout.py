@@ -1,4 +1,4 @@
-"""Where each rank's rows of several gradients lie, one rank's behind the other's.
+"""Places of each rank's rows of several gradients, one rank's behind the other's.
 
 A row is what one rank gets: its slice of the first gradient, then of the second, and so on. All rows have one layout,
 so that they can be added up as they are. Where a gradient has too few rows for all ranks, the last ranks' slices end
@@ -43,7 +43,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank gets of one gradient, or a part of it; in elements."""
+    """Elements that one rank gets of one gradient, or a part of them."""
 
     number: int  # of the gradient
     offset: int  # in the gradient, whose elements are in order
@@ -52,10 +52,10 @@ class Piece:
 
 
 class Pieces(Protocol):
-    """What says where the elements of each rank's row are."""
+    """Places of the elements of each rank's row."""
 
     def pieces(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Piece]:
-        """What a rank gets, from the row's element `first` on and before `last`; places count from `first`."""
+        """Pieces that a rank gets, from the row's element `first` on and before `last`; places count from `first`."""
 
 
 class Layout:
@@ -72,7 +72,7 @@ class Layout:
             self.size += -(-elements // 16) * 16  # each starts at a multiple
 
     def pieces(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Piece]:
-        """What a rank gets, from the row's element `first` on and before `last`; places count from `first`."""
+        """Pieces that a rank gets, from the row's element `first` on and before `last`; places count from `first`."""
         last = self.size if last is None else last
         for number, (shape, elements, start) in enumerate(zip(self.shapes, self.slices, self.starts, strict=True)):
             begin, there = rank * elements, min(elements, max(shape.numel() - rank * elements, 0))
@@ -81,8 +81,8 @@ class Layout:
                 yield Piece(number, begin + low - start, low - first, high - low)
 
     def blocks(self, number: int) -> Iterator[tuple[int, int, int, int]]:
-        """Of one gradient: how many ranks get how many elements each, the first of these ranks, and how many elements
-        of the gradient are before them."""
+        """Blocks of one gradient: how many ranks get how many elements each, the first of these ranks, and how many
+        elements of the gradient are before them."""
         elements = self.slices[number]
         full, rest = divmod(self.shapes[number].numel(), elements)  # ranks with all their rows; elements of the next
         if full:
@@ -109,7 +109,7 @@ class SharedRows:
         self.whole = _Whole(self.size, rows.size, [holder for holder, _ in coordinates])
 
     def pieces(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Piece]:
-        """As of `Layout`."""
+        """Pieces as of `Layout`."""
         holder, row = self._coordinates[rank]
         skipped = holder * self.size
         last = self.size if last is None else last
@@ -129,7 +129,7 @@ class _Whole:
     numbers: Sequence[int]  # of each rank, which of the tensor's parts it has
 
     def pieces(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Piece]:
-        """As of `Layout`."""
+        """Pieces as of `Layout`."""
         begin = self.numbers[rank] * self.size
         low, high = begin + first, min(begin + (self.size if last is None else last), self.elements)
         if low < high:

@@ -58,7 +58,7 @@ class PeerMemory:
             self.buffers = _mapped_by_all(nbytes, group)
 
     def barrier(self, channel: int = 0) -> None:
-        """What the current stream does from here on comes after what every rank's stream was given before its barrier.
+        """Order the current stream's work from here on after what every rank's stream was given before its barrier.
 
         On a CPU the caller waits. A rank that does not come is an error, after the group's timeout. Barriers that
         different streams may be at in one moment have different channels.
@@ -70,7 +70,7 @@ class PeerMemory:
 
 
 def obstacle_to_sharing(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why the ranks cannot copy to each other directly; None if they can. Every rank must call it."""
+    """Reason why the ranks cannot copy to each other directly; None if they can. Every rank must call it."""
     boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""  # by which two hosts of one name differ
     mine = (platform.node(), boot, device.type, device.index)
     everyone: list[tuple[str, str, str, int | None]] = [mine] * group.size()

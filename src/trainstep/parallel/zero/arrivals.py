@@ -26,7 +26,7 @@ from trainstep.step.blocks import find_blocks
 
 
 class Arrivals:
-    """Of the parameters of `module`; nothing waits until `install` was called."""
+    """Arrivals of the parameters of `module`; nothing waits until `install` was called."""
 
     def __init__(self, module: nn.Module) -> None:
         self._under_way: dict[int, list[Waitable]] = {}  # id of a parameter → the gathers of its bucket
@@ -50,7 +50,7 @@ class Arrivals:
                 self._first_use.setdefault(number, place)
 
     def first_use(self, parameter: nn.Parameter) -> int:
-        """When forward needs it: 0 at once, then by block."""
+        """Time at which forward needs it: 0 at once, then by block."""
         return self._first_use.get(id(parameter), 0)
 
     def install(self) -> None:
@@ -86,7 +86,7 @@ class Arrivals:
             self.wait()
 
     def may_be_old(self, parameter: nn.Parameter) -> bool:
-        """Whether nobody has waited for it."""
+        """True if nobody has waited for it."""
         return self.any_under_way([id(parameter)])
 
     def any_under_way(self, numbers: Iterable[int]) -> bool:
@@ -110,7 +110,7 @@ class Arrivals:
 
 
 class _Gate:
-    """What a unit's calls go through: they wait for its parameters."""
+    """Functions that a unit's calls go through: they wait for its parameters."""
 
     def __init__(self, arrivals: Arrivals | None, needed: Sequence[int] = ()) -> None:
         self._arrivals, self._needed = arrivals, needed
@@ -132,7 +132,7 @@ class _Gate:
             self._arrivals.replace()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Gate:
-        """Of a copy of the module, whose parameters nothing changes."""
+        """Copy the gate with its module: nothing changes the copy's parameters."""
         if self._arrivals is not None and self._arrivals.any_under_way(self._needed):
             raise UsageError(
                 "a module was copied while its parameters are being gathered (overlap_gather=True); call "

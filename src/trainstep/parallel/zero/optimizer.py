@@ -36,8 +36,8 @@ from trainstep.parallel.zero.pieces import (
 )
 
 EXCHANGE_MB, OVERLAPPED_MB = 256.0, 1000.0
-"""Of parameters that are gathered at a time, at most: behind the update of the next ones, and beside the next forward.
-There each call and each update costs the host, and hides nothing that fewer would not."""
+"""Megabytes of parameters that are gathered at a time, at most: behind the update of the next ones, and beside the next
+forward. There each call and each update costs the host, and hides nothing that fewer would not."""
 OVERLAPPED_RUNS = 8
 """Beside the next forward, at least so many; what forward needs first must not wait for all of it."""
 
@@ -190,7 +190,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def uncounted_bytes(self) -> int:
-        """What its buffers take on this rank beyond `torch.cuda.memory_allocated`."""
+        """Bytes that its buffers take on this rank beyond `torch.cuda.memory_allocated`."""
         return 0 if self._beside is None else self._beside.transport.uncounted_bytes
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -364,7 +364,7 @@ def _ranks_of(
 
 
 def _may_slice(optimizer_cls: type[torch.optim.Optimizer], shard: str) -> bool:
-    """Whether parameters are cut into slices, by the optimizer's class and the caller's choice."""
+    """True if parameters are cut into slices, by the optimizer's class and the caller's choice."""
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
         raise UsageError(f"optimizer_cls is {optimizer_cls!r}; expected a torch optimizer's class, such as AdamW")
     if issubclass(optimizer_cls, torch.optim.LBFGS):

@@ -1,4 +1,5 @@
-"""What of every parameter a rank updates, the buckets they are updated and exchanged in, and their state as it is kept.
+"""Pieces of parameters that a rank updates, the buckets they are updated and exchanged in, and their state as it is
+kept.
 
 A parameter is cut into equal slices of its memory, so that its gradient can be reduce-scattered, and the parameter
 gathered again, in place and without padding. What cannot be cut evenly goes whole to the rank that has least so far;
@@ -78,7 +79,7 @@ def cut(
 
 @dataclass(frozen=True)
 class GathersBeside:
-    """What gathers slices while something else is computed."""
+    """Function that gathers slices while something else is computed."""
 
     transport: Transport
     stream: SideStream
@@ -96,11 +97,12 @@ class ParameterBucket:
 
     @property
     def slice_bytes(self) -> int:
-        """Of this rank's slices, each as it is staged for a gather."""
+        """Bytes of this rank's slices, each as it is staged for a gather."""
         return sum(padded(mine.nbytes) for _, mine in self.slices())
 
     def states(self) -> list[tuple[Piece, dict[str, Any] | None]]:
-        """What this rank updates, in the order of `optimizer`, each with its state; None before its first step."""
+        """Pieces that this rank updates, in the order of `optimizer`, each with its state; None before its first
+        step."""
         return [
             (piece, self.optimizer.state.get(piece.mine))
             for group in self.groups
@@ -119,7 +121,7 @@ class ParameterBucket:
 
     @functools.cached_property
     def _sliced(self) -> list[Tensor]:
-        """What is sliced, as views that are made once: the optimizer raises where these parameters were moved."""
+        """Slices, as views that are made once: the optimizer raises where these parameters were moved."""
         return [flat(parameter.detach()) for parameter, _ in self.slices()]
 
     @functools.cached_property
@@ -160,7 +162,7 @@ class ParameterBucket:
 
 
 def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """What a parameter group says besides its parameters."""
+    """Settings of a parameter group besides its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

@@ -72,7 +72,7 @@ def allocation_chart(row: MemoryTimelineRow, unit: str, scale: float) -> figure:
 
 
 def layout_data(row: MemoryTimelineRow, unit: str, scale: float) -> dict[str, Any]:
-    """What the page's script lays out: the row's series, the groups' colours, and how to write sizes."""
+    """Data that the page's script lays out: the row's series, the groups' colours, and how to write sizes."""
     series = row.series
     names = ("start", "end", "bytes", "group", "what", "stack", "groups", "bands", "whats", "stacks", "edges")
     rest = {name.removeprefix("rest_"): list(values) for name, values in series.items() if name.startswith("rest_")}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Series:
-    """One line."""
+    """A line of a chart."""
 
     name: str
     x: Sequence[float]

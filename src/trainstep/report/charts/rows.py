@@ -18,7 +18,7 @@ LONGEST_LABEL = 24
 
 @dataclass(frozen=True)
 class Bar:
-    """One row of a bar chart."""
+    """A row of a bar chart."""
 
     name: str
     value: float | None  # Where the bar ends; None draws none (the label says why)
@@ -36,7 +36,7 @@ Outcome = Literal["baseline", "kept", "left", "slower", "failed"]
 
 @dataclass(frozen=True)
 class Fall:
-    """One row of the waterfall: from the time accepted so far to this change's own."""
+    """A row of the waterfall: from the time accepted so far to this change's own."""
 
     name: str
     start: float  # The time kept before; 0 where there is none

@@ -58,7 +58,7 @@ _BAR = {"fill_color": "colour", "line_color": None, "hover_fill_color": COLOURS[
 
 @dataclass(frozen=True)
 class Point:
-    """One family in the roofline."""
+    """A family in the roofline."""
 
     name: str
     flop_per_byte: float
@@ -127,7 +127,7 @@ class _Bars:
 
 
 def timeline(row: TimelineRow) -> figure:
-    """One step, a lane for each stream and for copies and communication; drag to zoom, double-click for all of it."""
+    """A step, a lane for each stream and for copies and communication; drag to zoom, double-click for all of it."""
     order = {_COMMUNICATION: 1, _COPIES: 2}
     lanes = [_PHASES, *sorted(map(str, row.series["lane_names"]), key=lambda lane: (order.get(lane, 0), lane))]
     height = {lane: -index for index, lane in enumerate(lanes)}
@@ -242,7 +242,7 @@ def _kernel_names(row: TimelineRow | ParallelTraceRow) -> list[str]:
 
 
 def _ends(row: TimelineRow | ParallelTraceRow, what: str = "") -> list[tuple[float, float]]:
-    """Where each bar starts and ends, in ms."""
+    """Start and end of each bar, in ms."""
     spans = zip(row.series[f"{what}start_ns"], row.series[f"{what}duration_ns"], strict=True)
     return [(numeric(start) / 1e6, (numeric(start) + numeric(duration)) / 1e6) for start, duration in spans]
 

@@ -1,4 +1,4 @@
-"""What the report says, subject by subject: a file has the TABLES, the RULES and the SECTIONS of its rows.
+"""Subjects of the report: a file has the TABLES, the RULES and the SECTIONS of its rows.
 
 To show a new kind of row, write its table, and what there is to find and to draw, in a file here and name it in
 `SUBJECTS`.
@@ -55,12 +55,12 @@ DERIVED: Sequence[Callable[[Sequence[Row]], list[Table]]] = _all("DERIVED")  # T
 
 
 def make_tables(records: Sequence[Row], place: Place = "files") -> list[Table]:
-    """One table per kind of row that has columns, and those that are made of several rows each."""
+    """A table per kind of row that has columns, and those that are made of several rows each."""
     ordered = [row for row in records if not isinstance(row, SweepRow)] + sweep.in_order(of_kind(records, SweepRow))
     found = [make_table(each, rows, place) for kind, each in TABLES.items() if (rows := of_kind(ordered, kind))]
     return found + [table for derived in DERIVED for table in derived(records)]
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:
-    """What the rules of all subjects find, by topic."""
+    """Findings of the rules of all subjects, by topic."""
     return sorted((each for rule in RULES for each in rule(rows)), key=lambda each: list(TOPICS).index(each.topic))

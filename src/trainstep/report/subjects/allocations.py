@@ -161,7 +161,7 @@ def phase_peaks(row: Row) -> dict[str, float]:
 
 
 def peak_findings(records: Sequence[Row]) -> list[Finding]:
-    """Where the analysed step's memory peaks, what owns most of that peak, and what would shrink it."""
+    """Findings on the peak of the analysed step's memory, what owns most of it, and what would shrink it."""
     step = analysed_step(records)
     if step is None or step.peak_gib is None or step.at_rest_gib is None:
         return []
@@ -234,7 +234,7 @@ def _owners(step: StepRow, phase: str, records: Sequence[Row]) -> tuple[list[Own
 
 
 def _remedies(owner: str, parts: Sequence[OwnerRow], step: StepRow, phase: str) -> list[str]:
-    """What shrinks an owner, of what this step does not do already."""
+    """Remedies that shrink an owner, of what this step does not do already."""
     own = [row for row in parts if row.owner == owner]
     match owner:
         case "optimizer state":
@@ -259,7 +259,7 @@ def _remedies(owner: str, parts: Sequence[OwnerRow], step: StepRow, phase: str) 
 
 
 def _has(parts: Sequence[OwnerRow], names: frozenset[str]) -> bool:
-    """Whether parts of these names own enough of the peak: the last of a module's name, or what made a temporary."""
+    """True if parts of these names own enough of the peak: the last of a module's name, or what made a temporary."""
     return sum(numeric(row.share) for row in parts if _maker(row) in names) >= WORTH
 
 

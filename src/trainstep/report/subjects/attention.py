@@ -102,7 +102,7 @@ def _chart(
     unit: str,
     value_of: Callable[[AttentionRow], float | None],
 ) -> Chart:
-    """One line for each implementation, in its colour of all charts; a case without the value is left out."""
+    """A line for each implementation, in its colour of all charts; a case without the value is left out."""
     series = []
     for index, impl in enumerate(impls):
         known = sorted((row.seq, value) for row in rows if row.impl == impl and (value := value_of(row)))

@@ -1,4 +1,4 @@
-"""What ladders found, of workloads and of scripts, as other parts of the report ask for it."""
+"""Results of ladders, of workloads and of scripts, as other parts of the report ask for them."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ GAIN = "gain of "
 
 @dataclass(frozen=True)
 class Climb:
-    """What one ladder found."""
+    """Results of one ladder."""
 
     name: str
-    """What tells it apart from others of its kind; empty where it is alone."""
+    """Name that tells it apart from others of its kind; empty where it is alone."""
     rows: Sequence[ChangeRow]
-    """Its changes, the first what it began with."""
+    """Rows of its changes, the first what it began with."""
     final: ChangeRow | None
     """All that was accepted, against the first; None where that was not measured."""
     patched: ChangeRow | None
 
     @property
     def first(self) -> ChangeRow:
-        """What it began with."""
+        """Row that it began with."""
         return self.rows[0]
 
     @property
     def is_script(self) -> bool:
-        """Whether it is of a script."""
+        """True if it is of a script."""
         return self.first.between_runs
 
     @property
     def whose(self) -> str:
-        """Its name, as a sentence begins with it."""
+        """Name of the ladder, as a sentence begins with it."""
         return f"{literal(self.name)}: " if self.name else ""
 
     @property
     def accepted(self) -> list[ChangeRow]:
-        """What it was built on, the first that ran before all others."""
+        """Accepted changes, the first that ran before all others."""
         return [row for row in self.rows if row.accepted]
 
     @property
     def is_disputed(self) -> bool:
-        """Whether the final configuration, in turns with the first, has another speed-up than the product of its gains:
+        """True if the final configuration, in turns with the first, has another speed-up than the product of its gains:
         the intervals have nothing in common."""
         if self.final is None or self.is_script or len(self.accepted) < 2:
             return False
@@ -84,7 +84,7 @@ class Climb:
 
     @property
     def settings(self) -> list[list[str]]:
-        """Of each accepted change, the settings that it set."""
+        """Settings that each accepted change set."""
         pairs = itertools.pairwise(self.accepted)
         return [[name for name in SETTINGS if row.case.get(name) != before.case.get(name)] for before, row in pairs]
 
@@ -119,7 +119,7 @@ def of_script(rows: Sequence[Row]) -> Climb | None:
 
 
 def changes(rows: Sequence[Row]) -> list[ChangeRow]:
-    """What ladders of workloads' steps tried, baselines included."""
+    """Changes that ladders of workloads' steps tried, baselines included."""
     return [row for climb in of_steps(rows) for row in climb.rows]
 
 
@@ -141,8 +141,8 @@ def flags_of(climb: Climb) -> str:
 
 
 def tried(rows: Sequence[Row], id: str, workload: str | None) -> tuple[str, dict[str, Scalar]]:
-    """What ladders of this workload measured of the changes that answer a finding, in words and as `gain of CHANGE`;
-    empty where none did.
+    """Results of this workload's ladders for the changes that answer a finding, in words and as `gain of CHANGE`; empty
+    where none did.
 
     A ladder whose speed-up is disputed says nothing.
     """
@@ -173,12 +173,12 @@ def advised(advice: str, rows: Sequence[Row], id: str, workload: str | None) -> 
 
 
 def failed_baselines(rows: Sequence[Row]) -> list[ChangeRow]:
-    """What ladders that could not be climbed began with. One that is too large is not among them."""
+    """First rows of ladders that could not be climbed. One that is too large is not among them."""
     return [climb.first for climb in of_steps(rows) if climb.first.status not in ("ok", "out of memory")]
 
 
 def times_agree(climb: Climb) -> bool:
-    """Whether the first step's time over the last's is within the interval of the speed-up.
+    """True if the first step's time over the last's is within the interval of the speed-up.
 
     Changes are timed at different moments, and the speed-up is of pairs: where the machine changed in between, the two
     times beside it would belie it.
@@ -190,7 +190,7 @@ def times_agree(climb: Climb) -> bool:
 
 
 def after_precision(climb: Climb) -> dict[str, Scalar] | None:
-    """What came after the last change of precision, as the product of gains; None where nothing did."""
+    """Gain after the last change of precision, as the product of gains; None where nothing followed."""
     accepted, there = climb.accepted, {id(row) for row in climb.there}
     pairs = zip(accepted[1:], climb.settings, strict=True)
     lower = next((row for row, names in reversed(list(pairs)) if "precision" in names and id(row) in there), None)
@@ -206,7 +206,7 @@ def after(row: ChangeRow, accepted: Sequence[ChangeRow]) -> Ratio:
 
 
 def credited(climb: Climb) -> list[tuple[ChangeRow, ChangeRow, Ratio]]:
-    """Of each change that is there at the top: what was accepted before it, its own row, and what it brought.
+    """Credit of each change that is there at the top: what was accepted before it, its own row, and what it brought.
 
     The gain of a change that another took the place of, as bf16 does of TF32, counts to that other.
     """

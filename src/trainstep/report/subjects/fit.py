@@ -56,12 +56,12 @@ def _studies(records: Sequence[Row]) -> list[list[FitRow]]:
 
 
 def _last_fits(study: Sequence[FitRow]) -> list[FitRow]:
-    """What was chosen last for each budget."""
+    """Last choice for each budget."""
     return list({row.budget_gib: row for row in study if row.form == "fit"}.values())
 
 
 def fit(records: Sequence[Row]) -> Section | None:
-    """What was chosen, and what came of it."""
+    """Section on what was chosen, and what came of it."""
     rows = of_kind(records, FitRow)
     if not rows:
         return None
@@ -78,6 +78,7 @@ def fit(records: Sequence[Row]) -> Section | None:
 def _peaks(study: Sequence[FitRow], place: int) -> Chart:
     largest = max((peak for row in study for peak in (row.peak_gib, row.predicted_gib) if peak is not None), default=0)
     unit, scale = unit_of(largest)
+    # Several budgets have several choices, which their budgets tell apart; one budget is a line across the bars.
     drawn, fits = [], _last_fits(study)
     for row in study:
         peak, predicted = row.peak_gib, row.predicted_gib
@@ -99,7 +100,7 @@ def _peaks(study: Sequence[FitRow], place: int) -> Chart:
 
 
 def _times(study: Sequence[FitRow], place: int) -> Chart:
-    """What memory costs: the more is given, the less is computed again."""
+    """Chart of what memory costs: the more is given, the less is computed again."""
     rows = sorted((row for row in study if row.peak_gib and "step" in row.times), key=lambda row: row.peak_gib or 0)
     _, scale = unit = unit_of(max((row.peak_gib or 0 for row in rows), default=0))
     series = []
@@ -117,7 +118,7 @@ def _times(study: Sequence[FitRow], place: int) -> Chart:
 
 
 def fit_findings(records: Sequence[Row]) -> list[Finding]:
-    """What the choice came to, study by study."""
+    """Findings on what the choice came to, study by study."""
     studies = _studies(records)
     return [finding for study in studies for row in _last_fits(study) for finding in _found(study, row)]
 
@@ -134,6 +135,7 @@ def _found(study: Sequence[FitRow], row: FitRow) -> Iterator[Finding]:
     sent = ", {host_gib:gib} in host memory" if row.host_gib else ""
     updated = ", the optimizer updating in backward, so no gradients clipped or added up" * bool(row.update_in_backward)
     predicted = "predicted {predicted_gib:gib} and {predicted_ms:ms}"
+    # A choice that does not fit is no choice: nothing else is said of it.
     if row.peak_gib > row.budget_gib:
         said = f"The chosen step takes {{peak_gib:gib}} of {{budget_gib:gib}}: it does not fit ({predicted})."
         yield found("fit.too-large", said, **figures)
@@ -164,6 +166,7 @@ def _beside_others(study: Sequence[FitRow], row: FitRow) -> Iterator[Finding]:
     others = [each for each in alike if each.peak_gib is not None and each.peak_gib <= row.budget_gib]
     if not others or not row.samples.get("step"):
         return
+    # Only policies within the same budget are rivals: one that takes more memory may well be faster.
     best = min(others, key=lambda each: each.times["step"].median)
     ratio = ratio_of_medians(best.samples["step"], row.samples["step"])
     figures = {"other_ms": best.times["step"].median, "step_ms": row.times["step"].median, "speedup": ratio.value}

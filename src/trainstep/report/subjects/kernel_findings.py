@@ -1,4 +1,5 @@
-"""What a profile says, in sentences; a suggestion is followed by the change of the ladder that tried it, if one did."""
+"""Findings of a profile, in sentences; a suggestion is followed by the change of the ladder that tried it, if one
+did."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def kernel_findings(records: Sequence[Row]) -> list[Finding]:
 
 
 def _devices(profile: ProfileRow, records: Sequence[Row]) -> list[Finding]:
-    """What one device says is not true of another, and what one hides is not hidden by another."""
+    """Findings of each device by itself: what is true of one need not be of another, and what one hides is not hidden
+    by another."""
     if profile.devices is None:
         return []
     rows = [row for row in of_kind(records, ProfileRow) if row.status == "ok" and _same_trace(row, profile)]
@@ -78,19 +80,19 @@ def _same_trace(row: Row, other: Row) -> bool:
 
 
 def _reading(profile: ProfileRow) -> list[Finding]:
-    """What could not be read, in the reader's words."""
+    """Findings on what could not be read, in the reader's words."""
     if not profile.notes:
         return []
     return [found("kernels.reading", literal(" ".join(profile.notes)), notes=profile.notes)]
 
 
 def _per(profile: ProfileRow) -> str:
-    """What a figure is of."""
+    """Unit of a figure: per step, or of another part."""
     return "per step" if profile.has_steps is not False else "in the trace"
 
 
 def _trust(profile: ProfileRow) -> Iterator[Finding]:
-    """What limits the other findings; nothing where all is well."""
+    """Findings that limit the others; nothing where all is well."""
     coverage, cost = profile.module_coverage, profile.profiler_cost
     if coverage is not None and coverage < NEEDED_COVERAGE:
         said = (

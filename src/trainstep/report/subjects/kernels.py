@@ -30,7 +30,7 @@ _RATES = (
 
 
 def _of_steps(rows: Sequence[Row]) -> str:
-    """What the figures of some rows are of."""
+    """Say of which steps the figures of some rows are."""
     alike = {row.values.get("has_steps") is not False for row in rows}
     return PER_STEP if alike == {True} else IN_TRACE if alike == {False} else f"{PER_STEP}, or {IN_TRACE} without steps"
 

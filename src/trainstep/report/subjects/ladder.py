@@ -85,7 +85,7 @@ def _verdict(row: Row) -> Cell:
 
 
 def _slowed(row: Row) -> Cell:
-    """What slowed the GPU, right after the last step."""
+    """Cell of what slowed the GPU, right after the last step."""
     reason = row.values.get("throttled_by")
     return Cell("" if reason in (None, "nothing") else str(reason), reason, "throttled_by", tone="bad", is_text=True)
 
@@ -194,7 +194,7 @@ TABLES = (LADDER,)
 
 
 def _drifts(rows: Sequence[Row], place: Place = "files") -> list[Table]:
-    """What was measured again at the end of ladders of steps."""
+    """Tables of what was measured again at the end of ladders of steps."""
     finals = [climb.final for climb in of_steps(rows) if climb.final is not None]
     return [make_table(DRIFT, finals, place)] if finals else []
 
@@ -220,7 +220,7 @@ _OF_SCRIPT = (
 
 
 def ladder(rows: Sequence[Row]) -> Section | None:
-    """One change at a time, ladder by ladder, and what was measured again."""
+    """Section of changes one at a time, ladder by ladder, and what was measured again."""
     every = climbs(rows)
     if not every:
         return None
@@ -247,7 +247,8 @@ def _of_steps(every: Sequence[Climb]) -> str:
 
 
 def _checks(every: Sequence[Climb]) -> str:
-    """What was checked of these changes, in words: those of earlier versions were checked for less."""
+    """Say what was checked of these changes: those of earlier versions were checked for less."""
+    # Files of earlier versions have no errors of updates: the page must not claim a check that was not made.
     if all(row.update_error is None for climb in every if not climb.is_script for row in climb.rows):
         return "Its loss and gradients on the first batch were compared with the first one’s before it was timed."
     return (
@@ -258,6 +259,7 @@ def _checks(every: Sequence[Climb]) -> str:
 
 def _waterfall(climb: Climb, suffix: str) -> Chart | None:
     falls, before = [], 0.0
+    # Each bar starts at the time accepted before it, so a rejected change leaves the level as it was.
     for row in climb.rows:
         if row.verdict not in (ANOTHER_STEP, "not tried"):
             falls.append(_fall(row, before))
@@ -308,6 +310,7 @@ def correctness(rows: Sequence[Row]) -> Section | None:
     every, blocks = climbs(rows), list[Block]()
     for place, climb in enumerate(every):
         suffix = f"-{place}" if place else ""
+        # One checked row alone is the first step, which is held against nothing.
         accepted = [row for row in climb.accepted if row.samples.get("training_loss")]
         checked = [row for row in climb.rows if row.gradient_error is not None]
         if accepted or len(checked) > 1:
@@ -387,7 +390,7 @@ def baseline(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def gain(rows: Sequence[Row]) -> Iterator[Finding]:
-    """What the accepted changes of each ladder bring together, and what was checked of them."""
+    """Findings on what the accepted changes of each ladder bring together, and what was checked of them."""
     for climb in climbs(rows):
         if climb.is_script:
             yield from _gain_of_script(climb)
@@ -475,7 +478,8 @@ def rejected(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _gain_of_script(climb: Climb) -> Iterator[Finding]:
-    """What was accepted, what it brings together, the lines to add for it, another step, and the patch."""
+    """Findings on a script: what was accepted, what it brings together, the lines to add for it, another step, and the
+    patch."""
     if climb.first.status != "ok":
         return
     last, there = climb.top, climb.there
@@ -509,7 +513,7 @@ def _gain_of_script(climb: Climb) -> Iterator[Finding]:
 
 
 def _throughput(row: ChangeRow) -> Finding:
-    """What another step brings in samples per second: never a speed-up."""
+    """Finding on what another step brings in samples per second: never a speed-up."""
     figures: dict[str, Scalar] = {
         "throughput": row.throughput,
         "low": row.throughput_low,

@@ -182,7 +182,7 @@ def _study_name(rows: Sequence[CheckpointingRow]) -> str:
 
 
 def prediction_findings(records: Sequence[Row]) -> list[Finding]:
-    """How far the plan's peaks are from the measured ones."""
+    """Distances of the plan's peaks from the measured ones."""
     rows: list[PeakRow | CheckpointingRow] = [*of_kind(records, PeakRow), *of_kind(records, CheckpointingRow)]
     errors = [(abs(row.prediction_error), row) for row in rows if row.prediction_error is not None]
     if not errors:
@@ -206,7 +206,7 @@ def _told(row: Row, *names: str) -> str:
 
 
 def uncompiled_findings(records: Sequence[Row]) -> list[Finding]:
-    """That figures of memory are those of eager code, though the workload compiles some of it."""
+    """Warn that figures of memory are those of eager code, though the workload compiles some of it."""
     count = sum(bool(getattr(row, "uncompiled", None)) for row in records)
     if not count:
         return []
@@ -218,7 +218,7 @@ def uncompiled_findings(records: Sequence[Row]) -> list[Finding]:
 
 
 def cache_findings(records: Sequence[Row]) -> list[Finding]:
-    """That forward fills a key-value cache, which training does not use."""
+    """Warn that forward fills a key-value cache, which training does not use."""
     sizes = [size for row in records if (size := getattr(row, "cache_gib", None))]
     if not sizes:
         return []
@@ -244,7 +244,7 @@ def fit_findings(records: Sequence[Row]) -> list[Finding]:
 
 
 def checkpointing_findings(records: Sequence[Row]) -> list[Finding]:
-    """Whether a checkpoint at every block is worth it, study by study."""
+    """Say whether a checkpoint at every block is worth it, study by study."""
     studies = by_case(of_kind(records, CheckpointingRow), "checkpointing")
     names = [f"{_study_name(study)}: " if len(studies) > 1 else "" for study in studies]
     return [finding for study, name in zip(studies, names, strict=True) for finding in _best_policy(study, name)]
@@ -280,7 +280,7 @@ def _best_policy(study: Sequence[CheckpointingRow], name: str) -> Iterator[Findi
 
 
 def _time_against_none(rows: Mapping[str, Row]) -> tuple[str, dict[str, Scalar]]:
-    """What a checkpoint at every block costs in time; nothing without the samples that an interval needs."""
+    """Cost in time of a checkpoint at every block; nothing without the samples that an interval needs."""
     if any(name not in rows or not rows[name].samples.get("step") for name in ("none", EVERY_BLOCK)):
         return "", {}
     ratio = ratio_of_medians(rows[EVERY_BLOCK].samples["step"], rows["none"].samples["step"])
@@ -316,7 +316,7 @@ RESIDUALS = define(
 
 
 def residuals(records: Sequence[Row]) -> Section | None:
-    """What forward keeps, by module and operation."""
+    """Section of what forward saves, by module and operation."""
     rows = of_kind(records, ResidualRow)
     if not rows:
         return None
@@ -357,7 +357,7 @@ def _residual_chart(name: str, words: str, rows: Sequence[ResidualRow]) -> Chart
 
 
 def residual_findings(records: Sequence[Row]) -> list[Finding]:
-    """What one block keeps, and what compilation leaves of it and of the whole step; case by case."""
+    """Findings on what one block saves, and what compilation leaves of it and of the whole step; case by case."""
     cases = by_case([row for row in of_kind(records, ResidualRow) if row.status == "ok"], "part", *_GROUP, "compile")
     return [finding for own in cases for finding in _kept(own, "Under {precision}, " if len(cases) > 1 else "")]
 

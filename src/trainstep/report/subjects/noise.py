@@ -1,4 +1,4 @@
-"""Whether the machine was quiet enough for what was measured: intervals, the GPU's throttling, steps measured again."""
+"""Noise of the machine: intervals, the GPU's throttling, steps measured again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SEEN = 0.01  # Share of its phase from which a family has a row on the page
 
 
 def _groups(rows: Sequence[Row]) -> dict[str, list[tuple[str, Row]]]:
-    """What was timed, by what a sentence calls it, each row with its name; of a warm-up study, its last window."""
+    """Timed rows, by what a sentence calls them, each row with its name; of a warm-up study, its last window."""
     step, found = analysed_step(rows), dict[str, list[tuple[str, Row]]]()
     tried = {id(row) for row in changes(rows)}
     for row in rows:
@@ -74,6 +74,7 @@ def unsteady(rows: Sequence[Row]) -> Iterator[Finding]:
         wide = [each for each in widths if each[0] > NOISY_INTERVAL]
         if not wide:
             continue
+        # The worst row decides the advice: wild times ask for another run, wide ones for more steps.
         worst, name, times = max(wide, key=lambda each: each[0])
         said = (
             f"Unsteady times in {{rows}} of {{of}} {many}: their 95 % intervals span more than {NOISY_INTERVAL:.0%} of "
@@ -98,7 +99,7 @@ def _width(times: Times) -> float | None:
 
 
 def throttled(rows: Sequence[Row]) -> Iterator[Finding]:
-    """How many rows of every kind were measured by a GPU that was slowed, and by what."""
+    """Count the rows of every kind that a slowed GPU measured, with the reason."""
     for many, own in _groups(rows).items():
         known = [(name, str(row.values["throttled_by"])) for name, row in own if "throttled_by" in row.values]
         slowed = [(name, reason) for name, reason in known if reason != "nothing"]
@@ -130,6 +131,7 @@ def drift(rows: Sequence[Row]) -> Iterator[Finding]:
     for climb in of_steps(rows):
         if (final := climb.final) is None:
             continue
+        # Steps in turns meet the same machine, so their gains outlive a drift that ruins times taken one by one.
         in_turns = final.speedup is not None and all(row.in_turns is not False for row in climb.accepted)
         said = (
             "The machine changed while it was measured: {change} took {first_ms:ms} at first and {again_ms:ms} at the "
@@ -168,6 +170,7 @@ def same_step_twice(rows: Sequence[Row]) -> list[Finding]:
         for row in those[:1]
         if row.values.get("step_ms") is not None and is_same_step(step, row) and (enclosed := _enclosed(row))
     }
+    # Intervals that touch agree; beyond them `APART` allows what differs between parts of a command.
     lows, highs = [low for _, low, _ in ends.values()], [high for _, _, high in ends.values()]
     if len(ends) < 2 or max(lows) <= (1 + APART) * min(highs):
         return []
@@ -182,7 +185,7 @@ def same_step_twice(rows: Sequence[Row]) -> list[Finding]:
 
 
 def _enclosed(row: Row) -> tuple[float, float] | None:
-    """What the median of a step's times lies between; None where neither an interval nor samples are known."""
+    """Bounds of the median of a step's times; None where neither an interval nor samples are known."""
     low, high, samples = row.values.get("step_low_ms"), row.values.get("step_high_ms"), row.samples.get("step")
     if low is not None and high is not None:
         return numeric(low), numeric(high)

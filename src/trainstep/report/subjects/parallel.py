@@ -31,11 +31,11 @@ MEMORY_KINDS = {"weights": "weights", "gradients": "gradients", "state": "optimi
 
 MB_OF_GIB = 2**30 / 1e6
 SAID_FAMILIES = 3
-"""Of a traced step's kernels."""
+"""Families of a traced step's kernels that are named."""
 PACE = 0.05
-"""Of a step: so much the GPU may still have to do before the update when the host has launched that."""
+"""Share of a step that the GPU may still have to do before the update when the host has launched that."""
 LAUNCHED = 0.9
-"""Of a step in a window, where the host may run ahead: so long it takes to launch one where it cannot."""
+"""Share of a step in a window, where the host may run ahead, that it takes to launch one where it cannot."""
 SHARES_DIFFER = 1e-3
 """Gradients of a batch further than this from the mean of its shares' differ by more than rounding."""
 
@@ -154,7 +154,8 @@ def exposed_findings(records: Sequence[Row]) -> list[Finding]:
 
 
 def gather_findings(records: Sequence[Row]) -> list[Finding]:
-    """Of each sharded scheme, whether its gathers are over when they are needed, and what the profiler makes of it."""
+    """Findings on each sharded scheme: whether its gathers are over when they are needed, and what the profiler makes
+    of it."""
     told = []
     for group in by_case(of_kind(records, ParallelGatherRow), "phase", "block", "place"):
         rows = [row for row in group if row.exposed_ms is not None]
@@ -168,6 +169,7 @@ def gather_findings(records: Sequence[Row]) -> list[Finding]:
             said += "most for {block} in {phase} ({most_ms:ms})"
             figures |= {"exposed_ms": sum(numeric(row.exposed_ms) for row in late), "step_ms": rows[0].step_ms}
             figures |= {"block": late[0].block, "phase": late[0].phase, "most_ms": late[0].exposed_ms}
+        # Gathers that are late only under the profiler are named apart: its own cost made them so.
         made_late = [f"{row.block} in {row.phase}" for row in rows if not row.exposed_ms and row.profiled_exposed_ms]
         profiled = [numeric(row.profiled_exposed_ms) for row in rows if row.profiled_exposed_ms is not None]
         if profiled:
@@ -205,7 +207,7 @@ def overlap_findings(records: Sequence[Row]) -> list[Finding]:
 
 
 def computation_findings(records: Sequence[Row]) -> list[Finding]:
-    """What the fastest traced scheme computes, by family of kernels."""
+    """Findings on what the fastest traced scheme computes, by family of kernels."""
     traced = [row for row in of_kind(records, ParallelTraceRow) if row.computation_ms is not None]
     if not traced:
         return []
@@ -216,6 +218,7 @@ def computation_findings(records: Sequence[Row]) -> list[Finding]:
             ms[row.family] = ms.get(row.family, 0.0) + numeric(row.ms)
     if not ms:
         return []
+    # The first families are named and the rest is one figure, so that the figures add up to the whole.
     most = sorted(ms, key=lambda family: -ms[family])
     figures: dict[str, Scalar] = {"scheme": fastest.label, "computation_ms": sum(ms.values())}
     parts = []
@@ -232,7 +235,8 @@ def computation_findings(records: Sequence[Row]) -> list[Finding]:
 
 
 def data_findings(records: Sequence[Row]) -> list[Finding]:
-    """What is odd about a workload's batches or its loss when they are divided: no scheme is wrong for it."""
+    """Findings on what is odd about a workload's batches or its loss when they are divided: no scheme is wrong for
+    it."""
     rows, told = of_kind(records, ParallelRow), list[Finding]()
     for row in {row.workload: row for row in rows if row.batches is not None}.values():
         said = "{workload}: its loader gives every rank other batches; all schemes, and the one process beside them, "
@@ -270,6 +274,7 @@ def _waits_for_host(row: ParallelRow) -> bool:
     if step is None or not all(name in row.times for name in parts):
         return False
     issue, wait, update, update_issue = (row.times[name].median for name in parts)
+    # The host waits for all that the GPU has left; less the update's share, that is its work before the update.
     before_update = wait + update_issue - update
     return before_update <= PACE * step and (row.timing != "sustained" or issue >= LAUNCHED * step)
 
@@ -309,7 +314,7 @@ def _timed(rows: Sequence[ParallelRow]) -> list[Block]:
 
 
 def label_among(row: ParallelRow, rows: Sequence[ParallelRow]) -> str:
-    """Its scheme, and how it is compiled if it is, where that is not the same for all of them."""
+    """Label of a row's scheme, and how it is compiled if it is, where that is not the same for all of them."""
     differ = len({each.compile for each in rows}) > 1
     return f"{row.label}, compile {row.compile}" if differ and row.compile != "off" else row.label
 

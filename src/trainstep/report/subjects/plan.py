@@ -156,7 +156,7 @@ def findings(records: Sequence[Row]) -> list[Finding]:
 
 
 def feed_forward_findings(records: Sequence[Row]) -> list[Finding]:
-    """Which passes of a feed-forward layer communication limits."""
+    """Findings on the passes of a feed-forward layer that communication limits."""
     rows = of_kind(records, PlanFeedForwardRow)
     if not rows:
         return []

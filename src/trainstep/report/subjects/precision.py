@@ -90,7 +90,7 @@ def script_dtypes(rows: Sequence[Row]) -> list[Finding]:
 
 
 def accumulation_findings(rows: Sequence[Row]) -> list[Finding]:
-    """What a sum in fp16 loses, and what of it a wide running sum saves."""
+    """Findings on what a sum in fp16 loses, and what of it a wide running sum saves."""
     totals = {(row.accumulator, row.addend): row.total for row in of_kind(rows, AccumulationRow)}
     half, full = totals.get(("fp16", "fp16")), totals.get(("fp32", "fp16"))
     if half is None or full is None:

@@ -31,7 +31,7 @@ TABLES = (RATIOS,)
 
 
 def between_runs(rows: Sequence[Row]) -> list[Finding]:
-    """What each pair of arms comes to."""
+    """Findings on what each pair of arms comes to."""
     every = []
     for row in of_kind(rows, RatioRow):
         if row.verdict is None or row.speedup_low is None or row.speedup_high is None:

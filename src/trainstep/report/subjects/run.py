@@ -117,12 +117,12 @@ def measured(rows: Sequence[Row]) -> list[ScriptRow]:
 
 
 def first_rank(rows: Sequence[Row]) -> list[ScriptRow]:
-    """Those of rank 0, or of the only one."""
+    """Rows of rank 0, or of the only one."""
     return [row for row in measured(rows) if not row.rank]
 
 
 def longest_phases(rows: Sequence[Row]) -> Iterator[Finding]:
-    """What a step consists of."""
+    """Findings on the phases of a step."""
     for row in first_rank(rows):
         order = sorted((name for name in PHASES if name in row.times), key=lambda name: -share_of(row, name))
         first, second = [*order, order[0]][:2]
@@ -167,7 +167,7 @@ def how_it_went(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def overhead(rows: Sequence[Row]) -> Iterator[Finding]:
-    """What measuring cost."""
+    """Findings on the cost of measuring."""
     for row in first_rank(rows)[:1]:
         if row.hooks_ms is None or row.step_ms is None:
             continue
@@ -382,7 +382,7 @@ def waits(rows: Sequence[Row]) -> Section | None:
 
 
 def recompilations(rows: Sequence[Row]) -> Section | None:
-    """What was compiled again."""
+    """Section of what was compiled again."""
     again = of_kind(rows, RecompilationRow)
     if not again:
         return None

@@ -23,7 +23,7 @@ from trainstep.rows.records import Row, Scalar, Times, of_kind
 
 
 def _outcome(row: Row) -> Cell:
-    """As of all rows; and of a step that ran unjudged, why nothing says that it is right."""
+    """Cell as of all rows; and of a step that ran unchecked, why nothing says that it is right."""
     why = row.values.get("not_checked")
     if row.status != "ok" or why is None:
         return columns.outcome_cell(row)
@@ -86,7 +86,7 @@ def analysed_step(rows: Sequence[Row]) -> StepRow | None:
 
 
 def is_same_step(step: Row, other: Row) -> bool:
-    """Whether `other` (a profile, a change, an allocation timeline) is of the step with the settings of `step`."""
+    """True if `other` (a profile, a change, an allocation timeline) is of the step with the settings of `step`."""
     own = {name: value for name, value in other.case.items() if name != "change"}
     return bool(own) and all(name in step.case and step.case[name] == value for name, value in own.items())
 
@@ -348,7 +348,7 @@ def _settings(step: StepRow) -> str:
 
 
 def warmup(rows: Sequence[Row]) -> Section | None:
-    """What leaving out the first steps changes."""
+    """Section on what leaving out the first steps changes."""
     steps = list({row.warmup: row for row in full_steps(rows)}.values())
     if len(steps) < 2:
         return None

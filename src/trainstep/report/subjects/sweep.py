@@ -29,7 +29,7 @@ DECADE = 10  # Numbers that span this factor are set on logarithmic axes
 
 @dataclass(frozen=True)
 class Measure:
-    """What a sweep's rows are compared by."""
+    """Value that a sweep's rows are compared by."""
 
     title: str
     value: str  # Its name in the row, ending in its unit
@@ -65,7 +65,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a sweep."""
+    """An axis of a sweep."""
 
     name: str
     values: Sequence[Scalar]  # Numbers ascending, names as the sweep's file has them
@@ -73,7 +73,7 @@ class Axis:
 
     @property
     def is_numeric(self) -> bool:
-        """Whether its values are numbers."""
+        """True if its values are numbers."""
         return None not in map(as_float, self.values)
 
 
@@ -88,7 +88,7 @@ def settings_of(rows: Sequence[SweepRow]) -> list[str]:
 
 
 def measures_of(rows: Sequence[SweepRow]) -> list[Measure]:
-    """What these rows have: a time, and peak memory."""
+    """Measures that these rows have: a time, and peak memory."""
     predicted = "predicted " if is_predicted(rows) else ""
     times = [Measure(f"{predicted}{title}", f"{phase}_ms") for phase, title in _TIMES]
     largest = max((as_float(row.values.get("peak_gib")) or 0.0 for row in rows), default=0.0)
@@ -98,7 +98,7 @@ def measures_of(rows: Sequence[SweepRow]) -> list[Measure]:
 
 
 def is_predicted(rows: Sequence[SweepRow]) -> bool:
-    """Whether the rows are a plan's, which measured nothing."""
+    """True if the rows are a plan's, which measured nothing."""
     return any(row.command == "plan" for row in rows)
 
 
@@ -187,7 +187,7 @@ def axis_table(axis: Axis, measure: Measure) -> Table:
 
 
 _PLURAL = {"device": "devices", "threads": "numbers of threads", "torch": "versions of torch", "commit": "commits"}
-"""What of the environment makes times differ, where it differs."""
+"""Parts of the environment that make times differ, where they differ."""
 
 
 def findings(records: Sequence[Row]) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ from trainstep.rows.records import Row, Scalar, of_kind
 LATE = 0.1
 """A rank that takes longer than the others' median by this share of it is late."""
 WAITING = 0.05
-"""Of a run's time: what validations or checkpoints may take without a word."""
+"""Share of a run's time that validations or checkpoints may take without a word."""
 MOST_BARS = 32  # ranks that are drawn, the slowest ones
 
 RUNS = define(
@@ -74,10 +74,12 @@ def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
         times = own or data
         if len(times) < 2:
             continue
+        # The rank's own part is what tells: in a collective all ranks take as long as the latest.
         late = max(range(len(times)), key=lambda rank: times[rank])
         others = sorted(value for rank, value in enumerate(times) if rank != late)
         usual = others[len(others) // 2]
         step = row.times["step"].median if "step" in row.times else 0.0
+        # Late by share of the others and of the update: microseconds between idle ranks are no news.
         if times[late] < (1 + LATE) * usual or times[late] - usual < LATE * step:
             continue
         figures: dict[str, Scalar] = {"rank": late, "own_ms": times[late], "usual_ms": usual, "run": str(row.workload)}

@@ -43,7 +43,7 @@ _FLOP_PARTS = ("projections", "feed_forward", "attention", "head")
 
 
 def workload(rows: Sequence[Row]) -> Section | None:
-    """What is trained, and what the device could do at best."""
+    """Section on what is trained, and what the device could do at best."""
     facts, ceilings = of_kind(rows, WorkloadRow), of_kind(rows, CeilingRow)
     if not facts and not ceilings:
         return None
@@ -111,7 +111,7 @@ def where(rows: Sequence[Row]) -> str:
 
 
 def environment(rows: Sequence[Row]) -> Section | None:
-    """Where the numbers were measured."""
+    """Section on where the numbers were measured."""
     found = {
         name: dict.fromkeys(row.environment[name] for row in rows if name in row.environment)
         for name in dict.fromkeys(name for row in rows for name in row.environment)
