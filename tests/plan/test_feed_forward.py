@@ -293,32 +293,6 @@ def test_the_command(tmp_path, capsys):
     assert "3F/2α" not in said
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["plan", "--matrices", "2"], "--matrices is for --feed-forward"),
-        ([*PLAN, "--matrices", "1"], "matrices is 1; expected 2 or more"),
-        ([*PLAN, "--size", "small"], "leave out --size"),
-        ([*PLAN, "--batch", "8", "--device", "H100"], "leave out --device, --batch"),
-        ([*PLAN, "--d-model", "64"], "leave out --d-model"),
-        ([*PLAN, "--measure", "--replicas", "2"], "leave out --measure, --replicas"),
-        ([*PLAN, "--tensor-parallel", "5"], "64 GPUs do not divide into a mesh with tensor parallelism of 5"),
-        ([*PLAN, "--nodes", "0"], "there are 8 × 0 GPUs"),
-        (["plan", "--feed-forward", "1,2,3"], "has 3 numbers; expected five, as in B,D,F,C,W"),
-        (["plan", "--feed-forward", "1,2,3,4,five"], "five"),
-        (["plan", "--feed-forward", "1,2,0,4,5"], "d_ff is 0"),
-        (["plan", "--feed-forward", "1,2,3,nan,5"], "flops_per_s is nan"),
-        (["plan", "--feed-forward", "1,2,3,4,inf"], "bytes_per_s is inf"),
-    ],
-)
-def test_bad_input_is_refused(words, says, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([*words, "--out", str(tmp_path / "out")])
-    assert stop.value.code == 2
-    assert says in " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("given", [{"tokens": -1}, {"d_model": float("nan")}, {"flops_per_s": 1e30}])
 def test_a_layer_needs_positive_numbers(given):
     (name,) = given

@@ -298,33 +298,6 @@ def test_no_limit_of_tensor_parallelism_where_the_model_cannot_be_divided():
     assert {row.case["axis"] for row in of_kind(records, PlanLimitRow)} == {"data (gradients as kept)", "fsdp"}
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--nodes", "0"], "nodes is 0"),
-        (["--replicas", "3"], "8 GPUs do not divide into 3 replicas"),
-        (["--tensor-parallel", "5"], "a mesh with tensor parallelism of 5 is impossible"),
-        (["--device", "TPU"], "'TPU' is not a known device"),
-        (["--batch", "-1"], "batch is -1"),
-        (["--batch", "1" + "0" * 30], "the planner takes at most"),
-        (["--num-layers", "1000000"], "num_layers is 1e+06"),
-        (["--context", "1000000"], "the model accepts at most 131072"),
-        (["--memory-gib", "nan"], "memory_gib is nan"),
-        (["--network-gb-s", "-3"], "expected a positive number"),
-        (["--policies", "every-0"], "checkpointing is 'every-0'"),
-        (["--attention", "flex"], "no memory formula for attention=flex"),
-        (["--calibration", "nowhere.jsonl"], "cannot read results from nowhere.jsonl"),
-    ],
-)
-def test_bad_input_is_one_line_and_writes_nothing(words, says, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([*QUICK, "--out", str(tmp_path / "out"), *words])
-    assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert says in line
-    assert not (tmp_path / "out").exists()
-
-
 def test_one_gpu_a_file_and_a_calibration(tmp_path, capsys):
     config = tmp_path / "mine.toml"
     config.write_text('[model]\nsize = "tiny"\nnum_layers = 2\n[step]\nbatch = 3\ncontext = 64\nprecision = "fp32"\n')
@@ -404,24 +377,6 @@ def test_a_users_model_is_timed_by_its_operators(tmp_path):
     assert "its operators were timed alone" in machine.basis
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--size", "small"], "brings its own model"),
-        (["--d-model", "64"], "brings its own model"),
-        (["--context", "64"], "fixes its own context"),
-        (["--compile", "model"], "--compile off"),
-        (["--measure", "--device", "H200"], "leave out --device"),
-        (["--policies", "every-0"], "every-1"),
-    ],
-)
-def test_what_a_users_model_cannot_be_planned_with(words, message, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", "--workload", "examples.own_model:workload", *words, "--out", str(tmp_path)])
-    assert stop.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
-
-
 @pytest.mark.parametrize("flag", ["--tensor-parallel", "--blocks-per-group"])
 def test_what_takes_the_shapes_of_a_model_is_refused_before_a_step_is_traced(flag, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(planning, "traced_cases", lambda *_, **__: pytest.fail("it takes a while"))
@@ -429,10 +384,3 @@ def test_what_takes_the_shapes_of_a_model_is_refused_before_a_step_is_traced(fla
         main(["plan", "--workload", "examples.own_model:workload", flag, "2", "--out", str(tmp_path)])
     assert stop.value.code == 2
     assert f"{flag} is planned for the built-in sizes alone" in " ".join(capsys.readouterr().err.split())
-
-
-def test_without_a_workload_there_is_nothing_to_measure(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", "--measure", "--out", str(tmp_path)])
-    assert stop.value.code == 2
-    assert "--measure times the operators of a --workload" in " ".join(capsys.readouterr().err.split())

@@ -98,6 +98,12 @@ class ModelConfig:
                 "rotary positions turn pairs of features, so choose sizes that make it even"
             )
 
+    def require_context(self, context: int) -> None:
+        """Raise `UsageError` where sequences are longer than the model takes."""
+        if context > self.max_context:
+            too_long = f"context {context} is longer than the model's max_context {self.max_context}"
+            raise UsageError(f"{too_long}; choose a context up to {self.max_context}")
+
     @property
     def head_dim(self) -> int:
         """Features per attention head."""

@@ -28,8 +28,10 @@ from trainstep.step.workload import Workload, WorkloadSource, resolve_device
 WARMUPS = (0, 1, 2, 5)
 """The warm-up study: means as they would have been after so many steps left out."""
 
-QUICK_WARMUPS, QUICK_STEPS = (0, 1), 6
-"""The same of a quick analysis, and its timed steps: as few as have an interval."""
+QUICK_WARMUPS = (0, 1)
+"""The warm-up study of a quick analysis."""
+STEPS, QUICK_STEPS = 10, 6
+"""Timed steps of an analysis, and of a quick one: six are the fewest that have an interval."""
 
 PROFILED_AGAINST = 5
 """Steps without the profiler that the profiled ones are held against."""
@@ -39,7 +41,7 @@ def analyze(
     workload: WorkloadSource | Callable[[], Workload],
     config: StepConfig | None = None,
     *,
-    steps: int = 10,
+    steps: int | None = None,
     quick: bool = False,
     changes: str | None = None,
     on_record: Callable[[Row], object] | None = None,
@@ -52,9 +54,10 @@ def analyze(
             of the ladder, and must build the same weights from the same seed of torch, numpy and `random`).
         config: how the analysed step is taken; by default eager, in fp32, or with bf16 weights as they come. The ladder
             starts from the plain step.
-        steps: timed steps per measurement, after warm-up; at least 7, below which ratios have no interval.
-        quick: stop at the facts, the phases, the memory and the kernels, with at most `QUICK_STEPS` steps: nothing is
-            compiled or checked, and there is no ladder.
+        steps: timed steps per measurement, after warm-up. By default `STEPS`, or `QUICK_STEPS` with `quick`. Ratios
+            have intervals from 7 up.
+        quick: stop at the facts, the phases, the memory and the kernels: nothing is compiled or checked, and there is
+            no ladder.
         changes: names of what the ladder tries, divided by commas; by default all that may help.
         on_record: called with every record as soon as it is known.
         on_part: called with the name of each part before it is measured.
@@ -84,7 +87,7 @@ def analysis_records(
     source: WorkloadSource,
     config: StepConfig,
     *,
-    steps: int,
+    steps: int | None = None,
     quick: bool = False,
     changes: str | None = None,
     trace: Path | None = None,
@@ -94,6 +97,7 @@ def analysis_records(
 
     `quick`, `changes` and `on_part` are as in `analyze`.
     """
+    steps = (QUICK_STEPS if quick else STEPS) if steps is None else steps
     if steps < 1:
         raise UsageError(f"steps is {steps}; expected at least 1")
     device, base = resolve_device(config.device), first_form(source, config)
@@ -102,8 +106,7 @@ def analysis_records(
     yield _facts(source, config)
     is_checked = not quick and config != plain_form(config)  # what is plain has nothing plainer beside it
     on_part("phases of the step and its warm-up" + (", checked beside the plain step" if is_checked else ""))
-    warmups, timed = (QUICK_WARMUPS, min(steps, QUICK_STEPS)) if quick else (WARMUPS, steps)
-    cases = [StepCase(source, config, "step", each, timed) for each in warmups]
+    cases = [StepCase(source, config, "step", each, steps) for each in (QUICK_WARMUPS if quick else WARMUPS)]
     judge = None if quick else StepCheck(source, plainest(config))  # it takes the plain step once for all it judges
     yield from run_cases(cases, check=is_checked, judge=judge)
     on_part("memory: every allocation of a step")

@@ -128,7 +128,7 @@ def run_nvtx(source: WorkloadSource, config: StepConfig, *, warmup: int, steps: 
             runner.run,
             module=runner.step.module,
             device=device_clock(device),
-            warmup=max(1, warmup),
+            warmup=warmup,
             steps=steps,
             prepare_next=runner.prepare_next,
         )

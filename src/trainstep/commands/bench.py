@@ -28,6 +28,7 @@ from trainstep.commands.bench_ranks import BenchCollectives, BenchParallel, Benc
 from trainstep.commands.options import (
     Climbed,
     Common,
+    OneModel,
     StepGrid,
     axes_of,
     commas,
@@ -138,7 +139,7 @@ class BenchAb(_StepCases):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchLadder(Climbed):
+class BenchLadder(Climbed, OneModel):
     """Climb the ladder alone: from the plain step upwards, one checked change at a time."""
 
     warmup: int = 3
@@ -193,6 +194,7 @@ class BenchAttention(Common):
         from trainstep.step.workload import resolve_device
 
         if self.case:
+            self.refuse("--case has shapes of its own, so {flag} has nothing to change; leave one of them out", "grid")
             cases = listed_cases(self.case, self.axes)
         elif self.grid:
             cases = named_grid(self.grid, self.axes)

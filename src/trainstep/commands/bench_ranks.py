@@ -146,6 +146,11 @@ class BenchParallel(OneModel):
         if few := [each for each in self.blocks_per_group if each < 1]:
             raise UsageError(f"--blocks-per-group is {few[0]}; expected 1 or more")
         names = BENCH_SCHEMES if "all" in self.scheme else self.scheme
+        if not any(SCHEMES[name].is_hybrid for name in names):
+            self.refuse("{flag} is for hsdp and torch-hsdp; name one of them by --scheme, or leave it out", "replicas")
+        if not any(SCHEMES[name].shards_weights for name in names):
+            why = "{flag} is for schemes that shard weights; name fsdp by --scheme, or leave it out"
+            self.refuse(why, "blocks_per_group", "gathers")
         named = [scheme for name in names for scheme in SCHEMES[name].by_blocks(self.blocks_per_group)]
         ranks, hosts = process.world_size, process.hosts
         return [scheme.on(ranks, hosts, each) for scheme in named for each in scheme.choices(self.replicas)]
@@ -236,6 +241,16 @@ class BenchStep8b(Common):
 
         if not (0 <= self.warmup < math.inf and 0 < self.rep < math.inf):
             raise UsageError(f"warmup is {self.warmup:g} ms, rep {self.rep:g}; expected 0 or more, and more than 0")
+        peers = {SCHEMES[name].peer is not None for name in self.scheme}
+        if False not in peers:
+            self.refuse(
+                "{flag} is for our schemes; name one of them by --scheme, or leave it out",
+                *("attention", "loss", "fused", "trace"),
+            )
+        if True not in peers:
+            self.refuse(
+                "{flag} is for torch's schemes; name one of them by --scheme, or leave it out", "peer_attention"
+            )
         model, rules = resolve_size(self.size), DoBench(self.warmup, self.rep)
         source, arms = source_of(short_name(self.size), model), []
         shared = StepConfig(batch=1, context=self.context, precision=self.precision, device=self.device)

@@ -48,9 +48,10 @@ class Tune(Common):
         from trainstep.step.casting import DTYPES
 
         chosen = [name for name in self.dtype if name != "tf32"]
-        if "tiles" not in self.part and not chosen:
-            nothing = "--part choice --dtype tf32 measures nothing: tf32 has tiles only"
-            raise UsageError(f"{nothing}; add fp32, or --part tiles")
+        if "tiles" not in self.part and "tf32" in self.given().get("dtype", ()):
+            raise UsageError(
+                "--part choice measures nothing of --dtype tf32: tf32 has tiles only; name fp32, or --part tiles"
+            )
         say = functools.partial(console_for_output().print, markup=False, highlight=False)
 
         def show(done: Measurement) -> None:

@@ -12,7 +12,7 @@ from tyro.conf import FlagCreatePairsOff, arg
 
 from trainstep.base.config import StepConfig, StepMode
 from trainstep.base.errors import UsageError
-from trainstep.commands.options import OneModel, axes_of, commas, flags_of, optional_text, own_precisions
+from trainstep.commands.options import READS, OneModel, axes_of, commas, flags_of, optional_text, own_precisions
 from trainstep.commands.output import run_and_report
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ class Memory(OneModel):
     policies: commas(str) = ()  # type: ignore[valid-type]
     """Checkpointing policies: any of none, every-1 (for the input of every block), selective. With
     --checkpointing those to compare (by default all); else those to show."""
-    mode: commas(StepMode) = ("forward", "step")  # type: ignore[valid-type]
+    mode: commas(StepMode) = ()  # type: ignore[valid-type]
     """Modes that --peaks and --timeline measure: forward (without gradients), forward-backward, or the whole step with
-    the optimizer."""
+    the optimizer; by default forward,step."""
     memory_gib: float | None = None
     """GiB that a step may take, for naming the best policy; by default what the GPU has, on a CPU no limit."""
     step: MemoryGrid = field(default_factory=dict)
@@ -69,8 +69,6 @@ class Memory(OneModel):
             raise UsageError(f"steps is {self.steps}; expected at least 1")
         if self.memory_gib is not None and not self.memory_gib > 0:
             raise UsageError(f"memory_gib is {self.memory_gib}; expected a positive number")
-        if self.fit is None and (self.compare or self.update_after_backward or self.host_gib is not None):
-            raise UsageError("--compare, --host-gib and --update-after-backward are for --fit; add it")
         if self.host_gib is not None and not self.host_gib >= 0:
             raise UsageError(f"host_gib is {self.host_gib}; expected 0 or more")
         if self.fit is not None and self.policies:
@@ -78,10 +76,16 @@ class Memory(OneModel):
         if self.snapshot is not None:
             from trainstep.bench.allocations import imported_records
 
-            if self._chosen:
-                raise UsageError("--from shows a file and measures nothing; leave out the other choices")
-            self.require_nothing_to_run("--from")
+            self.refuse(READS, but=("snapshot", "out"))
             return run_and_report(imported_records(self.snapshot), self.out, f"memory of {self.snapshot.name}")
+        for is_used, where, *names in (
+            (self.fit is not None, "--fit", "compare", "host_gib", "update_after_backward"),
+            (self.checkpointing, "--checkpointing", "memory_gib"),
+            (self.checkpointing or self.fit is not None, "--checkpointing and --fit", "steps"),
+            (self.peaks or self.timeline or not self._chosen, "--peaks and --timeline", "mode"),
+        ):
+            if not is_used:
+                self.refuse(f"{{flag}} is for {where}; add that, or leave it out", *names)
         source = self.source()
         return run_and_report(self._records(source), self.out, f"memory of {source.name}")
 
@@ -96,10 +100,11 @@ class Memory(OneModel):
 
         plain = self._configs(source)
         shown = self._configs(source, self.policies) if self.policies and not self.checkpointing else plain
+        modes: Sequence[StepMode] = self.mode or ("forward", "step")
         if self.peaks or not self._chosen:
-            yield from peak_records(source, shown, self.mode)
+            yield from peak_records(source, shown, modes)
         if self.timeline or not self._chosen:
-            cases = list(itertools.product(shown, self.mode))
+            cases = list(itertools.product(shown, modes))
             for number, (config, mode) in enumerate(cases, start=1):
                 name = "snapshot.pickle" if len(cases) == 1 else f"snapshot-{number}.pickle"
                 yield from allocation_records(source, config, mode, self.out / name)

@@ -10,7 +10,7 @@ import sys
 import textwrap
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from trainstep.base.precision import PrecisionName
     from trainstep.step.workload import WorkloadSource
 
+READS = "--from reads a file and measures nothing, so {flag} has nothing to change; leave it out"
+"""Refuses a flag beside --from."""
 DESCRIPTION = "Shows where a Transformer training step spends its time and memory, makes it faster, and proves it."
 
 
@@ -140,8 +142,8 @@ def axes_of(given: Mapping[str, Any], default: object) -> dict[str, Any]:
     return {name: given.get(name, (value,)) for name, value in vars(default).items()}
 
 
-_VARIED = [name for name in vars(ModelConfig()) if len({vars(size)[name] for size in SIZES.values()}) > 1]
-ModelFlags: Any = flags_of(ModelConfig, defaults=dict.fromkeys(_VARIED, "the size's"))
+VARIED = [name for name in vars(ModelConfig()) if len({vars(size)[name] for size in SIZES.values()}) > 1]
+ModelFlags: Any = flags_of(ModelConfig, defaults=dict.fromkeys(VARIED, "the size's"))
 StepFlags: Any = flags_of(StepConfig)
 StepGrid: Any = flags_of(StepConfig, several=True)
 
@@ -152,6 +154,27 @@ class Common(ABC):
 
     debug: FlagCreatePairsOff[bool] = False
     """Show the traceback of an error, and of every case that fails."""
+
+    def given(self) -> dict[str, Any]:
+        """The flags whose values differ from their defaults, and all given flags of a configuration; by field."""
+        found: dict[str, Any] = {}
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            found |= value if isinstance(value, dict) else {each.name: value} if value != each.default else {}
+        return found
+
+    def refuse(self, why: str, *names: str, but: Collection[str] = ()) -> None:
+        """Raise `UsageError` if one of the flags `names` is given, which the command would ignore.
+
+        Args:
+            why: the error, with `{flag}` in the flag's place. It says what to do.
+            names: fields. Without names, every field outside of `but` is refused.
+            but: fields that the command obeys.
+        """
+        refused = names or self.given().keys() - {*but, "debug"}
+        for name, value in self.given().items():
+            if name in refused:
+                raise UsageError(why.format(flag=_words(name, value)[0]))
 
     @abstractmethod
     def run(self) -> int:
@@ -220,18 +243,9 @@ class OneModel(AnyModel):
     steps: int = 10
     """Timed steps per measurement; ratios have intervals from 7 up."""
 
-    def require_nothing_to_run(self, flag: str) -> None:
-        """Raise `UsageError` if flags say what to measure beside `flag`, which reads a file instead."""
-        named = [name for name in ("size", "config", "workload", "data") if getattr(self, name) is not None]
-        if given := [*named, *self.model, *self.step]:
-            raise UsageError(
-                f"{flag} reads a file and measures nothing, so --{given[0].replace('_', '-')} has nothing to change; "
-                "leave it out"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
-class Climbed(OneModel):
+class Climbed(AnyModel):
     """Commands that climb the ladder."""
 
     changes: str | None = None
@@ -295,13 +309,11 @@ def short_name(size: str | Path) -> str:
 
 def words_of(command: Common, without: Sequence[str] = ()) -> list[str]:
     """The flags that make this command again, without those of the fields `without`."""
-    given: dict[str, Any] = {}
-    for each in dataclasses.fields(command):
-        value = getattr(command, each.name)
-        if each.name not in without:
-            given |= value if isinstance(value, dict) else {each.name: value} if value != each.default else {}
-    words = []
-    for name, value in given.items():
-        flag = name.replace("_", "-")
-        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", shown(value)]
-    return words
+    given = command.given().items()
+    return [word for name, value in given if name not in without for word in _words(name, value)]
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """A field's flag, with its value."""
+    flag = name.replace("_", "-")
+    return [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", shown(value)]

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from tyro.conf import FlagCreatePairsOff
 
-from trainstep.base.config import StepConfig
+from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UsageError
-from trainstep.commands.options import Common, ModelFlags, commas, flags_of, preset, short_name, sources, words_of
+from trainstep.commands.options import VARIED, Common, commas, flags_of, preset, short_name, sources
 from trainstep.commands.output import run_and_report
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ DEFAULT_SIZE = "2.7B"
 DEFAULT_STEP = StepConfig(precision="bf16", attention="sdpa", optimizer="adamw-fused")
 """Settings that people train with, where no file says otherwise."""
 NETWORK_GB_S = 40.0
+PlannedModel: Any = flags_of(ModelConfig, defaults=dict.fromkeys(VARIED, "the size's"), without=["rope_theta"])
 PlannedStep: Any = flags_of(StepConfig, defaults=vars(DEFAULT_STEP), without=["learning_rate", "device", "seed"])
 
 
@@ -73,7 +74,7 @@ class Plan(Common):
     to how many GPUs data, FSDP, tensor and 2-D parallelism are not limited by communication."""
     matrices: int | None = None
     """With --feed-forward: its matrices; by default 3, as SwiGLU has. A feed-forward without a gate has 2."""
-    model: ModelFlags = field(default_factory=dict)
+    model: PlannedModel = field(default_factory=dict)
     step: PlannedStep = field(default_factory=dict)
     """Settings of the step. The batch is what each GPU brings."""
     out: Path = Path("results/plan")
@@ -84,8 +85,7 @@ class Plan(Common):
 
         if self.feed_forward:
             return self._feed_forward()
-        if self.matrices is not None:
-            raise UsageError("--matrices is for --feed-forward; add it, or leave it out")
+        self.refuse("{flag} is for --feed-forward; add it, or leave it out", "matrices")
         if self.workload is not None:
             return run_and_report(self._own_records(self.workload), self.out, f"plan of {self.workload}")
         if self.measure:
@@ -107,9 +107,8 @@ class Plan(Common):
     def _feed_forward(self) -> int:
         from trainstep.plan.feed_forward import FeedForward, feed_forward_records
 
-        own = ("feed_forward", "matrices", "gpus_per_node", "nodes", "tensor_parallel", "out", "debug")
-        if others := [word for word in words_of(self, own) if word.startswith("--")]:
-            raise UsageError(f"--feed-forward plans one layer and no model; leave out {', '.join(others)}")
+        own = ("feed_forward", "matrices", "gpus_per_node", "nodes", "tensor_parallel", "out")
+        self.refuse("--feed-forward plans one layer and no model; leave out {flag}", but=own)
         if len(self.feed_forward) != 5:
             raise UsageError(f"--feed-forward has {len(self.feed_forward)} numbers; expected five, as in B,D,F,C,W")
         tokens, d_model, d_ff, flops, rate = self.feed_forward
@@ -167,6 +166,10 @@ class Plan(Common):
     def _cluster(self, machine: Machine, gpus_per_node: int, nodes: int) -> Cluster:
         from trainstep.plan.machine import Cluster
 
+        if not machine.is_connected:
+            alone = f"{machine.name} is planned alone, as its connections are unknown"
+            flags = ("gpus_per_node", "nodes", "network_gb_s", "replicas")
+            self.refuse(f"{alone}, so {{flag}} has nothing to change; leave it out", *flags)
         if self.network_gb_s is not None:
             machine, rate = dataclasses.replace(machine, network={}), self.network_gb_s * 1e9
         else:

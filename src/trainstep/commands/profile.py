@@ -16,7 +16,17 @@ from tyro.conf import FlagCreatePairsOff, arg
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.base.precision import PrecisionName
-from trainstep.commands.options import Climbed, Common, OneModel, axes_of, flags_of, own_precisions, sources
+from trainstep.commands.options import (
+    READS,
+    Climbed,
+    Common,
+    OneModel,
+    axes_of,
+    flags_of,
+    own_precisions,
+    sources,
+    words_of,
+)
 from trainstep.commands.output import run_and_report
 
 if TYPE_CHECKING:
@@ -32,6 +42,8 @@ DtypesGrid: Any = flags_of(StepConfig, several=True, defaults={"precision": DTYP
 class Analyze(Climbed):
     """Measure a training step, explain it, make it faster change by change, and write the report."""
 
+    steps: int | None = None
+    """Timed steps per measurement, by default 10, or 6 with --quick; ratios have intervals from 7 up."""
     quick: FlagCreatePairsOff[bool] = False
     """Stop at the facts, the phases, the memory and the kernels: no compiling, no checks, no ladder, and few steps."""
     out: Path = Path("results/analyze")
@@ -80,7 +92,15 @@ class Profile(OneModel):
         if self.nsys + self.nvtx + (self.from_ is not None) > 1:
             raise UsageError("--nsys, --nvtx and --from exclude one another; give one of them")
         if self.from_ is not None:
-            self.require_nothing_to_run("--from")
+            self.refuse(READS, but=("from_", "out"))
+        if self.nsys or self.nvtx:
+            self.refuse(
+                "{flag} is for steps without a profiler, which --nsys and --nvtx time none of; leave it out", "steps"
+            )
+        if (self.nsys or self.nvtx) and self.warmup < 1:
+            raise UsageError("--nsys and --nvtx record steps after --warmup, which is 0; expected 1 or more")
+        if self.nvtx:
+            self.refuse("--nvtx writes nothing, so {flag} has no use; leave it out, or use --nsys", "out")
         if path := self._run_nsys() if self.nsys else self.from_:
             from trainstep.bench.profile import records_from_file
 
@@ -108,8 +128,8 @@ class Profile(OneModel):
         from trainstep.measure.profile.nsys import nsys_command, require_nsys
         from trainstep.step.workload import resolve_device
 
-        flags = ["--nvtx" if word == "--nsys" else word for word in sys.argv[1:]]
-        command = nsys_command([sys.executable, "-m", "trainstep", *flags], self.out / "profile")
+        flags = words_of(self, without=("nsys", "out"))
+        command = nsys_command([sys.executable, "-m", "trainstep", "profile", *flags, "--nvtx"], self.out / "profile")
         require_nsys(command)
         if resolve_device(self.step_config().device).type != "cuda":
             raise UsageError("--nsys profiles a GPU, and this would run on the CPU; use a machine with a GPU")
@@ -146,6 +166,10 @@ class Dtypes(Common):
         from trainstep.bench.dtypes import accumulation_records, dtype_records
 
         if self.accumulation:
+            self.refuse(
+                "--accumulation adds up numbers, so {flag} has nothing to change; leave it out",
+                but=("accumulation", "out"),
+            )
             return run_and_report(accumulation_records(), self.out, "dtypes --accumulation")
         (source,) = sources([self.size] if self.size else [], self.workload, self.data)
         axes = axes_of(self.grid | own_precisions(source, self.grid, DTYPES_OF), StepConfig())

@@ -67,9 +67,16 @@ class Run(Common):
                 raise UsageError(f"{name.replace('_', '-')} is {value}; expected {least} or more")
         command, rank = command_of(self.script), Rank.of(os.environ)
         if self.ladder:
+            once = ("profiled_steps", "profile_after", "memory")
+            self.refuse("{flag} is for a run that is measured once; leave it out, or --ladder", *once)
             return self._climb(command, rank)
-        if unused := [name for name in ("changes", "at_once", "patch", "cwd_copy") if getattr(self, name)]:
-            raise UsageError(f"--{unused[0].replace('_', '-')} belongs to a ladder: add --ladder")
+        self.refuse("{flag} belongs to a ladder: add --ladder", "changes", "at_once", "patch", "cwd_copy")
+        if self.steps is not None:
+            last = "{flag} counts from the start, and with --steps the last steps are profiled; leave one of them out"
+            self.refuse(last, "profile_after")
+        if not self.profiled_steps:
+            none = "{flag} is of the steps that are profiled, and --profiled-steps is 0; leave one of them out"
+            self.refuse(none, "profile_after")
         plan = {
             "steps": self.steps,
             "profiled_steps": self.profiled_steps,

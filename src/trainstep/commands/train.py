@@ -93,7 +93,7 @@ class Train(AnyModel):
         if self.size is None and self.config is None and self.workload is None:
             raise UsageError("--emit needs --size, --config or --workload, as the default size depends on the machine")
         self.run_config().check(launch.ranks, launch.nodes)
-        return launch.file(["train", *words_of(self, without=("launch",))], on_gpu=on_gpu)
+        return launch.file(["train", *words_of(self, without=list(self.launch))], on_gpu=on_gpu)
 
     def _draw_page(self, show: Show) -> None:
         """The page of the run as it ended. A run without a page is a run."""
@@ -128,6 +128,9 @@ class Train(AnyModel):
             "weight_decay": "its own optimizer has one",
             "validation_fraction": "its Workload.validation has the batches to validate on",
         }
+        idle = [name for name in ("sample_tokens", "temperature") if name in given]
+        if given.get("samples") == 0 and idle:
+            raise UsageError(f"--{idle[0].replace('_', '-')} is for samples, and --samples is 0; leave one of them out")
         for name in given:
             flag = f"--{name.replace('_', '-')}"
             if self.workload is not None and name in OF_BUILTIN:

@@ -131,9 +131,7 @@ def _check_sizes(request: PlanRequest) -> None:
             ("the number of parameters", model.num_parameters, 10**15),
             ("batch × context", step.batch * step.context, 10**12),
         ]
-        if step.context > model.max_context:
-            given = f"context is {step.context}"
-            raise UsageError(f"{given}; the model accepts at most {model.max_context} (max_context)")
+        model.require_context(step.context)
     if (replicas := request.replicas) is not None and (replicas < 1 or request.cluster.gpus % replicas):
         raise UsageError(f"{request.cluster.gpus} GPUs do not divide into {replicas} replicas; choose --replicas anew")
     if request.blocks_per_group < 1:

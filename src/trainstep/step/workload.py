@@ -119,9 +119,7 @@ def builtin_workload(model: ModelConfig, step: StepConfig, batches: Iterable[tup
 
     Raises `UsageError` where the step's context is longer than the model takes.
     """
-    if step.context > (most := model.max_context):
-        too_long = f"context {step.context} is longer than the model's max_context {most}"
-        raise UsageError(f"{too_long}; choose a context up to {most}")
+    model.require_context(step.context)
     fitted = dataclasses.replace(model, max_context=step.context)  # the rotary tables need not be longer
     device = resolve_device(step.device)
     seed_everything(step.seed)

@@ -192,6 +192,11 @@ class RunConfig:
                 f"blocks_per_group is {self.train.blocks_per_group}, and {scheme.name} gathers no blocks; use --scheme "
                 "fsdp or hsdp, or leave it out"
             )
+        if self.train.bucket_mb is not None and scheme.wrapper not in ("ddp", "sharded-optimizer"):
+            raise UsageError(
+                f"bucket_mb is {self.train.bucket_mb:g}, and {scheme.name} sends no buckets; use --scheme ddp or "
+                "sharded-optimizer, or leave it out"
+            )
         if self.model is not None and self.train.blocks_per_group > self.model.num_layers:
             raise UsageError(
                 f"blocks_per_group is {self.train.blocks_per_group}; the model has {self.model.num_layers} blocks"
@@ -230,9 +235,7 @@ class RunConfig:
                 f"{counted(world_size, 'rank')} × batch {self.step.batch}; choose --global-batch among the multiples "
                 f"of {at_once}, or another --batch"
             )
-        if self.step.context > (most := model.max_context):
-            too_long = f"context {self.step.context} is longer than the model's max_context {most}"
-            raise UsageError(f"{too_long}; choose a context up to {most}")
+        model.require_context(self.step.context)
 
     def settings(self, data: Mapping[str, Scalar]) -> dict[str, Scalar]:
         """All of the run, by name. `data` describes the tokens, or the workload's module and batches."""
