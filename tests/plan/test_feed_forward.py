@@ -272,7 +272,8 @@ def test_rows_of_a_layer():
 def test_the_finding_names_what_communication_limits(gpus, bound):
     (found,) = findings(list(feed_forward_records(LAYERS[0], gpus, None)))
     assert (found.id, found.figures["bound"]) == ("plan.feed-forward", bound)
-    assert ("all passes are compute-bound" in found.sentence) is (not bound)
+    limited = f"communication limits {' and '.join(bound)}." if bound else "all passes are compute-bound."
+    assert found.sentence == f"On {gpus} GPUs {limited}"
 
 
 PLAN = ["plan", "--feed-forward", "524288,4096,11008,989e12,450e9", "--gpus-per-node", "8", "--nodes", "8"]

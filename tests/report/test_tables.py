@@ -233,6 +233,12 @@ def test_findings_cannot_steer_a_terminal():
     assert "\n" not in sentence
 
 
+@pytest.mark.parametrize(("names", "said"), [(("a",), "a"), (("b", "c"), "b and c"), (("d", "e", "f"), "d, e and f")])
+def test_a_finding_lists_names_in_words(names, said):
+    """`plan --feed-forward` printed Python's brackets and quotes."""
+    assert found("kernels.top", "limits {names}.", names=names).sentence == f"limits {said}."
+
+
 @pytest.mark.parametrize("text", ["=1+1", "+cmd|' /C calc'!A0", "@SUM(A1)", "-2+3+cmd", "\t=1", "=-1", "-x"])
 def test_a_spreadsheet_runs_no_formula_of_a_name(text):
     (_, (cell,)) = csv.reader(io.StringIO(to_csv(text_table("x", "y", ["name"], [[text]]))))

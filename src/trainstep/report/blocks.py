@@ -289,6 +289,8 @@ _WRITTEN: Mapping[str, Callable[[Any], str]] = {
 
 class _Figures(Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
+        if isinstance(value, tuple):
+            format_spec = format_spec or "list"
         return _WRITTEN[format_spec](value) if format_spec in _WRITTEN else str(format(value, format_spec))
 
 

@@ -83,7 +83,7 @@ def unsteady(rows: Sequence[Row]) -> Iterator[Finding]:
         said += (
             "Something else may have run; measure again before believing them."
             if worst > WILD_INTERVAL
-            else "Small differences need more --steps or a quieter machine."
+            else "Small differences need more samples or a quieter machine."
         )
         figures: dict[str, Scalar] = {"rows": len(wide), "of": len(widths), "worst": name, "width": worst}
         figures |= {"low_ms": times.low, "ms": times.median, "high_ms": times.high}
