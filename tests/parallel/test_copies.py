@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from trainstep.parallel.transport import copies
-from trainstep.parallel.transport.copies import Copies, PieceCopies, _batch_call
+from trainstep.parallel.transport import peer_memory
+from trainstep.parallel.transport.peer_memory import Copies, PieceCopies, _batch_call
 
 SIZES = (1, 256, 4099, 2**20)
 
@@ -82,7 +82,7 @@ def test_pieces_are_those_of_the_tensors_that_are_given():
 def test_a_gpu_gets_them_in_one_call_but_on_its_default_stream(twice, calls):
     assert _batch_call() is not None, "a driver of CUDA 12.8 or later"
     stream = torch.cuda.Stream() if calls else torch.cuda.default_stream()
-    with mock.patch.object(copies, "_batch_call", return_value=mock.Mock(side_effect=_batch_call())) as made:
+    with mock.patch.object(peer_memory, "_batch_call", return_value=mock.Mock(side_effect=_batch_call())) as made:
         with torch.cuda.stream(stream):
             found = twice(torch.device("cuda", torch.cuda.current_device()))
         torch.cuda.synchronize()

@@ -16,10 +16,8 @@ from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp.shards import cut_rows
 from trainstep.parallel.transport import by_copies
-from trainstep.parallel.transport.by_collectives import Collectives
-from trainstep.parallel.transport.by_copies import PeerCopies
-from trainstep.parallel.transport.choice import choose_transport
-from trainstep.parallel.transport.layout import Layout
+from trainstep.parallel.transport.by_collectives import Collectives, Layout
+from trainstep.parallel.transport.by_copies import PeerCopies, choose_transport
 from trainstep.parallel.transport.peer_memory import PeerMemory, obstacle_to_sharing
 
 pytestmark = pytest.mark.distributed
@@ -220,7 +218,9 @@ def test_copies_are_counted_like_collectives(two):
 def _choose(process, asked, apart):
     if apart and process.rank == 1:
         platform.node = lambda: "elsewhere"
-    return choose_transport(asked, process.group, process.device, slice_bytes=1, exchange_bytes=1).name
+    return choose_transport(
+        asked, process.group, process.device, slice_bytes=1, exchange_bytes=1, everyone=process.group
+    ).name
 
 
 def _obstacle(process):

@@ -21,8 +21,6 @@ from trainstep.base.errors import UsageError
 from trainstep.parallel.process import resolve_group
 
 DIMENSIONS = ("replicate", "shard")
-AMONG_ALL = "peer-copies among all"
-"""Name of the transport where gradients go among the ranks of all replicas at once."""
 _ADVICE = (
     'torch.distributed.device_mesh.init_device_mesh(device, (replicas, ranks of each), mesh_dim_names=("replicate", '
     '"shard")), with one host\'s ranks in a row'
@@ -48,14 +46,6 @@ class Ranks:
     def mesh(self, device_type: str) -> DeviceMesh:
         """The mesh whose last dimension is `shard`: what was given, else that of the group."""
         return DeviceMesh.from_group(self.shard, device_type) if self.given is None else self.given
-
-    @property
-    def coordinates(self) -> list[tuple[int, int]]:
-        """In the mesh of two dimensions, of each rank of `everyone`, by its number there: (replica, number in it)."""
-        assert self.given is not None
-        rows = self.given.mesh.tolist()
-        of_rank = {rank: (replica, number) for replica, row in enumerate(rows) for number, rank in enumerate(row)}
-        return [of_rank[rank] for rank in dist.get_process_group_ranks(self.everyone)]
 
     @property
     def layout(self) -> tuple[str, list[Any]] | None:

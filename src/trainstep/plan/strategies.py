@@ -71,8 +71,8 @@ class Layout:
         return self.replicas > 1 and together <= gpus_per_node < 2 * together
 
     def placed_on(self, cluster: Cluster) -> Layout:
-        """The same layout, by copies where one node has all of it."""
-        return dataclasses.replace(self, by_copies=self.gpus <= cluster.gpus_per_node)
+        """The same layout, by copies where one node has all of it and no other replica."""
+        return dataclasses.replace(self, by_copies=self.gpus <= cluster.gpus_per_node and self.replicas == 1)
 
     @property
     def averages_by_copies(self) -> bool:

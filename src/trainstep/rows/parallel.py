@@ -116,7 +116,7 @@ class ParallelRow(SchemeSettings, GpuState, Timed, kind="parallel"):
 
     @property
     def goes_among_all(self) -> bool:
-        """True if gradients went among the ranks of all replicas at once, by what `parallel.ranks.AMONG_ALL` names."""
+        """True if gradients went among the ranks of all replicas at once, as in rows of 2026-11-27."""
         return self.transport_between == "peer-copies among all"
 
 

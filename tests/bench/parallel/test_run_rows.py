@@ -18,7 +18,6 @@ from trainstep.measure.memory import GIB
 from trainstep.measure.outcome import Failure
 from trainstep.measure.timing import Lap, Sample, Timing
 from trainstep.parallel.process import Process
-from trainstep.parallel.ranks import AMONG_ALL
 from trainstep.rows import ParallelRow
 from trainstep.rows.records import of_kind, read_records
 from trainstep.step.workload import builtin_source
@@ -187,9 +186,10 @@ def test_a_scheme_of_which_nothing_can_be_said_is_unsupported_and_one_that_is_of
     assert (wrong.status, wrong.reason) == ("wrong", "its gradients: the gradients off by 0.9 of 0.5")
 
 
-def test_rows_and_wrappers_call_it_alike_that_gradients_go_among_all():
-    assert ParallelRow(scheme="hsdp", world_size=4, replicas=2, transport_between=AMONG_ALL).goes_among_all
-    assert not ParallelRow(scheme="hsdp", world_size=4, replicas=2, transport_between="peer-copies").goes_among_all
+@pytest.mark.parametrize(("between", "expected"), [("peer-copies among all", True), ("peer-copies", False)])
+def test_rows_of_before_say_that_gradients_went_among_all(between, expected):
+    row = ParallelRow(scheme="hsdp", world_size=4, replicas=2, transport_between=between)
+    assert row.goes_among_all is expected
 
 
 def test_a_scheme_that_failed_says_why():

@@ -3,7 +3,7 @@
 import pytest
 
 from trainstep.base.errors import UsageError
-from trainstep.parallel.fsdp.agreement import Agreement
+from trainstep.parallel.fsdp.schedule import Agreement
 
 pytestmark = pytest.mark.distributed
 

@@ -10,8 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.parallel import FullyShardedDataParallel, load_checkpoint, save_checkpoint
-from trainstep.parallel.fsdp.agreement import Agreement
-from trainstep.parallel.fsdp.schedule import Schedule
+from trainstep.parallel.fsdp.schedule import Agreement, Schedule
 
 pytestmark = pytest.mark.distributed
 

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainstep.parallel.fsdp.carriers import Carriers
 from trainstep.parallel.fsdp.gradients import GradientBuffer
 from trainstep.parallel.fsdp.shards import ShardedParameter, cut_rows
-from trainstep.parallel.transport.layout import Layout, SharedRows
+from trainstep.parallel.transport.by_collectives import Layout
 
 RANKS = 4
 # Rows that all ranks have alike; that leave the last ranks fewer, or none; that fill no words of 16 bytes.
@@ -81,7 +80,7 @@ def test_a_narrow_gradient_beside_others_that_are_added_up():
 
 def _for_copies():
     buffer = _buffer(torch.bfloat16)
-    buffer.connect(Carriers(SimpleNamespace(packs=False, exchange_of=lambda layout: None)))
+    buffer.connect(SimpleNamespace(packs=False, exchange_of=lambda layout: None))
     return buffer
 
 
@@ -167,30 +166,3 @@ def test_a_gradient_takes_few_operations():
         buffer.add(other, gradient, added_up=False)
     called = [name for name in operations.names if name != "detach"]  # which view(dtype) does by itself
     assert sorted(called) == ["as_strided", "as_strided", "copy_", "view"]
-
-
-@pytest.mark.parametrize(("ranks", "replicas"), [(4, 2), (2, 3), (1, 4), (4, 1)])
-def test_who_has_a_row_divides_it(ranks, replicas):
-    """Each element of a gradient is one rank's; holders of a row, put together, have all of it, in its order."""
-    layout = Layout(_parameters(ranks=ranks), ranks)
-    coordinates = [(holder, row) for row in range(ranks) for holder in reversed(range(replicas))]
-    shared = SharedRows(layout, coordinates)
-    taken = [torch.zeros(shape.numel()) for shape in layout.shapes]
-    rows = torch.full((ranks, layout.size), -1)
-    for rank, (_, row) in enumerate(coordinates):
-        part = torch.full((shared.size,), -1)
-        for first in range(0, shared.size, 100):
-            for piece in shared.pieces(rank, first, min(first + 100, shared.size)):
-                taken[piece.number][piece.offset : piece.offset + piece.elements] += 1
-                numbers = torch.arange(piece.offset, piece.offset + piece.elements) + 1000 * piece.number
-                part[first + piece.place : first + piece.place + piece.elements] = numbers
-        for piece in shared.whole.pieces(rank):
-            rows[row, piece.offset : piece.offset + piece.elements] = part[piece.place : piece.place + piece.elements]
-        assert sorted([rank, *shared.holders(rank)]) == [n for n, (_, other) in enumerate(coordinates) if other == row]
-    assert all((each == 1).all() for each in taken)
-    for row in range(ranks):
-        expected = torch.full((layout.size,), -1)
-        for piece in layout.pieces(row):
-            numbers = torch.arange(piece.offset, piece.offset + piece.elements) + 1000 * piece.number
-            expected[piece.place : piece.place + piece.elements] = numbers
-        assert torch.equal(rows[row], expected)

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import platform
 
 import pytest
 import torch
@@ -383,3 +384,36 @@ def test_every_mistake_is_named(four):
     for found in four.run(_mistakes):
         for expected, message in found:
             assert expected in message
+
+
+def _by_copies(process):
+    """With rows of ranks of one host, and the rows on two: copies stay within a row."""
+    node = platform.node
+    platform.node = lambda: f"host {process.rank // 2}"
+    try:
+        found = [train(process, (2, 2), "bfloat16", transport=each)[0] for each in ("peer-copies", "collectives")]
+        sharded = FullyShardedDataParallel(build(), mesh=mesh_of(2, 2), transport="peer-copies")
+        assert (sharded.transport, sharded.transport_between) == ("peer-copies", "collectives")
+        return found, _message(lambda: train(process, (1, 4), "bfloat16", transport="peer-copies"))
+    finally:
+        platform.node = node
+
+
+def test_copies_are_made_within_a_host_and_collectives_between_them(four):
+    for (copies, collectives), refused in four.run(_by_copies):
+        assert_same(copies, collectives)
+        assert "the ranks are on 2 hosts" in refused
+
+
+def _one_row_cannot(process):
+    """Rank 3 is on another host than rank 2, in whose row it is; ranks 0 and 1 could make copies."""
+    node = platform.node
+    platform.node = lambda: "elsewhere" if process.rank == 3 else node()
+    try:
+        return _message(lambda: FullyShardedDataParallel(build(), mesh=mesh_of(2, 2), transport="peer-copies"))
+    finally:
+        platform.node = node
+
+
+def test_every_replica_hears_of_one_that_cannot_make_copies(four):
+    assert all("the ranks are on 2 hosts" in said for said in four.run(_one_row_cannot))

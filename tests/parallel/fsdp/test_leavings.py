@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainstep.parallel.fsdp.leavings import Leavings
+from trainstep.parallel.fsdp.boundary import Leavings
 
 
 @dataclass

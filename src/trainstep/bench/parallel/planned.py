@@ -11,7 +11,6 @@ from trainstep.base.schemes import SCHEMES, Scheme
 from trainstep.measure.memory import GIB
 from trainstep.parallel import ShardedOptimizer
 from trainstep.parallel.collectives import MB
-from trainstep.parallel.ranks import AMONG_ALL
 from trainstep.plan.communication import RankBytes, rank_bytes
 from trainstep.plan.strategies import kept_groups, largest_group
 from trainstep.rows import ParallelRow
@@ -38,7 +37,7 @@ def planned_bytes(
         optimizer: its state is two moments per parameter, or nothing.
         model: the built-in model's shape, for the sizes of groups under FSDP; None for a user's.
         peer_copies: whether ours went by them.
-        among_all: and gradients among the ranks of all replicas at once.
+        among_all: and gradients among the ranks of all replicas at once, as in rows of 2026-11-27.
     """
     assert scheme.bucket_mb is not None, "what is compared has one"
     entry = PRECISIONS[precision]
@@ -89,13 +88,7 @@ def copies_of(row: ParallelRow) -> dict[str, bool]:
     """Parts of a row's scheme that went by copies, as `planned_bytes` takes them; FSDP's older rows do not say it."""
     scheme = SCHEMES[row.scheme]
     older = row.transport is None and (scheme.wrapper, scheme.transport) == ("fsdp", "auto")
-    return by_copies("peer-copies" if older else row.transport, row.transport_between)
-
-
-def by_copies(transport: str | None, between: str | None) -> dict[str, bool]:
-    """Parts that go by copies, as `planned_bytes` takes them, by what carries things within replicas and between
-    them."""
-    return {"peer_copies": transport == "peer-copies", "among_all": between == AMONG_ALL}
+    return {"peer_copies": older or row.transport == "peer-copies", "among_all": row.goes_among_all}
 
 
 def moments(plan: RankBytes) -> dict[str, Scalar]:

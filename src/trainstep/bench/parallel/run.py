@@ -32,7 +32,7 @@ from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.batches import same_on_all_ranks
 from trainstep.bench.parallel.check import Agreement, compare_with_one_process
 from trainstep.bench.parallel.gathers import gather_rows
-from trainstep.bench.parallel.planned import by_copies, moments, planned_bytes
+from trainstep.bench.parallel.planned import moments, planned_bytes
 from trainstep.bench.parallel.ratios import ratios_alike, with_speedups
 from trainstep.bench.parallel.trace import trace_rows, traced_step
 from trainstep.bench.parallel.waits import Transfers, Waits
@@ -323,7 +323,7 @@ def parallel_row(
         precision=case.config.precision,
         optimizer=case.config.optimizer,
         model=case.source.model,
-        **by_copies(first[0].transport, first[0].transport_between),
+        peer_copies=first[0].transport == "peer-copies",
     )
     measured: dict[str, Any] = {
         **beside,

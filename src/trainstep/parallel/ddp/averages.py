@@ -10,10 +10,8 @@ from torch import Tensor
 from trainstep.parallel.collectives import MB, as_reals
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import Pending, SideStream
-from trainstep.parallel.transport.by_collectives import TransportName
-from trainstep.parallel.transport.by_copies import INBOX_BYTES, PeerCopies
-from trainstep.parallel.transport.choice import Transport, choose_transport
-from trainstep.parallel.transport.layout import Layout, Stretch
+from trainstep.parallel.transport.by_collectives import Layout, Stretch, TransportName
+from trainstep.parallel.transport.by_copies import INBOX_BYTES, PeerCopies, Transport, choose_transport
 
 LEAST_MB, MOST_BUCKETS = 25.0, 16
 _PLACE_BYTES = 4096

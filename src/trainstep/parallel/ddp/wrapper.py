@@ -26,8 +26,7 @@ from trainstep.parallel.ranks import ranks_of
 from trainstep.parallel.side_stream import SideStream
 from trainstep.parallel.slices import is_lazy, laid_out_as, resolved
 from trainstep.parallel.transport.by_collectives import TransportName
-from trainstep.parallel.transport.by_copies import PeerCopies
-from trainstep.parallel.transport.choice import Transport, check_name
+from trainstep.parallel.transport.by_copies import PeerCopies, Transport, check_name
 
 
 class DistributedDataParallel(nn.Module):

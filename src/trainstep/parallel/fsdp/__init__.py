@@ -21,14 +21,16 @@ With replicas (hybrid sharding; a mesh of two dimensions, see `trainstep.paralle
 ranks of one replica, a row of the mesh, and the mean over them is then averaged between replicas, as shards: when a
 block's rows have arrived they are averaged, on a third stream, while the next block's gradients are sent within the
 row. So two blocks' gradients are on their way at a time, one within replicas and one between them, behind the backward
-of a third. Where all replicas are on one host and copies can be made, they carry a block's gradients among all ranks in
-one step instead. What is not sharded is averaged over all ranks in the one flat call; weights are gathered within
+of a third. What is not sharded is averaged over all ranks in the one flat call; weights are gathered within
 replicas alone.
 
-In reading order: `shards` decides what is gathered together and cuts it; `group` gathers and frees; `gradients` are
-sent and added up; `carriers` chooses what of `parallel.transport` carries both; `calls` are noted, and `schedule`
-decides when; `boundary` meets the modules' calls, `leavings` what they leave, and `written` what they write;
-`placeholder` stands in modules for what is not gathered, and outside for shards; `rows` decides what computes with
-those; `agreement` holds the ranks together; `wrapper` puts them around a module, with its `checks`; `checkpoint` writes
-and reads.
+Forward and backward are in fourteen files. `wrapper` puts a schedule around a module: `shards` decides which parameters
+are gathered together and cuts them, `group` gathers and frees, `gradients` are sent and added up, and `schedule`
+decides when and holds the ranks together. `parallel.units` replaces the class of a module, so that each call goes
+through `boundary`, which finds the tensors that enter and leave it. `placeholder` stands in modules for parameters that
+are not gathered, and outside for shards; `rows` decides which operators compute with those. A slice reaches a rank in
+one of two ways: `transport.by_collectives`, over `parallel.collectives`, or `transport.by_copies`, through
+`transport.peer_memory`; `by_copies.choose_transport` takes the second between GPUs of one host. Both run on a
+`parallel.side_stream`. Beside the step, `checks` look at arguments, and `checkpoint`, with `extra_state`, writes and
+reads.
 """

@@ -12,7 +12,7 @@ from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.parallel.fsdp.shards import PlannedParameter, ShardedParameter, by_identity
 from trainstep.parallel.partial import Known, is_elementwise
 from trainstep.parallel.ranks import Ranks
-from trainstep.parallel.transport.choice import check_name
+from trainstep.parallel.transport.by_copies import check_name
 from trainstep.parallel.units import Unit
 
 MAX_PREFETCH = 2

@@ -1,6 +1,6 @@
 """Gradients of a group, from backward to the shards' `.grad`.
 
-Gradients in the shards' own dtype are copied into a buffer, destination by destination (`transport.layout`), and
+Gradients in the shards' own dtype are copied into a buffer, destination by destination (`Layout`), and
 reduce-scattered. Gradients in another dtype, usually a narrower one, are *exchanged* as they are (an all-to-all: each
 rank gets every rank's version of its own rows), and each rank then adds up its rows in the shards' dtype, in the order
 of the ranks. For bfloat16 into float32 that is the sum which a reduce-scatter in float32 makes, for half the bytes.
@@ -13,11 +13,6 @@ from what all ranks know: which groups had a gradient, and whether there was `no
 Where there are replicas, what a rank then has are the means over its own replica's ranks. They are all-reduced between
 replicas in place, in the shards' dtype, on a stream of its own. So one group's gradients travel between replicas while
 the next group's travel within them.
-
-Where copies can be made among the ranks of all replicas, which one host has then, all of this is one step: whatever
-their dtype, gradients are exchanged among all ranks at once, and the ranks that have the same rows each add up a part
-of them, which the others then take. That sends less, adds up less, and is to the bit the sum which one replica of all
-ranks makes of gradients that it exchanges.
 """
 
 from __future__ import annotations
@@ -29,14 +24,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from trainstep.parallel.collectives import all_reduce_mean, reduce_scatter_mean
-from trainstep.parallel.fsdp.carriers import Carriers, TransferBytes, by_collectives
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.gloo import host_waits
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import Pending, SideStream
 from trainstep.parallel.slices import resolved, slice_of
-from trainstep.parallel.transport.by_collectives import Average, Exchange
-from trainstep.parallel.transport.layout import Layout, SharedRows, Stretch, shared_size
+from trainstep.parallel.transport.by_collectives import Average, Collectives, Layout
+from trainstep.parallel.transport.by_copies import PeerCopies
 
 
 class GradientBuffer:
@@ -54,8 +48,8 @@ class GradientBuffer:
             for number, (parameter, start) in enumerate(zip(parameters, layout.starts, strict=True))
         }
         self._own = [(each, (each.shard.shape, each.shard.stride(), self._places[each][0])) for each in parameters]
-        self._replicas, self._shared = ranks.replicas, shared_size(layout.size, ranks.replicas)
-        self.connect(by_collectives(ranks))
+        self._average = None if ranks.replicate is None else Collectives(ranks.replicate).average
+        self.connect(Collectives(ranks.shard))
         self.discard()
 
     def discard(self) -> None:
@@ -66,31 +60,19 @@ class GradientBuffer:
         self._loose: dict[ShardedParameter, Tensor] = {}
 
     @property
-    def transfer_bytes(self) -> TransferBytes:
-        """Bytes that are carried at a time; within a replica, nothing is exchanged that is reduced instead."""
-        width = self._compute_dtype.itemsize
-        exchanged = self._layout.ranks * self._layout.size * width if self._is_narrow else 0
-        gradients = self._layout.ranks * self._replicas * self._shared * width
-        return TransferBytes(exchanged=exchanged, gradients=gradients, shared=self._shared * self._dtype.itemsize)
+    def exchanged_bytes(self) -> int:
+        """Bytes of gradients that are exchanged at a time, not reduced."""
+        return self._layout.ranks * self._layout.size * self._compute_dtype.itemsize if self._is_narrow else 0
 
     @property
     def is_averaged(self) -> bool:
         """True if a replica's means go on to the other replicas."""
         return self._average is not None
 
-    def connect(self, carriers: Carriers) -> None:
-        """Choose what carries gradients; before the first."""
-        layout, within, between, among = self._layout, carriers.within, carriers.between, carriers.among
-        self._exchange_of = within.exchange_of(layout)
-        self._exchange_packed: Exchange | None = None
-        self._average = None if between is None else between.average
-        self._stay_loose = self._is_narrow and not within.packs and layout.ranks > 1
-        if among is not None:
-            packed = Layout([Stretch(layout.ranks * layout.size, layout.ranks)], layout.ranks)
-            self._exchange_of, self._exchange_packed = (
-                among.copies.exchange_shared_of(SharedRows(rows, among.coordinates)) for rows in (layout, packed)
-            )
-            self._stay_loose = True
+    def connect(self, transport: Collectives | PeerCopies) -> None:
+        """Set the transport of gradients within a replica; before the first."""
+        self._exchange_of = transport.exchange_of(self._layout)
+        self._stay_loose = self._is_narrow and not transport.packs and self._layout.ranks > 1
 
     def add(self, parameter: ShardedParameter, gradient: Tensor, *, added_up: bool) -> None:
         """Take a gradient of the full parameter's shape, or add it to what is there of that parameter.
@@ -133,11 +115,7 @@ class GradientBuffer:
                 if parameter not in written:
                     start = self._places[parameter][0]
                     packed[:, start : start + parameter.padded_shape.numel() // ranks].zero_()
-        if self._exchange_packed is not None:
-            exchange_of = self._exchange_of if packed is None else self._exchange_packed
-            exchange, add_up = exchange_of(sent, result)
-            pending = stream.run(exchange, after=add_up)
-        elif ranks == 1:
+        if ranks == 1:
             result, pending = sent[0][0].to(self._dtype), Pending()
         elif packed is not None and packed.dtype == self._dtype:
             group, own = self._process_group, slice_of(packed, self._process_group.rank(), ranks)

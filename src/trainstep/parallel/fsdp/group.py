@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.base.errors import UsageError
-from trainstep.parallel.fsdp.carriers import Carriers, TransferBytes, largest_of
 from trainstep.parallel.fsdp.gradients import GradientBuffer
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import Pending, SideStream
-from trainstep.parallel.transport.by_collectives import Start
-from trainstep.parallel.transport.by_copies import padded
+from trainstep.parallel.transport.by_collectives import Collectives, Start
+from trainstep.parallel.transport.by_copies import PeerCopies, padded
 
 
 class GatherGroup:
@@ -112,14 +111,13 @@ class GatherGroup:
         return self._all_gather is not None
 
     @property
-    def transfer_bytes(self) -> TransferBytes:
-        """Bytes that are carried at a time; slices are as a transport lays them out."""
+    def transfer_bytes(self) -> tuple[int, int]:
+        """Bytes at a time: of this rank's slices, as a transport lays them out, and of gradients that are exchanged."""
         slices = sum(padded(region.nbytes // self._process_group.size()) for region in self._gathered_bytes)
-        return largest_of([TransferBytes(slices), *(buffer.transfer_bytes for buffer in self.buffers)])
+        return slices, max((buffer.exchanged_bytes for buffer in self.buffers), default=0)
 
-    def connect(self, carriers: Carriers) -> None:
-        """Choose what carries parameters and gradients; once, before the first gather."""
-        transport = carriers.within
+    def connect(self, transport: Collectives | PeerCopies) -> None:
+        """Set the transport of parameters and gradients within a replica; once, before the first gather."""
         if self._gathered_bytes and self._process_group.size() > 1:
             outbox = transport.outbox_of(self._gathered_bytes)
             self._all_gather = transport.gather_of(self._gathered_bytes, laid_out=outbox is not None)
@@ -128,7 +126,7 @@ class GatherGroup:
                     self._places.append(slot[: place.nbytes].view(place.dtype).view(place.shape))
                     self._shards.append(shard)
         for buffer in self.buffers:
-            buffer.connect(carriers)
+            buffer.connect(transport)
 
     @property
     def version(self) -> int:

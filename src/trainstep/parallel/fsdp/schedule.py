@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import weak_hook
-from trainstep.parallel.fsdp.agreement import Agreement
-from trainstep.parallel.fsdp.calls import Call, Pass, Uses
 from trainstep.parallel.fsdp.gradients import ReplicatedGradients, Sending
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.shards import ShardedParameter
@@ -32,6 +32,166 @@ from trainstep.parallel.gloo import host_waits
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import SideStream
 from trainstep.parallel.units import in_backward
+
+
+@dataclass(eq=False)
+class Uses:
+    """The groups that calls needed, in order, each by one call, or by several in a row."""
+
+    groups: list[GatherGroup] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)  # how many in a row
+    in_forward: int = -1  # how many the wrapper's forward had needed when it ended
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+
+@dataclass(eq=False)
+class Pass:
+    """The groups that calls needed since the wrapper's forward began."""
+
+    predicted: Uses | None  # what they needed in the pass before; None once it turns out otherwise
+    uses: Uses = field(default_factory=Uses)
+    with_backward: set[int] = field(default_factory=set)  # positions of the uses that backward comes through
+
+    def record(self, group: GatherGroup) -> int:
+        """Note that a call needs a group; the position of this use."""
+        position = len(self.uses)
+        if self.uses and self.uses.groups[-1] is group:
+            self.uses.calls[-1] += 1
+            return position - 1
+        predicted = self.predicted
+        if predicted is not None and (position >= len(predicted) or predicted.groups[position] is not group):
+            self.predicted = None
+        self.uses.groups.append(group)
+        self.uses.calls.append(1)
+        return position
+
+    def end_forward(self, within: int) -> list[GatherGroup]:
+        """The wrapper's forward has ended: the next groups, as many as `within`, if calls after it are expected to need
+        some, such as those of a head that the loss calls."""
+        self.uses.in_forward = ended = len(self.uses)
+        is_expected = self.predicted is not None and self.predicted.in_forward == ended
+        return self.predicted.groups[ended : ended + within] if self.predicted and is_expected else []
+
+    def expects(self, group: GatherGroup, last: int, within: int) -> bool:
+        """True if the group is expected to be needed within so many uses, `last` being the last of the call before."""
+        if self.predicted is None or last < len(self.uses) - 1:
+            return False
+        following = last if self.uses.calls[last] < self.predicted.calls[last] else last + 1
+        return group in self.predicted.groups[following : following + within]
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a unit, which needs groups; of each the position of its use, and how often its shards had changed."""
+
+    groups: Sequence[GatherGroup]
+    recorded_in: Pass | None  # None for a call during backward, which computes activations again
+    positions: list[int]
+    versions: Sequence[int]
+    is_watched: bool = False  # whether backward is seen leaving it
+    backward: int = -1  # the last one that reached it, by autograd's number
+
+    def is_after(self, other: Call) -> bool:
+        """True if it began after the other, in the same pass: then autograd is through with it before that one."""
+        return self.recorded_in is other.recorded_in is not None and min(self.positions) > max(other.positions)
+
+
+ADVICE = (
+    "Every rank must call the same blocks in the same order in every pass, and then backward: choose between experts "
+    "inside of a block, or call a block on all ranks and add its output times 0 where it is not wanted"
+)
+
+
+class Agreement:
+    """Agreement of one wrapper's ranks.
+
+    Args:
+        names: of the groups, for errors.
+        at_once: compare before each collective; otherwise once per pass.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, names: Sequence[str], *, at_once: bool) -> None:
+        self._process_group, self._names, self._at_once = process_group, names, at_once
+        self._alone = process_group.size() == 1
+        self._digest = 0
+        self._answer: tuple[dist.Work | torch.cuda.Event, Tensor] | None = None
+
+    def announce(self, act: str, group: int = -1) -> None:
+        """This rank comes to a collective: `act` ("gather") of the group of this number, -1 for none.
+
+        Raises:
+            UsageError: another rank comes to another one; on every rank.
+        """
+        if self._alone:
+            return
+        if not self._at_once:
+            self._digest = hash((self._digest, _ACTS.index(act), group))
+            return
+        mine = torch.tensor([_ACTS.index(act), group])
+        everyone = mine.new_empty(self._process_group.size(), 2)
+        self._process_group._allgather_base(everyone.view(-1), mine).wait()
+        told: list[list[int]] = everyone.tolist()
+        if any(one != told[0] for one in told):
+            where = [f"rank {rank} comes to {self._words(*one)}" for rank, one in enumerate(told)]
+            raise UsageError(f"the ranks are not at the same point: {', '.join(where)}. {ADVICE}")
+
+    def end_pass(self) -> None:
+        """All collectives of a pass were started: exchange the numbers, and look at those of the pass before."""
+        if self._alone or self._at_once:
+            return
+        self.compare(wait=True)
+        on_host = "cpu" in dist.get_backend_config(self._process_group)
+        mine = torch.full((1,), self._digest, device="cpu" if on_host else "cuda")  # no copy that the host waits for
+        everyone = mine.new_empty(self._process_group.size())
+        work = self._process_group._allgather_base(everyone, mine)
+        self._digest = 0
+        if on_host:
+            self._answer = work, everyone
+            return
+        work.wait()  # the stream waits, not the host
+        pinned = torch.empty(everyone.shape, dtype=everyone.dtype, pin_memory=True)
+        pinned.copy_(everyone, non_blocking=True)
+        self._answer = torch.cuda.current_stream().record_event(), pinned
+
+    def compare(self, *, wait: bool = False) -> None:
+        """Compare the numbers of the last pass if they are there; `wait`: until they are.
+
+        Raises:
+            UsageError: they differ; on every rank.
+        """
+        if self._answer is None:
+            return
+        work, everyone = self._answer
+        there = work.query() if isinstance(work, torch.cuda.Event) else work.is_completed()
+        if not (there or wait):
+            return
+        if isinstance(work, torch.cuda.Event):
+            work.synchronize()
+        else:
+            work.wait()
+        self._answer = None
+        if len(set(everyone.tolist())) > 1:
+            raise UsageError(
+                "in the last pass the ranks did not gather the same groups of parameters in the same order, so what "
+                f"they computed is wrong, and so are the weights if the optimizer has stepped since. {ADVICE}"
+            )
+
+    def _words(self, act: int, group: int) -> str:
+        words = _WORDS[_ACTS[act]]
+        return f"{words} {self._names[group]}" if group >= 0 else words
+
+
+_WORDS = {
+    "gather": "gather",
+    "send": "send the gradients of",
+    "finish": "finish_gradient_synchronization()",
+    "clip": "clip_grad_norm_()",
+    "gather all": "gather_full_parameters()",
+    "fill": "fill a parameter with random numbers",
+}
+_ACTS = tuple(_WORDS)
 
 
 class Hold:
@@ -46,9 +206,7 @@ class Schedule:
         self.synchronise = True
         self.added_up = False  # whether `synchronise` was off since gradients were last complete
         self.passes_running = 0  # forwards of the wrapper
-        self.hooked: set[str] = (
-            set()
-        )  # the names of parameters whose hooks are to be called when gradients are complete
+        self.hooked: set[str] = set()  # names of parameters whose hooks are called when gradients are complete
         names = [group.name for group in groups]
         self.agreement = Agreement(ranks.everyone, names, at_once=host_waits(ranks.everyone, device))
         self._numbers = {group: number for number, group in enumerate(groups)}

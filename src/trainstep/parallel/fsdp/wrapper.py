@@ -15,8 +15,7 @@ from torch.utils import _pytree
 
 from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, clip_gradients_
-from trainstep.parallel.fsdp.boundary import Boundary
-from trainstep.parallel.fsdp.carriers import choose_carriers, largest_of
+from trainstep.parallel.fsdp.boundary import Boundary, Written
 from trainstep.parallel.fsdp.checks import MAX_PREFETCH, Contents, StepCheck, check_arguments, device_for, is_kept
 from trainstep.parallel.fsdp.extra_state import is_extra_state, set_extra_states
 from trainstep.parallel.fsdp.group import GatherGroup
@@ -31,11 +30,11 @@ from trainstep.parallel.fsdp.shards import (
     plan_groups,
     shard_parameters,
 )
-from trainstep.parallel.fsdp.written import Written
 from trainstep.parallel.partial import before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import ranks_of
 from trainstep.parallel.transport.by_collectives import TransportName
+from trainstep.parallel.transport.by_copies import choose_transport
 from trainstep.parallel.units import in_backward, install
 
 
@@ -50,8 +49,7 @@ class FullyShardedDataParallel(nn.Module):
     `finish_gradient_synchronization()` leaves in each one's `.grad` the mean over the ranks, and the optimizer steps.
 
     With a mesh of two dimensions, ("replicate", "shard"), there are several replicas of the model, each sharded over
-    the ranks of its row (hybrid sharding). Gradients are then averaged within the row and, as shards, between the rows;
-    by peer-copies, among all ranks at once.
+    the ranks of its row (hybrid sharding). Gradients are then averaged within the row and, as shards, between the rows.
 
     Args:
         module: any module, on the CPU, on a GPU or on the meta device. Its parameters are replaced by shards.
@@ -71,15 +69,13 @@ class FullyShardedDataParallel(nn.Module):
         transport: what carries parameters, and gradients in another dtype than the shards': `collectives` (NCCL,
             Gloo), or `peer-copies` between ranks of one host, which on GPUs leave all multiprocessors to computation.
             auto: peer-copies between GPUs of one host that can read each other's memory, else collectives. With
-            replicas, peer-copies among all of their ranks carry every gradient; where those cannot be made, collectives
-            carry what goes between replicas.
+            replicas, collectives carry what goes between them.
 
     Attributes:
         module, device: as they were given or chosen.
         process_group: all ranks.
         transport: what carries parameters and gradients within a replica: collectives or peer-copies.
-        transport_between: what carries gradients between replicas: collectives, or "peer-copies among all" their ranks,
-            which have no second step between replicas; None where there is one.
+        transport_between: what carries gradients between replicas: collectives; None where there is one.
         uncounted_bytes: what the transport's buffers take on this rank beyond `torch.cuda.memory_allocated`.
 
     Raises:
@@ -132,13 +128,15 @@ class FullyShardedDataParallel(nn.Module):
             )
             for group in plan
         ]
-        carriers = choose_carriers(
-            transport, ranks, self.device, largest_of(group.transfer_bytes for group in gather_groups)
+        slices, exchanged = map(max, zip((0, 0), *(each.transfer_bytes for each in gather_groups), strict=True))
+        carrier = choose_transport(
+            transport, ranks.shard, self.device, slice_bytes=slices, exchange_bytes=exchanged, everyone=ranks.everyone
         )
         for each in gather_groups:
-            each.connect(carriers)
-        self.transport, self.transport_between = carriers.within.name, carriers.name_between
-        self.uncounted_bytes = carriers.uncounted_bytes
+            each.connect(carrier)
+        self.transport: TransportName = carrier.name
+        self.transport_between: TransportName | None = None if ranks.replicate is None else "collectives"
+        self.uncounted_bytes = carrier.uncounted_bytes
         self._schedule = Schedule(gather_groups, ranks, prefetch, self.device)
         stand_for_all(self._schedule, ranks.everyone)
         needed: dict[nn.Module, list[GatherGroup]] = {}

@@ -8,6 +8,6 @@ staging buffer there, as large as the largest gather, exchange or average needs,
 the embedding of a large vocabulary is several times a block, and nothing else can use the buffer. What does not fit
 goes in several rounds.
 
-In reading order: `by_collectives` says what a transport offers, and offers it by NCCL or Gloo; `by_copies` does by
-copies: of `layout`'s pieces, through `peer_memory`, many in one call of the driver (`copies`); `choice` chooses.
+`by_collectives` has the types of every transport, and does it by NCCL or Gloo. `by_copies` does it by copies through
+`peer_memory`, many in one call of the driver, and chooses between the two.
 """

@@ -1,10 +1,16 @@
-"""Gathers and exchanges by collectives: NCCL or Gloo, and what every transport offers."""
+"""Gathers and exchanges by collectives, NCCL or Gloo; the types of every transport; the layout of exchanged rows.
+
+A row is what one rank gets: its slice of the first gradient, then of the second, and so on. All rows have one layout,
+so that they can be added up as they are. Where a gradient has too few rows for all ranks, the last ranks' slices end
+early, and nothing reads the rest of their place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,7 +19,6 @@ from torch import Tensor
 from trainstep.parallel.collectives import all_gather_slices, all_reduce_mean, all_to_all
 from trainstep.parallel.gloo import Waitable
 from trainstep.parallel.slices import slices_of
-from trainstep.parallel.transport.layout import Layout
 
 TransportName = Literal["auto", "collectives", "peer-copies"]
 """auto: peer-copies between GPUs of one host that can read each other's memory, else collectives."""
@@ -26,6 +31,76 @@ what is to be started once, and what is to be done after it. Then `result` has t
 row, in the dtype of `result`. The memory of what is exchanged is that of the current stream."""
 Average = Callable[[Sequence[Tensor]], Start]
 """Average of tensors: what is to be started once, and makes them the means over all ranks."""
+
+
+class Cut(Protocol):
+    """A parameter that is cut by rows among the ranks."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        """With as many rows as make all ranks' parts equal."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A tensor as a stretch of its memory, cut among the ranks as evenly as can be."""
+
+    elements: int
+    ranks: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([self.elements])
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        return torch.Size([-(-self.elements // self.ranks) * self.ranks])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements that one rank gets of one gradient, or a part of them."""
+
+    number: int  # of the gradient
+    offset: int  # in the gradient, whose elements are in order
+    place: int  # in the row
+    elements: int
+
+
+class Layout:
+    """The rows of the gradients of `parameters`, in their order, for so many ranks."""
+
+    def __init__(self, parameters: Sequence[Cut], ranks: int) -> None:
+        self.ranks = ranks
+        self.shapes: list[torch.Size] = [parameter.shape for parameter in parameters]  # of the gradients
+        self.slices = [parameter.padded_shape.numel() // ranks for parameter in parameters]  # elements, at most
+        self.starts: list[int] = []  # of each gradient's slice in a row
+        self.size = 0  # elements of a row
+        for elements in self.slices:
+            self.starts.append(self.size)
+            self.size += -(-elements // 16) * 16  # each starts at a multiple
+
+    def pieces(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Piece]:
+        """Pieces that a rank gets, from the row's element `first` on and before `last`; places count from `first`."""
+        last = self.size if last is None else last
+        for number, (shape, elements, start) in enumerate(zip(self.shapes, self.slices, self.starts, strict=True)):
+            begin, there = rank * elements, min(elements, max(shape.numel() - rank * elements, 0))
+            low, high = max(start, first), min(start + there, last)
+            if low < high:
+                yield Piece(number, begin + low - start, low - first, high - low)
+
+    def blocks(self, number: int) -> Iterator[tuple[int, int, int, int]]:
+        """Blocks of one gradient: how many ranks get how many elements each, the first of these ranks, and how many
+        elements of the gradient are before them."""
+        elements = self.slices[number]
+        full, rest = divmod(self.shapes[number].numel(), elements)  # ranks with all their rows; elements of the next
+        if full:
+            yield full, elements, 0, 0
+        if rest:
+            yield 1, rest, full, full * elements
 
 
 class Collectives:

@@ -1,27 +1,29 @@
-"""Gathers and exchanges by copies between the memories of one host's ranks, which copy engines make."""
+"""Gathers and exchanges by copies between the memories of one host's ranks, which copy engines make; and the choice
+between copies and collectives."""
 
 from __future__ import annotations
 
 import itertools
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainstep.base.errors import UsageError
 from trainstep.parallel.announced import Announced, Record, announce, note
 from trainstep.parallel.ranks import others
 from trainstep.parallel.side_stream import current_stream
 from trainstep.parallel.slices import slice_of
-from trainstep.parallel.transport.by_collectives import Average, Exchange, Start, TransportName
-from trainstep.parallel.transport.copies import Copies, PieceCopies
-from trainstep.parallel.transport.layout import Layout, Pieces, SharedRows
-from trainstep.parallel.transport.peer_memory import PeerMemory
+from trainstep.parallel.transport.by_collectives import Average, Collectives, Exchange, Layout, Start, TransportName
+from trainstep.parallel.transport.peer_memory import Copies, PeerMemory, PieceCopies, obstacle_to_sharing
 
 OUTBOX_BYTES, INBOX_BYTES = 2**28, 2**29
 """Most that a rank stages at a time: of its slices, and of gradients that it gets. A copy of that takes so much longer
@@ -40,9 +42,8 @@ class PeerCopies:
     """Copies between the memories of one host's ranks.
 
     To gather, every rank lays its slices out in a buffer that the others read; each takes what it lacks straight into
-    its place. To exchange, every rank writes into the others' inboxes. To average, or to exchange rows that several
-    ranks have, they exchange, and every rank lays the means that it got out in its outbox, for the others to take; so
-    what gathers does neither.
+    its place. To exchange, every rank writes into the others' inboxes. To average, they exchange, and every rank lays
+    the means that it got out in its outbox, for the others to take; so what gathers does not average.
 
     Args:
         slice_bytes: the most bytes of one rank's slices in a gather, each rounded up to 256, or of its means.
@@ -122,27 +123,6 @@ class PeerCopies:
 
         return exchange
 
-    def exchange_shared_of(self, layout: SharedRows) -> Exchange:
-        """Exchange, as `exchange_of` does, rows that several ranks have: each adds up its part, and gets the others'
-        from them. So a row is the same to the bit on all that have it."""
-        holders = layout.holders(self._rank)
-        replicas = 1 + len(holders)
-
-        @cache
-        def rounds(dtype: torch.dtype, mean: torch.dtype) -> list[_Round]:
-            return self._rounds_of_means(layout, dtype, mean, layout.whole, holders)
-
-        def exchange(gradients: Sequence[Tensor], result: Tensor) -> tuple[Start, None]:
-            def start() -> None:
-                self._exchanges.begin("all_to_all", gradients)
-                announce("all_gather", [result], replicas)
-                self._make_means(rounds(gradients[0].dtype, result.dtype), gradients, [result])
-                self._exchanges.end()
-
-            return start, None
-
-        return exchange
-
     def average_of(self, layout: Layout, *, scattered: bool = False) -> Average:
         """Average whole gradients, all of a layout's, contiguous: once started they become the means over all ranks
         where they are, the same to the bit on every rank; if `scattered`, only this rank's slice of each does."""
@@ -150,46 +130,43 @@ class PeerCopies:
 
         @cache
         def rounds(dtype: torch.dtype) -> list[_Round]:
-            return self._rounds_of_means(layout, dtype, dtype, layout, holders)
+            return self._rounds_of_means(layout, dtype, holders)
 
         def average(gradients: Sequence[Tensor]) -> Start:
             def start() -> None:
                 self._exchanges.begin("reduce_scatter" if scattered else "all_reduce", gradients)
-                self._make_means(rounds(gradients[0].dtype), gradients, gradients)
+                self._make_means(rounds(gradients[0].dtype), gradients)
                 self._exchanges.end()
 
             return start
 
         return average
 
-    def _rounds_of_means(
-        self, rows: Layout | SharedRows, dtype: torch.dtype, mean: torch.dtype, places: Pieces, holders: Sequence[int]
-    ) -> list[_Round]:
-        """Rounds that make means, in dtype `mean`, of gradients of `dtype`, and put into `places` those of this rank's
-        row and of `holders`'."""
+    def _rounds_of_means(self, layout: Layout, dtype: torch.dtype, holders: Sequence[int]) -> list[_Round]:
+        """Make the copies for means of gradients of `dtype`: this rank's row and `holders`' go to their places."""
         made = []
-        for part in self._parts(rows, dtype, mean):
-            size = (part.stop - part.start) * mean.itemsize
-            outboxes = [each[:size].view(mean) for each in self._memory.buffers]
-            mine = self._copies_of(places, part, outboxes, [self._rank])
-            theirs = self._copies_of(places, part, outboxes, holders) if holders else None
-            made.append(_Round(self._to_inboxes(rows, part, dtype), outboxes[self._rank], mine, theirs))
+        for part in self._parts(layout, dtype, into_outbox=True):
+            size = (part.stop - part.start) * dtype.itemsize
+            outboxes = [each[:size].view(dtype) for each in self._memory.buffers]
+            mine = self._copies_of(layout, part, outboxes, [self._rank])
+            theirs = self._copies_of(layout, part, outboxes, holders) if holders else None
+            made.append(_Round(self._to_inboxes(layout, part, dtype), outboxes[self._rank], mine, theirs))
         return made
 
-    def _make_means(self, rounds: Sequence[_Round], gradients: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def _make_means(self, rounds: Sequence[_Round], gradients: Sequence[Tensor]) -> None:
         for each in rounds:
             each.inboxes.mean(gradients, each.outbox)  # all have emptied the outbox: they are at the next round
             if each.theirs is not None:
                 self._exchanges.barrier()
                 self._all_emptied = True
-                each.theirs.fill_pieces(targets)
-            each.mine.fill_pieces(targets, by_driver=False)
+                each.theirs.fill_pieces(gradients)
+            each.mine.fill_pieces(gradients, by_driver=False)
 
-    def _parts(self, layout: Layout | SharedRows, dtype: torch.dtype, mean: torch.dtype | None = None) -> list[slice]:
-        """Parts of a row that the inboxes have room for at a time and, of means in dtype `mean`, the outbox."""
+    def _parts(self, layout: Layout, dtype: torch.dtype, *, into_outbox: bool = False) -> list[slice]:
+        """Parts of a row that the inboxes have room for at a time and, if their means go there, the outbox."""
         fit = self._exchange_bytes // layout.ranks // dtype.itemsize
-        if mean is not None:
-            fit = min(fit, self._slice_bytes // mean.itemsize)
+        if into_outbox:
+            fit = min(fit, self._slice_bytes // dtype.itemsize)
         at_once = fit if fit >= layout.size else fit // 128 * 128 or max(fit, 1)  # whole cache lines
         return [slice(first, min(first + at_once, layout.size)) for first in range(0, layout.size, at_once)]
 
@@ -199,14 +176,14 @@ class PeerCopies:
             self._exchanges.barrier()
         self._all_emptied = False
 
-    def _to_inboxes(self, layout: Layout | SharedRows, part: slice, dtype: torch.dtype) -> _ToInboxes:
+    def _to_inboxes(self, layout: Layout, part: slice, dtype: torch.dtype) -> _ToInboxes:
         shape = (layout.ranks, part.stop - part.start)
         skipped, nbytes = self._slice_bytes, shape[0] * shape[1] * dtype.itemsize
         inboxes = [each[skipped : skipped + nbytes].view(dtype).view(shape) for each in self._memory.buffers]
         copies = self._copies_of(layout, part, [inbox[self._rank] for inbox in inboxes], [*self._others, self._rank])
         return _ToInboxes(copies, inboxes[self._rank], self._until_emptied, self._exchanges.barrier)
 
-    def _copies_of(self, layout: Pieces, part: slice, rows: Sequence[Tensor], ranks: Sequence[int]) -> PieceCopies:
+    def _copies_of(self, layout: Layout, part: slice, rows: Sequence[Tensor], ranks: Sequence[int]) -> PieceCopies:
         """Between gradients and `part` of these ranks' rows of them, which are where `rows` has each rank's."""
         pieces, places = [], []
         for rank in ranks:
@@ -291,3 +268,52 @@ def _rounds(sizes: Sequence[int], room: int) -> Iterator[list[tuple[int, slice, 
             done = stop
     if taken:
         yield taken
+
+
+Transport = Collectives | PeerCopies
+
+
+def check_name(asked: str) -> None:
+    """Raise `UsageError` unless it is a `TransportName`."""
+    if asked not in get_args(TransportName):
+        raise UsageError(f"transport is {asked!r}; expected one of {', '.join(get_args(TransportName))}")
+
+
+def choose_transport(
+    asked: TransportName,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    slice_bytes: int,
+    exchange_bytes: int,
+    everyone: dist.ProcessGroup,
+) -> Transport:
+    """The transport asked for; every rank must call it alike, and all of the group get the same.
+
+    Args:
+        slice_bytes, exchange_bytes: the most that a gather and an exchange take, as `PeerCopies` has them.
+        everyone: the ranks of groups beside this one too, if there are any: what cannot be in one is an error in all.
+
+    Raises:
+        UsageError: peer-copies were asked for, and the ranks cannot copy to each other.
+    """
+    if asked == "collectives" or group.size() == 1 or (asked == "auto" and device.type == "cpu"):
+        return Collectives(group)
+    obstacle, copies = obstacle_to_sharing(group, device), None
+    if obstacle is None:
+        try:
+            copies = PeerCopies(group, device, slice_bytes=slice_bytes, exchange_bytes=exchange_bytes)
+        except OSError as error:  # which every rank has
+            obstacle = f"memory cannot be shared between the ranks ({error})"
+            if asked == "auto":
+                warnings.warn(f"{obstacle}, so collectives are used", stacklevel=4)
+    if asked == "peer-copies" and (obstacle := _of_any(obstacle, everyone)):
+        raise UsageError(f'transport="peer-copies" is not possible: {obstacle}; use "auto" or "collectives"')
+    return copies or Collectives(group)
+
+
+def _of_any(obstacle: str | None, ranks: dist.ProcessGroup) -> str | None:
+    """The obstacle that this or, by rank, the first other one has met; None if none has."""
+    met = [obstacle] * ranks.size()
+    dist.all_gather_object(met, obstacle, group=ranks)
+    return obstacle or next(filter(None, met), None)

@@ -22,7 +22,7 @@ from trainstep.parallel.partial import ELEMENTWISE, is_elementwise
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import Ranks, ranks_of
 from trainstep.parallel.side_stream import SideStream
-from trainstep.parallel.transport.choice import choose_transport
+from trainstep.parallel.transport.by_copies import choose_transport
 from trainstep.parallel.zero.arrivals import Arrivals
 from trainstep.parallel.zero.pieces import (
     GathersBeside,

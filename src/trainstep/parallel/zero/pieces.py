@@ -32,8 +32,7 @@ from trainstep.parallel.ranks import Ranks, placements
 from trainstep.parallel.side_stream import Pending, SideStream
 from trainstep.parallel.slices import flat, is_lazy, laid_out_as, slice_of
 from trainstep.parallel.transport.by_collectives import Start
-from trainstep.parallel.transport.by_copies import padded
-from trainstep.parallel.transport.choice import Transport
+from trainstep.parallel.transport.by_copies import Transport, padded
 
 
 @dataclass(frozen=True)
