@@ -10,6 +10,11 @@ collectives in the same order as long as they call the same modules.
 
 The module has its full parameters while a call that owns them is running, and in backward. At other times it has
 placeholders: a read of one gathers the group and *holds* it until gradients have been synchronised.
+
+`Agreement` finds ranks that call other blocks, or in another order: of one size, gathers would fill a rank's weights
+with those of another block, and training would go on. Over Gloo each rank says what comes next before each collective,
+and all compare. Over NCCL that would make the host wait. There a rank adds up its calls in a number, the ranks exchange
+their numbers in one small call at the end of a pass, and they compare at the latest at the end of the next pass.
 """
 
 from __future__ import annotations
