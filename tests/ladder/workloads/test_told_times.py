@@ -9,7 +9,8 @@ import torch
 import trainstep.ladder.ladder as rule
 import trainstep.ladder.steps as ladder
 from tests.ladder.workloads import BASE, RIGHT, SOURCE, TOY, TWO, Trusting, change, climb_with, faked
-from trainstep.ladder.steps import TriedStep, climb
+from trainstep.ladder.ladder import Ladder
+from trainstep.ladder.steps import StepRunner, TriedStep, climb
 from trainstep.report.subjects.noise import measured_again
 from trainstep.rows import FINAL
 from trainstep.step.workload import WorkloadSource
@@ -287,3 +288,21 @@ def test_a_rejected_rung_that_would_undo_what_was_kept_since_is_not_tried_again(
     faked(monkeypatch, [100.0, 120.0, 50.0], [(100.0, 120.0), (100.0, 50.0), (100.0, 50.0)])
     _, one, two = climb_with([both, TWO[0]])
     assert [one.accepted, two.accepted] == [False, True]
+
+
+def test_a_change_takes_the_place_of_those_whose_fields_it_sets(monkeypatch):
+    """The wide one stays: a part of it is as it was. Equal fields replace one another."""
+    faked(monkeypatch, [100.0, 50.0, 25.0, 12.0], [(100.0, 50.0), (50.0, 25.0), (25.0, 12.0), (100.0, 12.0)])
+    wide = change("wide", {"loss": "chunked", "optimizer": "adamw-fused"})
+    tried = Ladder([wide, change("plain", {"loss": "dense"}), change("again", {"loss": "chunked"})], runner())
+    assert all(row.accepted for row in tried.climb())
+    assert [each.name for each in tried.accepted] == ["wide", "again"]
+
+
+def test_a_workload_has_no_change_that_takes_another_step(trusting):
+    with pytest.raises(TypeError, match="larger is no change of a workload's step"):
+        runner().another_step(change("larger", {}), [])
+
+
+def runner():
+    return StepRunner(SOURCE, BASE, None, 1, 7)
