@@ -11,7 +11,8 @@ import torch
 from trainstep.base.config import SIZES, ModelConfig, StepConfig
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.bench.cases import FUSED_AXES, FUSED_IMPLS, FUSED_SHAPES, FusedCase, fused_cases
-from trainstep.bench.fused import passes, problems
+from trainstep.bench.fused import problems
+from trainstep.bench.fused import run as passes
 from trainstep.bench.fused.run import ratio_rows, run_cases
 from trainstep.check.fused import check
 from trainstep.fused import eager

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from trainstep.base.config import StepConfig
-from trainstep.bench.preparing import Preparing, check_batches_leave_weights
-from trainstep.bench.step import run_cases, step_cases
+from trainstep.bench.step import Preparing, check_batches_leave_weights, run_cases, step_cases
 from trainstep.measure.outcome import Failure, WrongError, attempt
 from trainstep.measure.timing import CpuClock
 from trainstep.step.training_step import build_step

@@ -7,7 +7,7 @@ from tests.ladder.forked import forked_runs  # noqa: F401
 from tests.ladder.given import ladder_of
 from tests.observe.measuring import SCRIPTS, alone
 from trainstep.ladder.change import all_changes
-from trainstep.ladder.larger import needed_gib
+from trainstep.ladder.scripts import needed_gib
 from trainstep.ladder.single import Script
 
 pytestmark = [

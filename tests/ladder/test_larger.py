@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tests.ladder.given import BY_NAME, ON_CPU, Given, captured, climbed
-from trainstep.ladder.larger import needed_gib, why_memory_limits_not, why_no_room
+from trainstep.ladder.scripts import needed_gib, why_memory_limits_not, why_no_room
 from trainstep.ladder.trial.capture import of_all_ranks
 
 CHECKPOINTED, LARGER = BY_NAME["checkpointed blocks"], BY_NAME["larger batch"]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from trainstep.observe.hooks import Hooks
+from trainstep.observe.instruments import synchronisations
 from trainstep.observe.lines import Lines
 from trainstep.observe.steps import COPIES, FORWARD, StepFinder
-from trainstep.observe.syncs import synchronisations
 
 
 @pytest.fixture

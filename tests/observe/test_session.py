@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tests.observe.measuring import line_of, measure
-from trainstep.observe import cost
+from trainstep.observe import session as cost
 from trainstep.observe.hooks import COLLECTIVES, READS
 from trainstep.observe.loaders import Loaders
 from trainstep.observe.log import LogWriter, log_path, read_log

@@ -37,8 +37,8 @@ class Sweep(Common):
 
     file: Positional[Path]
     """TOML file: command = "bench step", [fixed] with one value per flag, [axes] with a list of values per flag."""
-    executor: Literal["here", "slurm", "local"] = "here"
-    """here; slurm (jobs of an array, by submitit); local (as slurm, but the jobs are processes here)."""
+    executor: Literal["here", "slurm"] = "here"
+    """here; slurm (jobs of an array, by submitit)."""
     jobs: int | None = None
     """Cases at once; by default 1, as benchmarks disturb one another, and on Slurm as many as it starts. With several
     here and GPUs, each case sees only GPUs of its own."""
@@ -81,8 +81,7 @@ class Sweep(Common):
                 "{flag} is for Slurm; add --executor slurm, or leave it out",
                 *("partition", "account", "gpus", "cpus", "memory"),
             )
-        if self.executor == "here":
-            self.refuse("{flag} is of a job; add --executor slurm or local, or give --timeout in seconds", "time")
+            self.refuse("{flag} is of a job; add --executor slurm, or give --timeout in seconds", "time")
         out = self.out or Path("results") / f"sweep-{self.file.stem}"
         grid = load_grid(self.file, lambda words: parse_as(SWEPT, words), out)
         retried = RETRIED if self.retry == "failed" else ()
@@ -109,15 +108,13 @@ class Sweep(Common):
     def _execute(
         self, out: Path, timeout_s: float | None, lock: int, pending: Sequence[Case]
     ) -> Generator[Case, None, None]:
-        from trainstep.bench.sweep.jobs import Resources, local_jobs, slurm_jobs
+        from trainstep.bench.sweep.jobs import Resources, slurm_jobs
         from trainstep.bench.sweep.run import run_here, visible_gpus
 
         if self.executor == "here":
             jobs = self.jobs or 1
             gpus = visible_gpus() if jobs > 1 else ()
             return run_here(pending, jobs=jobs, gpus=gpus, timeout_s=timeout_s, lock=lock)
-        if self.executor == "local":
-            return local_jobs(pending, out / "jobs", self.time, jobs=self.jobs or 1, timeout_s=timeout_s)
         asked = Resources(self.partition, self.account, self.time, self.gpus, self.cpus, self.memory)
         return slurm_jobs(pending, out / "jobs", asked, jobs=self.jobs, timeout_s=timeout_s)
 

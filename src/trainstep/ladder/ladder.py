@@ -8,7 +8,7 @@ the final configuration and the first take turns once more: what this does not c
 
 What was right and brought nothing sure may bring something with others of its kind, as where launches set the pace and
 each change leaves some: all of it is tried at once, or everything is before anything is tried alone. And it may bring
-more where a step is shorter: each is tried once more on the top. A larger batch is another step (`larger`): it has
+more where a step is shorter: each is tried once more on the top. A larger batch is another step: it has
 samples per second and no speed-up, and nothing is built upon it.
 """
 

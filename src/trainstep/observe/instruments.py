@@ -8,9 +8,10 @@ so that later steps are not timed either.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from trainstep.measure.outcome import one_line
 from trainstep.measure.profile.ranges import WARMUP, announce, modules_announced, profiler_of_steps
 from trainstep.observe.compiling import is_anything_compiled, nothing_is_compiled
 from trainstep.observe.hooks import Hooks
+from trainstep.observe.lines import Lines
 from trainstep.observe.modules import is_compiled
 from trainstep.observe.steps import BACKWARD, FORWARD, LOSS, OPTIMIZER, StepFinder
-from trainstep.observe.syncs import synchronisations
 from trainstep.rows import PeakRow
 from trainstep.rows.records import Row
 
@@ -360,3 +361,42 @@ def _peak_row(timeline: Timeline, own: dict[str, Any]) -> PeakRow:
     }
     peak: dict[str, Any] = {"peak_gib": timeline.peak / GIB, "at_rest_gib": int(timeline.live[0]) / GIB, **named}
     return PeakRow(**own, mode="step", peak_phase=timeline.phase_of(timeline.peak_state) or None, **peak)
+
+
+# Calls that make the host wait for a GPU and are no read of a tensor, such as a mask as an index: found by CUDA's own
+# check, which warns at each, in one step.
+MESSAGE = "called a synchronizing"  # how the warning begins; what else it says differs between versions
+
+
+@contextmanager
+def synchronisations(lines: Lines, found: Callable[[int], object], is_known: Callable[[], bool]) -> Iterator[None]:
+    """While entered, `found` is called with the number of the line of each; nothing of it is shown.
+
+    Args:
+        lines: numbers the lines.
+        found: what is told.
+        is_known: whether the call under way is one that is timed anyway.
+    """
+    before, show = torch.cuda.get_sync_debug_mode(), warnings.showwarning
+    if before:  # the script looks itself
+        yield
+        return
+
+    def note(message: Any, *arguments: Any, **keywords: Any) -> None:
+        if MESSAGE not in str(message):
+            show(message, *arguments, **keywords)
+        elif not is_known():
+            found(lines.number("a synchronising operation"))
+
+    warnings.filterwarnings("always", message=f".*{MESSAGE}")
+    added = warnings.filters[0]
+    warnings.showwarning = note
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+        if warnings.showwarning is note:
+            warnings.showwarning = show
+        if added in warnings.filters:
+            warnings.filters.remove(added)  # type: ignore[attr-defined]

@@ -10,9 +10,8 @@ from torch import nn
 
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UnsupportedError
-from trainstep.bench.fit.costs import block_costs
-from trainstep.bench.fit.moments import HEAD, LOSS, OTHER, measure_moments
-from trainstep.bench.fit.operators import Operators
+from trainstep.bench.fit.costs import Operators, block_costs
+from trainstep.bench.fit.search import HEAD, LOSS, OTHER, measure_moments
 from trainstep.bench.memory import measure_peaks
 from trainstep.measure.timing import device_clock
 from trainstep.plan.fit import Choice, StepCost, peak_of

@@ -18,11 +18,9 @@ from trainstep.base.guards import held_folder
 from trainstep.bench.sweep import keeper
 from trainstep.bench.sweep import run as processes
 from trainstep.bench.sweep.cases import Case, flags, load_grid
-from trainstep.bench.sweep.jobs import local_jobs
 from trainstep.bench.sweep.run import run_here, visible_gpus
 from trainstep.commands.cli import main, parse
 from trainstep.commands.sweep import Sweep
-from trainstep.report.compare import compare
 from trainstep.rows.records import read_records
 
 REPOSITORY = Path(__file__).parents[3]
@@ -341,18 +339,6 @@ def test_only_one_sweep_at_a_time_in_a_folder(tmp_path):
         pytest.raises(UsageError, match=r"another sweep is running in .*out; wait for it"),
     ):
         Sweep(file=file, out=tmp_path / "out").run()
-
-
-@pytest.mark.usefixtures("_repository")
-def test_jobs_of_submitit_here(tmp_path):
-    found = [Case("bench step", {"workload": f"{HERE}:{name}", "steps": 7, "device": "cpu"})
-             .below(tmp_path / "cases", ["workload"]) for name in ("trains", "crashes")]  # fmt: skip
-    ended = list(local_jobs(found, tmp_path / "jobs", 5, jobs=2))
-    assert len(ended) == 2
-    assert [case.finished()[0].status for case in found] == ["ok", "failed"]
-    assert "SIGABRT" in found[1].finished()[0].reason
-    first, second = (read_records(found[0].folder / name) for name in ("rows.jsonl", "rows.jsonl"))
-    assert compare(first, second)[0].verdict == "inconclusive"
 
 
 @pytest.mark.thorough

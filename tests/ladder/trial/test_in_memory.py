@@ -8,8 +8,8 @@ import torch
 
 from trainstep.base import hardware
 from trainstep.ladder.trial import in_memory
+from trainstep.ladder.trial.capture import TensorFile, read
 from trainstep.ladder.trial.in_memory import InMemory, make_room
-from trainstep.ladder.trial.tensor_file import TensorFile, read
 
 WEIGHTS = torch.arange(1000.0)
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from trainstep.ladder.trial import tensor_file
-from trainstep.ladder.trial.tensor_file import TensorFile, read
+from trainstep.ladder.trial import capture
+from trainstep.ladder.trial.capture import TensorFile, read
 
 SHAPES = {"matrix": (300, 40), "one": (), "none": (0, 3), "vector": (5,)}
 
@@ -88,13 +88,13 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensor_file.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(capture.os, "posix_fallocate", refuse)
     with pytest.raises(OSError, match="No space left"):
         TensorFile(tmp_path / "file").add("a", {"x": (3,)})
 
 
 def test_a_system_that_reserves_no_room_has_the_file_too(tmp_path, monkeypatch):
-    monkeypatch.delattr(tensor_file.os, "posix_fallocate")
+    monkeypatch.delattr(capture.os, "posix_fallocate")
     values = drawn(SHAPES)
     write(tmp_path / "file", [("a", values), ("b", values)], {})
     for found in read(tmp_path / "file")[0].values():

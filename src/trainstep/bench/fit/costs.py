@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import statistics
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,19 +26,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UnsupportedError
-from trainstep.bench.fit.operators import Operators
-from trainstep.checkpointing.keeping import is_product
+from trainstep.checkpointing.keeping import can_be_kept, is_product, operator_name
 from trainstep.checkpointing.offloading import SavedStorages
 from trainstep.checkpointing.policies import BlockPolicy, Policy
 from trainstep.checkpointing.recomputing import Checkpointing
 from trainstep.checkpointing.repeating import Block, Repeated
 from trainstep.measure.memory import LiveStorages, casts_parameter, storages_of
 from trainstep.measure.operators import quiet_clock
-from trainstep.measure.timing import device_clock
+from trainstep.measure.timing import DeviceClock, device_clock
 from trainstep.plan.fit import BlockCost, Result, Stored
 from trainstep.step.batches import map_tensors, tensors_of
 from trainstep.step.blocks import find_blocks
@@ -348,3 +349,50 @@ class _Alone:
                 before = live.bytes
                 self._backward(self._forward())
             return live.peak - before
+
+
+# The operators of a block's forward, one by one: how long each takes, and what it makes.
+class Operators(TorchDispatchMode):
+    """Inside, times every operator, and notes what it makes; `note_saved` is the hook of what autograd saves."""
+
+    def __init__(self, clock: DeviceClock) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._clock = clock
+        self._counts: dict[str, int] = defaultdict(int)
+        self._seen: list[tuple[Result, Any, Any, float]] = []
+        self._maker: dict[int, int] = {}  # address of a storage → place in `_seen` of what made it last
+        self._last_saved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        begin, start = self._clock.record(), time.perf_counter()
+        result = func(*args, **kwargs)
+        taken = time.perf_counter() - start
+        end = self._clock.record()
+        given = {storage.data_ptr() for each in tree_leaves((args, kwargs)) for storage in storages_of(each)}
+        made = [storage for each in tree_leaves(result) for storage in storages_of(each)]
+        is_view = any(storage.data_ptr() in given for storage in made)
+        size = 0 if is_view or not can_be_kept(func, args, kwargs) else sum(storage.nbytes() for storage in made)
+        if is_view and func._schema.is_mutable:  # what is changed in place cannot be kept as it was made
+            for place in {self._maker[address] for storage in made if (address := storage.data_ptr()) in self._maker}:
+                changed, *times = self._seen[place]
+                self._seen[place] = dataclasses.replace(changed, bytes=0), times[0], times[1], times[2]
+        elif not is_view:
+            self._maker.update((storage.data_ptr(), len(self._seen)) for storage in made)
+        operator = operator_name(func)
+        name = f"{operator}#{self._counts[operator]}"
+        self._counts[operator] += 1
+        self._seen.append((Result(name, size, 0.0), begin, end, taken))
+        return result
+
+    def note_saved(self, tensor: Tensor) -> Tensor:
+        self._last_saved = len(self._seen)
+        return tensor.detach()
+
+    def found(self) -> list[Result]:
+        """Results of operators that ran before the last tensor was saved: with its saving, computing again ends."""
+        self._clock.synchronize()
+        return [
+            dataclasses.replace(each, seconds=taken if begin is None else self._clock.elapsed_ms(begin, end) / 1e3)
+            for each, begin, end, taken in self._seen[: self._last_saved]
+        ]

@@ -1,6 +1,6 @@
-"""A sweep's cases run as jobs that submitit submits: arrays on Slurm, or local processes by which the same is tried.
+"""A sweep's cases run as jobs on Slurm, in arrays that submitit submits.
 
-On Slurm, a case has ended when its rows are there, or when Slurm says that its job will not run again. A job that Slurm
+A case has ended when its rows are there, or when Slurm says that its job will not run again. A job that Slurm
 ends writes no row: the sweep does, which sees how it ended; and a job that was put back into the queue runs anew.
 """
 
@@ -51,43 +51,6 @@ class Resources:
     gpus: int = 0
     cpus: int = 8
     memory_gib: float | None = None  # of the node; None: what Slurm gives by default
-
-
-def local_jobs(
-    cases: Sequence[Case], folder: Path, minutes: int, *, jobs: int = 1, timeout_s: float | None = None
-) -> Generator[Case, None, None]:
-    """Run the cases as submitit's local processes, and yield each as it ends. Left early, it ends what still runs.
-
-    Args:
-        folder: for submitit's own files.
-        minutes: after which submitit ends a job.
-        jobs: processes at once.
-        timeout_s: seconds after which a case is ended.
-    """
-    import submitit
-
-    executor = submitit.AutoExecutor(folder=folder / "%j", cluster="local")
-    executor.update_parameters(timeout_min=minutes)
-    waiting, running = list(cases), list[tuple[Case, "submitit.Job[None]"]]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                case = _made_ready(waiting.pop(0))
-                running.append((case, executor.submit(run_alone, case, timeout_s)))
-            ended = [each for each in running if each[1].done()]
-            running = [each for each in running if each not in ended]
-            for case, job in ended:
-                _settle(case, job, slurm.State(job.state.upper()), minutes)
-                yield case
-            if not ended:
-                time.sleep(0.1)
-    finally:
-        for _, job in running:
-            job.cancel(check=False)
-        for case, job in running:
-            with contextlib.suppress(Exception):
-                job.wait()
-            case.clear()
 
 
 def slurm_jobs(
