@@ -40,7 +40,6 @@ from tests.observe.by_hand import instrumented
 from trainstep.measure.environment import describe
 from trainstep.observe.log import log_path, read_log
 from trainstep.report.subjects import run as subject
-from trainstep.report.subjects.uneven import share_of
 from trainstep.rows import ChangeRow, ScriptRow
 from trainstep.rows.records import Row, of_kind, read_records
 
@@ -257,7 +256,7 @@ def measure(script: Script, limit_s: float, *, once: bool = False) -> dict[str, 
                 "seen": row.steps_seen,
                 "timed": row.n,
                 "step_ms": row.step_ms,
-                "shares": {name: share_of(row, name) for name in subject.PHASES if name in row.times},
+                "shares": {name: subject.share_of(row, name) for name in subject.PHASES if name in row.times},
                 "apart": phase,
                 "apart_share": share,
             }

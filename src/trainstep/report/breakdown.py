@@ -17,7 +17,6 @@ from trainstep.report.numbers import as_float
 from trainstep.report.subjects import run
 from trainstep.report.subjects.climbs import of_steps
 from trainstep.report.subjects.steps import analysed_step, is_same_step
-from trainstep.report.subjects.uneven import as_told, is_uneven
 from trainstep.rows import ChangeRow, KernelRow, ParallelRow, ProfileRow
 from trainstep.rows.records import Row, belonging, of_kind
 from trainstep.rows.row import Timed
@@ -159,10 +158,10 @@ def _timed(rows: Sequence[Row]) -> tuple[Stack, str] | None:
     alone = [row for row in of_kind(rows, ParallelRow) if row.status == "ok" and row.scheme == "single"]
     steps: list[Timed] = [row for row in (*climb[:1], analysed_step(rows)) if row is not None]
     said, own = "Medians of the step’s phases", run.first_rank(rows)[:1]
-    of_script = "Means of the step’s phases" if any(map(is_uneven, own)) else said
+    of_script = "Means of the step’s phases" if any(map(run.is_uneven, own)) else said
     known: list[tuple[Timed, str, str, Mapping[str, str] | None]] = [
         *((row, _settings(row), f"{said}; no profile says which modules take them.", None) for row in steps),
-        *((as_told(row), row.updates or row.workload, f"{of_script}.", run.PHASES) for row in own),
+        *((run.as_told(row), row.updates or row.workload, f"{of_script}.", run.PHASES) for row in own),
         *((row, f"one process: {_settings(row)}", f"{said}, without communication.", None) for row in alone[:1]),
     ]
     # The first that has phases is shown: they stand in the order of how much they tell of the step in question.

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from trainstep.report.blocks import Card, Cards, Finding, Section, in_gib, in_ms, percent
 from trainstep.report.numbers import as_float
 from trainstep.report.subjects.climbs import GAIN, changes, climbs, of_steps
+from trainstep.report.subjects.run import as_told
 from trainstep.report.subjects.steps import analysed_step
-from trainstep.report.subjects.uneven import as_told
 from trainstep.report.tables import Table
 from trainstep.rows import ChangeRow, ProfileRow, ScriptRow
 from trainstep.rows.records import Row, of_kind

@@ -7,13 +7,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainstep.base.config import FORM, settings_with
 from trainstep.base.stats import Interval, Ratio, product
 from trainstep.report.blocks import listed, literal, told_apart
 from trainstep.report.numbers import numeric
 from trainstep.rows import BASELINE, FINAL, PATCHED, ChangeRow
 from trainstep.rows.records import Row, Scalar, of_kind
 
-SETTINGS = ("precision", "attention", "optimizer", "compile", "loss", "fused")  # what changes set, and flags
+SETTINGS = settings_with(FORM)  # what changes set, and flags
 GAIN = "gain of "
 """Begins the figure of a finding that says what a ladder measured of a change."""
 

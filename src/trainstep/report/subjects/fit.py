@@ -45,8 +45,7 @@ FITS = define(
     *columns.values(
         {"kept": "blocks_kept", "computed again": "blocks_again", "sending": "blocks_sending", "host (GiB)": "host_gib"}
     ),
-    columns.value("gradient error", "gradient_error", digits=2, brief=False),
-    columns.value("allowed", "error_budget", digits=2, brief=False),
+    *columns.values({"gradient error": "gradient_error", "allowed": "error_budget"}, digits=2, brief=False),
     columns.OUTCOME,
 )
 

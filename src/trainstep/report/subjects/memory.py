@@ -65,8 +65,7 @@ CHECKPOINTING = define(
     columns.word("checkpointing", "checkpointing"),
     *columns.values({"predicted (GiB)": "predicted_gib", "peak (GiB)": "peak_gib"}, digits=4),
     columns.value("prediction off by (%)", "prediction_error", digits=2),
-    columns.value("not predicted", "not_predicted"),
-    columns.value("peak in", "peak_phase"),
+    *columns.values({"not predicted": "not_predicted", "peak in": "peak_phase"}),
     columns.median("step (ms) [95 %]", "step"),
     columns.OUTCOME,
 )

@@ -58,16 +58,13 @@ SCHEMES = define(
     columns.value("rounds", "rounds", brief=False, page=False),
     columns.median("step (ms) [95 %]", "step"),
     *map(_computing, ("forward", "loss", "backward", "optimizer")),
-    columns.value("exposed (ms)", "exposed_communication_ms"),
-    columns.value("of the step (%)", "exposed_share"),
+    *columns.values({"exposed (ms)": "exposed_communication_ms", "of the step (%)": "exposed_share"}),
     Column("speed-up", lambda row: _times_as_fast(row)),
-    columns.value("samples/s", "samples_per_s"),
-    columns.value("communication in all (ms)", "all_communication_ms"),
+    *columns.values({"samples/s": "samples_per_s", "communication in all (ms)": "all_communication_ms"}),
     columns.count("calls", "collectives"),
     columns.value("sent (MB)", "sent_gib", scale=MB_OF_GIB),
     columns.value("sent by plan (MB)", "sent_floor_gib", scale=MB_OF_GIB),
-    columns.value("tokens/s", "tokens_per_s", brief=False),
-    columns.value("launched by the host in (ms)", "issue_ms", brief=False),
+    *columns.values({"tokens/s": "tokens_per_s", "launched by the host in (ms)": "issue_ms"}, brief=False),
     *(
         column
         for title, when in (("start", "start"), ("before step", "before_step"), ("after step", "after_step"))
@@ -129,8 +126,7 @@ RATIOS = define(
     *_ARM,
     columns.word("beside", "peer_setting"),
     columns.ratio("time, ours over torch’s", "ratio"),
-    columns.value("peak memory, ours over torch’s", "peak_ratio"),
-    columns.value("rounds", "rounds"),
+    *columns.values({"peak memory, ours over torch’s": "peak_ratio", "rounds": "rounds"}),
     columns.OUTCOME,
 )
 

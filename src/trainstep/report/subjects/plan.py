@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from trainstep.base.config import CASE, settings_with
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Claim, Finding, Section, found
 from trainstep.report.charts import KINDS
@@ -26,7 +27,7 @@ from trainstep.rows import (
 )
 from trainstep.rows.records import Row, Scalar, of_kind
 
-_SETTINGS = columns.named("workload", "device", "batch", "context", "precision", "compile", "attention", "optimizer")
+_SETTINGS = columns.named("workload", "device", *settings_with(CASE, without=("checkpointing",)))
 
 
 def _shown(title: str, name: str) -> Column:
@@ -70,10 +71,9 @@ TABLES = (
         *columns.values({"forward (ms)": "forward_ms", "backward (ms)": "backward_ms"}, brief=False),
         columns.value("optimizer (ms)", "optimizer_ms", brief=False),
         *columns.values({"computing (ms)": "compute_ms", "communicating (ms)": "communication_ms"}),
-        columns.value("of it exposed (ms)", "exposed_ms"),
-        columns.value("launched by the host in (ms)", "launch_ms"),
-        *columns.values({"step (ms)": "step_ms", "limited by": "limit"}),
-        *columns.values({"tokens/s": "tokens_per_s", "utilisation (%)": "utilisation"}),
+        *columns.values({"of it exposed (ms)": "exposed_ms", "launched by the host in (ms)": "launch_ms"}),
+        *columns.values({"step (ms)": "step_ms", "limited by": "limit", "tokens/s": "tokens_per_s"}),
+        columns.value("utilisation (%)", "utilisation"),
     ),
     define(
         PlanMemoryRow,
@@ -90,7 +90,7 @@ TABLES = (
         PlanLimitRow,
         "Predicted: how far each axis scales before its communication takes longer than the matrix products alone, at "
         "their full rate",
-        *_SETTINGS[:-2],
+        *_SETTINGS,
         _shown("axis", "axis"),
         columns.case("connection", "connection"),
         *columns.values({"FLOP per byte": "flop_per_byte", "needs tokens per GPU": "least_tokens_per_gpu"}),
@@ -105,10 +105,9 @@ TABLES = (
         _shown("axis", "axis"),
         _shown("pass", "phase"),
         Column("mesh", lambda row: f"{row.values['data_ranks']} × {row.values['tensor_ranks']}"),
-        *columns.values({"TFLOP": "tflop", "sent (MB)": "sent_mb"}),
-        *columns.values({"computing (ms)": "compute_ms", "communicating (ms)": "communication_ms"}),
-        *columns.values({"limited by": "limited_by", "compute-bound while": "formula", "that is": "limit"}),
-        columns.value("with rings of N", "most_gpus"),
+        *columns.values({"TFLOP": "tflop", "sent (MB)": "sent_mb", "computing (ms)": "compute_ms"}),
+        *columns.values({"communicating (ms)": "communication_ms", "limited by": "limited_by"}),
+        *columns.values({"compute-bound while": "formula", "that is": "limit", "with rings of N": "most_gpus"}),
     ),
     define(
         PlanCheckRow,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from trainstep.base import advice
@@ -23,10 +24,9 @@ from trainstep.report.blocks import (
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.numbers import number
-from trainstep.report.subjects.uneven import as_told, comes_in_bursts, is_uneven, mean_of, share_of
 from trainstep.report.tables import define, make_table
 from trainstep.rows import RecompilationRow, ScriptRow, WaitRow
-from trainstep.rows.records import Row, Scalar, of_kind
+from trainstep.rows.records import Row, Scalar, Times, of_kind
 
 PHASES = {
     "data": "waiting for data",
@@ -46,6 +46,42 @@ WAITING = 0.02  # Share of a step on a GPU that a line waits for, from which the
 PER_STEP = 0.5  # Calls per step of a line that would wait on a GPU, from which it is remarked on
 LATE = 0.05  # By how much a rank's own part must exceed the others' median to be late
 OVERHEAD = 0.02  # Share of the step that measuring may cost before it is remarked on
+
+
+UNEVEN = 0.25
+"""By how much the mean step must exceed the median one for means to be told in place of medians."""
+
+
+def mean_of(times: Times) -> float:
+    """Milliseconds; of a row that has no mean, the median."""
+    return times.median if times.mean is None else times.mean
+
+
+def is_uneven(row: ScriptRow) -> bool:
+    """Whether the mean of its steps is much above their median."""
+    step = row.times["step"]
+    return mean_of(step) > (1 + UNEVEN) * step.median
+
+
+def comes_in_bursts(row: ScriptRow) -> bool:
+    """Whether that is for the most part because some steps wait for data and others do not."""
+    step, data = row.times["step"], row.times.get("data")
+    if data is None or not is_uneven(row):
+        return False
+    return mean_of(data) - data.median > (mean_of(step) - step.median) / 2
+
+
+def as_told(row: ScriptRow) -> ScriptRow:
+    """The row, with means in the place of medians, and no intervals, where its steps are uneven."""
+    if not is_uneven(row):
+        return row
+    return replace(row, times={phase: Times(mean_of(times)) for phase, times in row.times.items()})
+
+
+def share_of(row: ScriptRow, phase: str) -> float:
+    """The phase's part of the step, by the sums of both over all steps."""
+    whole = mean_of(row.times["step"])
+    return mean_of(row.times[phase]) / whole if phase in row.times and whole else 0.0
 
 
 def _mean_where_uneven(title: str, phase: str) -> Column:
@@ -69,15 +105,10 @@ SCRIPT = define(
     _mean_where_uneven("step, mean", "step"),
     *(columns.files_only(columns.mean(f"{PHASES.get(name, name)}, mean ± std", name)) for name in (*PHASES, "step")),
     *columns.values({"issue": "issue_ms", "host waits": "wait_ms", "host ahead": "ahead_ms"}, brief=False),
-    columns.value("waiting for launches, at most", "starved_ms", brief=False),
-    columns.value("first step", "first_step_ms", brief=False),
-    columns.value("forwards", "forwards", brief=False),
-    columns.value("backwards", "backwards", brief=False),
-    columns.value("samples per step", "samples_per_step", brief=False),
-    columns.value("waits per step", "waits", brief=False),
-    columns.value("own part", "own_ms", brief=False),
-    columns.value("latest (%)", "latest_share", brief=False),
-    columns.value("measuring", "hooks_ms", brief=False),
+    *columns.values({"waiting for launches, at most": "starved_ms", "first step": "first_step_ms"}, brief=False),
+    *columns.values({"forwards": "forwards", "backwards": "backwards"}, brief=False),
+    *columns.values({"samples per step": "samples_per_step", "waits per step": "waits"}, brief=False),
+    *columns.values({"own part": "own_ms", "latest (%)": "latest_share", "measuring": "hooks_ms"}, brief=False),
     *columns.values({"seen": "steps_seen", "left out": "left_out", "skipped": "skipped"}, brief=False),
     *columns.values({"evaluated": "evaluated", "compiled": "compiled", "instrumented": "instrumented"}, brief=False),
     *columns.values({"batches": "batches", "loaded before": "from_stock"}, brief=False),
@@ -91,8 +122,7 @@ WAITS = define(
     columns.word("call", "call"),
     columns.word("in", "function"),
     columns.word("called from", "from_line"),
-    columns.value("calls per step", "calls_per_step"),
-    columns.value("ms per step", "ms_per_step"),
+    *columns.values({"calls per step": "calls_per_step", "ms per step": "ms_per_step"}),
     columns.count("calls", "calls", brief=False),
     columns.value("ms", "ms", brief=False),
     longest=8,
@@ -104,8 +134,7 @@ RECOMPILATIONS = define(
     columns.word("line", "line"),
     columns.word("called from", "from_line"),
     columns.count("compilations", "compilations"),
-    columns.value("last in step", "last_step"),
-    columns.value("seconds", "seconds"),
+    *columns.values({"last in step": "last_step", "seconds": "seconds"}),
     columns.word("reason", "why"),
 )
 TABLES = (SCRIPT, WAITS, RECOMPILATIONS)
