@@ -14,22 +14,9 @@ from trainstep.rows.records import Row, of_kind
 HOSTILE = "<script>document.title = 'run'</script><img src=x onerror=\"document.title = 'run'\">"
 """A name that would run as code, if it were not escaped."""
 LADDER_COLUMNS = {
-    "step_ms",
-    "step_low_ms",
-    "step_high_ms",
-    "speedup",
-    "speedup_low",
-    "speedup_high",
-    "gain",
-    "gain_low",
-    "gain_high",
-    "peak_gib",
-    "gradient_error",
-    "error_budget",
-    "power_w",
-    "throttled_by",
-    "verdict",
-}
+    "step_ms", "step_low_ms", "step_high_ms", "speedup", "speedup_low", "speedup_high", "gain", "gain_low", "gain_high",
+    "peak_gib", "gradient_error", "error_budget", "power_w", "throttled_by", "verdict",
+}  # fmt: skip
 
 
 class Page(HTMLParser):

@@ -16,41 +16,17 @@ from trainstep.rows import FINAL, CeilingRow, ChangeRow, StepRow, WorkloadRow
 from trainstep.rows.records import Row, Scalar, Status, make_row
 
 CPU: Mapping[str, Scalar] = {
-    "date": "2026-01-02",
-    "device": "A CPU with 2 cores",
-    "cpu": "A CPU with 2 cores",
-    "torch": "2.13.0+cpu",
-    "triton": "3.7.1",
-    "python": "3.12.1",
-    "trainstep": "0.1.0",
-    "commit": "0123456789",
-    "threads": 2,
-}
+    "date": "2026-01-02", "device": "A CPU with 2 cores", "cpu": "A CPU with 2 cores", "torch": "2.13.0+cpu",
+    "triton": "3.7.1", "python": "3.12.1", "trainstep": "0.1.0", "commit": "0123456789", "threads": 2,
+}  # fmt: skip
 H200: Mapping[str, Scalar] = {
-    "date": "2026-01-02",
-    "device": "NVIDIA H200",
-    "cpu": "A CPU with 16 cores",
-    "gpu_uuid": "GPU-01234567-89ab-cdef-0123-456789abcdef",
-    "torch": "2.13.0+cu130",
-    "triton": "3.7.1",
-    "python": "3.12.1",
-    "trainstep": "0.1.0",
-    "commit": "0123456789",
-    "threads": 16,
-    "cuda": "13.0",
-    "cudnn": "91300",
-    "capability": "9.0",
-    "device_memory_gib": 139.8,
-    "driver": "580.65.06",
-    "max_sm_clock_mhz": 1980,
-    "power_limit_w": 700.0,
-}
+    **CPU, "device": "NVIDIA H200", "cpu": "A CPU with 16 cores", "torch": "2.13.0+cu130", "threads": 16,
+    "gpu_uuid": "GPU-01234567-89ab-cdef-0123-456789abcdef", "cuda": "13.0", "cudnn": "91300", "capability": "9.0",
+    "device_memory_gib": 139.8, "driver": "580.65.06", "max_sm_clock_mhz": 1980, "power_limit_w": 700.0,
+}  # fmt: skip
 GPU_STATE: Mapping[str, Scalar] = {
-    "sm_clock_mhz": 1755,
-    "power_w": 689.4,
-    "temperature_c": 61,
-    "throttled_by": "power cap",
-}
+    "sm_clock_mhz": 1755, "power_w": 689.4, "temperature_c": 61, "throttled_by": "power cap"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,28 +82,17 @@ def cpu_analysis(workload: str = "tiny") -> list[Row]:
     eager = Speed(51.8, 14.0, 112.0, 8.1, (0.147, 0.185, 0.223, 0.0673), spread=0.03)
     fused = Speed(45.1, 13.6, 100.0, 8.2, (0.133, 0.171, 0.209, 0.0673), spread=0.02)
     autocast = Speed(28.2, 22.0, 86.1, 7.4, (0.0988, 0.175, 0.194, 0.0673), spread=0.03)
+    compiled = Speed(25.0, 22.8, 84.1, 7.4, autocast.peaks, spread=0.12)
+    chunked = Speed(24.0, 35.5, 132.0, 7.5, (0.0771, 0.156, 0.194, 0.0673), spread=0.05)
     ladder = [
         RungSpec("baseline", {}, eager, 0.0, 1.42e-6, worst_parameter=""),
         RungSpec("fused attention", {"attention": "sdpa"}, fused, 9.81e-8, 1.42e-6),
         RungSpec("fused optimizer", {"optimizer": "adamw-fused"}, fused, 9.81e-8, 1.42e-6),
         RungSpec("bf16 autocast", {"precision": "bf16"}, autocast, 0.0040, 0.0464, loss_noise=2e-4),
         RungSpec(
-            "compiled blocks",
-            {"compile": "blocks"},
-            Speed(25.0, 22.8, 84.1, 7.4, autocast.peaks, spread=0.12),
-            0.0041,
-            0.0158,
-            loss_noise=2e-4,
-            measures_memory=False,
+            "compiled blocks", {"compile": "blocks"}, compiled, 0.0041, 0.0158, loss_noise=2e-4, measures_memory=False
         ),
-        RungSpec(
-            "chunked loss",
-            {"loss": "chunked"},
-            Speed(24.0, 35.5, 132.0, 7.5, (0.0771, 0.156, 0.194, 0.0673), spread=0.05),
-            0.0040,
-            0.0158,
-            loss_noise=2e-4,
-        ),
+        RungSpec("chunked loss", {"loss": "chunked"}, chunked, 0.0040, 0.0158, loss_noise=2e-4),
     ]
     return [
         _facts(machine, 3_609_728, 4),
@@ -146,60 +111,26 @@ def h200_analysis(workload: str = "large") -> list[Row]:
     fused = Speed(24.6, 2.3, 46.1, 24.5, (16.3, 16.9, 18.8, 15.6), issue=0.97, spread=0.008)
     optimizer = Speed(24.6, 2.3, 46.0, 7.2, (16.3, 16.9, 18.8, 15.6), issue=0.97, spread=0.008)
     compiled = Speed(14.0, 1.1, 27.9, 7.2, (15.1, 15.6, 17.4, 15.6), issue=0.5, spread=0.005)
+    whole = Speed(14.1, 1.1, 27.8, 7.2, compiled.peaks, issue=0.4, spread=0.02)
+    chunked = Speed(14.0, 3.2, 34.8, 7.2, (14.6, 15.0, 16.8, 15.6), issue=0.5, spread=0.005)
+    wrong = "off by 0.71 in the gradients, 0.0031 in the loss and 1 in blocks.0.attention.query.weight; "
+    wrong += "the budget is 0.015"
     ladder = [
         RungSpec("baseline", {}, eager, 0.0, 4.3e-6, worst_parameter=""),
         RungSpec("TF32 matmuls", {"precision": "tf32"}, tf32, 6.1e-4, 0.0154, loss_noise=1e-4),
         RungSpec("bf16 autocast", {"precision": "bf16"}, bf16, 0.0072, 0.123, loss_noise=8e-4),
-        RungSpec(
-            "fp16 autocast",
-            {"precision": "fp16"},
-            None,
-            0.71,
-            0.0154,
-            status="wrong",
-            reason="off by 0.71 in the gradients, 0.0031 in the loss and 1 in blocks.0.attention.query.weight; "
-            "the budget is 0.015",
-            worst_parameter="blocks.0.attention.query.weight",
-        ),
+        RungSpec("fp16 autocast", {"precision": "fp16"}, None, 0.71, 0.0154, status="wrong", reason=wrong,
+                 worst_parameter="blocks.0.attention.query.weight"),
         RungSpec("fused attention", {"attention": "sdpa"}, fused, 0.0074, 0.0222, loss_noise=8e-4),
         RungSpec("fused optimizer", {"optimizer": "adamw-fused"}, optimizer, 0.0074, 0.0222, loss_noise=8e-4),
         RungSpec("compiled blocks", {"compile": "blocks"}, compiled, 0.0081, 0.0222, loss_noise=9e-4),
-        RungSpec(
-            "compiled model",
-            {"compile": "model"},
-            Speed(14.1, 1.1, 27.8, 7.2, compiled.peaks, issue=0.4, spread=0.02),
-            0.0081,
-            0.0222,
-            n=5,
-            loss_noise=9e-4,
-        ),
-        RungSpec(
-            "batch of 64",
-            {"batch": 64},
-            None,
-            0.0,
-            0.0,
-            status="out of memory",
-            reason="tried to allocate 18.6 GiB with 131.2 of 139.8 GiB in use",
-        ),
-        RungSpec(
-            "FP8 matmuls",
-            {"precision": "fp8"},
-            None,
-            0.0,
-            0.0,
-            status="unsupported",
-            reason="this build of torch has no FP8 autocast",
-        ),
-        RungSpec(
-            "chunked loss",
-            {"loss": "chunked"},
-            Speed(14.0, 3.2, 34.8, 7.2, (14.6, 15.0, 16.8, 15.6), issue=0.5, spread=0.005),
-            0.0081,
-            0.0222,
-            loss_noise=9e-4,
-        ),
-    ]
+        RungSpec("compiled model", {"compile": "model"}, whole, 0.0081, 0.0222, n=5, loss_noise=9e-4),
+        RungSpec("batch of 64", {"batch": 64}, None, 0.0, 0.0, status="out of memory",
+                 reason="tried to allocate 18.6 GiB with 131.2 of 139.8 GiB in use"),
+        RungSpec("FP8 matmuls", {"precision": "fp8"}, None, 0.0, 0.0, status="unsupported",
+                 reason="this build of torch has no FP8 autocast"),
+        RungSpec("chunked loss", {"loss": "chunked"}, chunked, 0.0081, 0.0222, loss_noise=9e-4),
+    ]  # fmt: skip
     return [
         _facts(machine, 1_043_000_000, 36),
         *_warmup_study(machine, eager, first_ms=1873.0),

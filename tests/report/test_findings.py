@@ -235,37 +235,6 @@ def test_recommended_flags_are_those_that_changed():
     assert recommended_flags([rung("baseline", "baseline"), last]) == "--precision bf16 --compile blocks"
 
 
-@pytest.mark.parametrize(("issue", "remarked"), [(10.0, False), (28.4, False), (28.6, True), (None, False)])
-def test_launch_bound_steps(issue, remarked):
-    """Seen on an H200: 2.7B in fp32 issues its forward in a quarter of its time, small in bf16 in all of it."""
-    told = found([step(forward_issue_ms=issue)], "launches")
-    assert bool(told) is remarked
-    assert not told or told[0].figures == {"forward_issue_ms": 28.6, "forward_ms": 30.0, "is_compiled": False}
-
-
-@pytest.mark.parametrize(
-    ("rate", "share", "judged"),
-    [
-        (12.0, 0.1, "low"),
-        (43.2, 0.36, "low"),  # "the matrix products set the pace" was said from 35 % on
-        (59.0, 59 / 120, "low"),
-        (60.0, 0.5, "high"),
-        (120.0, 1.0, "high"),
-        (121.0, 121 / 120, "beyond"),
-    ],
-)
-def test_utilisation_is_against_the_measured_ceiling_of_the_same_precision(rate, share, judged):
-    ceilings = [
-        CeilingRow(operation="matmul", precision="bf16", tflops=800.0),
-        CeilingRow(operation="matmul", precision="fp32", tflops=120.0),
-        CeilingRow(operation="copy", gb_s=4000.0),
-    ]
-    (only,) = found([step(achieved_tflops=rate), *ceilings], "utilisation")
-    assert only.id == f"utilisation.{judged}"
-    assert only.figures == {"achieved_tflops": rate, "ceiling_tflops": 120.0, "share": pytest.approx(share)}
-    assert f"{share:.0%} of what" in only.sentence
-
-
 def test_what_is_compiled_already_is_not_told_to_compile():
     base = step(forward_issue_ms=29.9)
     assert "Larger batches, torch.compile or CUDA graphs" in said([base], "launches")
@@ -279,29 +248,6 @@ def test_a_lower_precision_is_advised_where_there_is_one(precision, advised):
     ceiling = CeilingRow(operation="matmul", precision=precision, tflops=120.0)
     sentence = said([step(case={"precision": precision}, achieved_tflops=60.0), ceiling], "utilisation")
     assert ("a lower precision moves that limit" in sentence) is advised
-
-
-def test_advice_that_the_ladder_tried_is_given_by_its_result():
-    rows = [step(achieved_tflops=100.0, forward_issue_ms=29.9),
-            CeilingRow(operation="matmul", precision="fp32", tflops=120.0)]  # fmt: skip
-    tried = [rung("baseline", "baseline"), rung("bf16 autocast", gain=2.0),
-             rung("compiled blocks", "slower", False, gain=0.5)]  # fmt: skip
-    assert "a lower precision" in said(rows, "utilisation")
-    (only,) = found([*rows, *tried], "utilisation")
-    assert (only.id, only.figures["gain of bf16 autocast"]) == ("utilisation.high", 2.0)
-    assert only.sentence.endswith("set the pace. On the ladder, bf16 autocast made the step 2.00× faster.")
-    (only,) = found([*rows, *tried], "launches")
-    assert only.figures["gain of compiled blocks"] == 0.5
-    assert "torch.compile" not in only.sentence
-
-
-def test_the_warmup_effect():
-    cold, warm = step(0, step_mean_ms=150.0, first_step_ms=600.0), step(5)
-    (only,) = found([cold, warm], "warm-up")
-    assert only.id == "warm-up.needed"
-    assert only.figures == {"excess": pytest.approx(0.5), "first_step_ms": 600.0, "step_ms": 100.0}
-    for mean, remarked in ((104.9, False), (105.1, True)):
-        assert bool(found([step(0, step_mean_ms=mean), warm], "warm-up")) is remarked
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from trainstep.report.subjects.kernel_findings import formula_findings
-from trainstep.rows import KernelRow, PieceRow, ProfileRow
+from trainstep.rows import KernelRow, ProfileRow
 
 CASE = {"workload": "theirs", "precision": "fp32"}
 PROFILE = ProfileRow(**CASE)
@@ -31,17 +31,6 @@ def told(rows):
     return {finding.id.removeprefix("formulas."): finding for finding in formula_findings(rows)}
 
 
-def test_what_is_written_out_is_named_with_its_share_and_its_replacement():
-    found = told(WRITTEN_OUT)
-    assert list(found) == ["attention-written-out", "cross-entropy-written-out"]
-    attention, loss = found.values()
-    assert attention.figures["modules"] == ("blocks.*.attention",)
-    assert attention.figures["share"] == pytest.approx(0.2), "its projections are modules of their own"
-    assert "scaled_dot_product_attention" in attention.sentence
-    assert loss.figures["share"] == pytest.approx(0.3)
-    assert "functional.cross_entropy(" in loss.sentence
-
-
 def test_one_kernel_is_left_alone():
     fused = [
         PROFILE,
@@ -51,21 +40,6 @@ def test_one_kernel_is_left_alone():
     ]
     assert told(fused) == {}
     assert told([]) == {}
-
-
-def test_attention_that_no_fused_kernel_took_is_not_said_to_be_written_out():
-    unfused = [*WRITTEN_OUT[:4], kernel("blocks.*.attention", "aten::_scaled_dot_product_attention_math", 0.001)]
-    found = told(unfused)
-    assert list(found) == ["attention-not-fused"]
-    assert found["attention-not-fused"].figures["modules"] == ("blocks.*.attention",)
-    assert "written out" not in found["attention-not-fused"].sentence
-
-
-def test_our_own_attention_is_left_to_its_flag_and_little_is_not_remarked_on():
-    assert list(told([*WRITTEN_OUT, PieceRow(**CASE, phase="forward", piece="softmax")])) == [
-        "cross-entropy-written-out"
-    ]
-    assert told([PROFILE, kernel("router", "aten::bmm", 0.01), kernel("router", "aten::_softmax", 0.01)]) == {}
 
 
 @pytest.mark.parametrize(("share", "is_told"), [(0.05, True), (0.04, False)])

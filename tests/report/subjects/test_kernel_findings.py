@@ -71,32 +71,6 @@ def test_sentences_name_a_kernel_by_what_tells_it_apart(kernel: str, brief: str)
     assert f"the kernel that takes most time is {brief} (" in found([named])["top-of-forward"].sentence
 
 
-def test_softmax_is_held_against_the_scores() -> None:
-    softmax = found(records(gpu_profile()))["softmax"]
-    assert softmax.figures == pytest.approx(
-        {"fewer_flop": 40, "faster": 0.4, "is_memory_bound": True, "gb_s": 3200, "of_copy": 3200 / 4200}
-    )
-    assert softmax.sentence == (
-        "Softmax takes 2.5× more time than the score product with 40× fewer FLOPs: it is bound by memory (it moves "
-        "3,200 GB/s, 76% of a large copy here); a fused attention removes it."
-    )
-
-
-def test_the_ladder_proves_what_a_fused_attention_saves() -> None:
-    ladder = [rung("fused attention"), rung("our FlashAttention", verdict="slower", gain=0.8)]
-    softmax = found([*records(gpu_profile()), *ladder])["softmax"]
-    assert softmax.figures["gain of fused attention"] == 1.27
-    assert softmax.figures["gain of our FlashAttention"] == 0.8
-    assert softmax.sentence.endswith(
-        "large copy here). On the ladder, fused attention made the step 1.27× faster and our FlashAttention made the "
-        "step 1.25× slower."
-    )
-    again = rung("our FlashAttention, on the top", gain=1.1)
-    assert found([*records(gpu_profile()), *ladder, again])["softmax"].figures["gain of our FlashAttention"] == 1.1
-    other = rung("fused attention", workload="another model")
-    assert "gain of fused attention" not in found([*records(gpu_profile()), other])["softmax"].figures
-
-
 def test_a_rung_that_proves_nothing_has_no_gain() -> None:
     ladder = [rung("fused attention", verdict="inconclusive"), rung("our FlashAttention", status="unsupported")]
     softmax = found([*records(gpu_profile()), *ladder])["softmax"]
@@ -124,32 +98,6 @@ def test_float32_products_are_not_taken_for_tensor_cores() -> None:
     newer = found(with_settings(rows, precision="fp8"))["float32-products"]  # of a file that another version wrote
     assert newer.figures == {"share": products.figures["share"]}
     assert "though the step runs in fp8" in newer.sentence
-
-
-def test_float32_products_of_a_bf16_step_are_not_told_to_use_bf16() -> None:
-    profile = gpu_profile()
-    simt = [
-        dataclasses.replace(each, family="FP32 SIMT matmul") if each.phase == "backward" else each
-        for each in profile.kernels
-        if each.lane == "compute"
-    ]
-    rows = [*records(dataclasses.replace(profile, kernels=tuple(simt))), rung("bf16 autocast")]
-    products = found(rows)["float32-products"]
-    assert list(products.figures) == ["share"], "no gain: bf16 is not the remedy of a bf16 step"
-    assert products.sentence.endswith("not on tensor cores, though the step runs in bf16: 100% of it in backward.")
-
-
-def test_a_profile_that_cannot_be_trusted_says_so() -> None:
-    profile = gpu_profile()
-    unplaced = [dataclasses.replace(each, module=None) if each.piece else each for each in profile.kernels]
-    rows = records(dataclasses.replace(profile, kernels=tuple(unplaced)), sums_disagree=("forward", "step"),
-                   profiler_cost=-0.5)  # fmt: skip
-    every = found(rows)
-    assert list(every)[:3] == ["coverage", "sums", "profiler-faster"]
-    assert every["coverage"].figures["module_coverage"] == pytest.approx(1 - 180 / 970)
-    assert every["sums"].figures["phases"] == ("forward", "step")
-    assert "in: forward, step." in every["sums"].sentence
-    assert every["profiler-faster"].figures["profiler_cost"] == -0.5
 
 
 @pytest.mark.parametrize(
@@ -197,10 +145,6 @@ def test_only_what_is_not_fused_is_told_to_fuse(optimizer: str | None, id: str, 
     assert every[id].sentence.endswith("of the kernel time and moves 0.400 GB" + said)
 
 
-def changed(rows: list[Row], **values: Any) -> list[Row]:
-    return [dataclasses.replace(row, **values) if isinstance(row, ProfileRow) else row for row in rows]
-
-
 def test_a_profile_that_did_not_run_has_no_findings() -> None:
     assert found([ProfileRow(workload="large", status="out of memory", reason="no room for it")]) == {}
 
@@ -234,18 +178,6 @@ def test_transfers_are_mended_by_where_they_go_and_what_they_come_from(to_host, 
     )
     figures = {"ms": 0.4, "gb": 0.002, "gb_s": pytest.approx(5.0), "overlapped_share": 0.25, "pinned_share": pinned}
     assert finding.figures == figures | {"to_host_share": to_host or 0}
-
-
-@pytest.mark.parametrize(
-    ("taken", "beside", "is_told"), [(0.05, None, True), (0.049, None, False), (0.4, 0.351, False)]
-)
-def test_transfers_are_told_from_a_twentieth_of_what_the_device_computes(taken, beside, is_told) -> None:
-    every = on_profile(busy_ms=1.0, transfers_ms=taken, transfers_overlapped_ms=beside, transfers_gb=None)
-    assert ("transfers" in every) is is_told
-    if is_told:
-        assert every["transfers"].figures["gb_s"] is None
-        assert every["transfers"].figures["overlapped_share"] == 0
-        assert "GB" not in every["transfers"].sentence
 
 
 @pytest.mark.parametrize(

@@ -86,19 +86,6 @@ def failed_baseline(case=None, reason="no such file"):
     return rung("baseline", "failed", False, "failed", reason, case)
 
 
-def test_a_baseline_that_failed_says_why_and_what_that_means():
-    (told,) = found([failed_baseline(), rung("x", "failed", False, "failed", "the same")], "gain")
-    assert told.id == "gain.no-baseline"
-    assert told.figures == {"status": "failed", "reason": "no such file"}
-    assert told.sentence == (
-        "The baseline failed (failed): no such file. There is nothing to compare with, and no change was tried."
-    )
-    (wrong,) = found([rung("baseline", "wrong", False, "wrong", "off by 0.9")], "gain")
-    assert wrong.sentence.startswith("The baseline failed (wrong): off by 0.9. There")
-    (unknown,) = found([failed_baseline(reason="")], "gain")
-    assert unknown.figures["reason"] is None
-
-
 def test_of_several_ladders_those_without_a_baseline_are_named():
     cases = [{"workload": name} for name in ("a", "b", "{c}")]
     first, last = failed_baseline(cases[0]), failed_baseline(cases[2], "torn file")
@@ -137,26 +124,6 @@ def test_speedups_of_a_ladder_whose_baseline_is_too_large_are_over_the_first_run
     assert named.sentence == (
         "workload b: the baseline is too large (40 GiB): speed-ups are over tf32, the first that fits."
     )
-
-
-def test_of_a_ladder_that_fits_nowhere_nothing_is_said_to_be_gained():
-    rows = [too_large(), rung("x", "out of memory", False, "out of memory", "39 GiB")]
-    assert found(rows, "gain") == []
-    (told,) = found(rows, "ladder")
-    assert told.sentence == "Not used: x (out of memory): 39 GiB."
-
-
-def test_where_nothing_is_faster_the_best_is_the_rung_that_all_others_were_held_against():
-    slower = rung("x", "slower", False, gain=0.5)
-    (alone,) = found([BASELINE, slower], "gain")
-    assert (alone.id, alone.figures) == ("gain.none", {})
-    assert alone.sentence == "No change on the ladder made the step faster: the baseline is the best found."
-    _, fits = found([too_large(), first_that_fits(), slower], "gain")
-    assert (fits.id, fits.figures) == ("gain.none", {"first": "tf32"})
-    assert fits.sentence == "No change on the ladder made the step faster: tf32 is the best found."
-    case = {"workload": "b"}
-    _, of_two, _ = found([too_large(case), first_that_fits(case=case), BASELINE], "gain")
-    assert of_two.sentence == "workload b: No change on the ladder made the step faster: tf32 is the best found."
 
 
 def test_a_baseline_is_never_told_as_a_change_that_was_not_used():
@@ -214,20 +181,6 @@ def test_of_two_ladders_only_the_one_that_is_disputed_is_withheld():
     assert (claimed.id, withheld.id) == ("gain.faster", "gain.withheld")
     assert claimed.sentence.startswith("workload a: Bf16 autocast makes the step 2.00× faster")
     assert withheld.sentence.startswith("workload b: No speed-up is claimed: in turns with baseline at the end,")
-
-
-def test_changes_that_were_not_used_are_named_by_their_ladder_where_there_are_several():
-    rows = []
-    for name in ("a", "b"):
-        case = {"workload": name}
-        rows += [rung("baseline", "baseline", case=case), rung("x", "slower", False, case=case, gain=0.5)]
-    assert [each.sentence for each in found(rows, "ladder")] == [
-        "Not used: workload a: x makes the step 2.00× slower here.",
-        "Not used: workload b: x makes the step 2.00× slower here.",
-    ]
-    (alone,) = found(rows[:2], "ladder")
-    assert alone.sentence == "Not used: x makes the step 2.00× slower here."
-    assert alone.figures == {"change": "x", "gain": 0.5, "reason": None}
 
 
 def test_ladders_of_steps_and_of_scripts_are_told_apart():

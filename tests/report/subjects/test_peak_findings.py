@@ -154,27 +154,6 @@ def test_a_peak_that_changes_by_what_runs_differ_by_is_left(after, told):
     assert ("On the ladder" in owners.sentence) is (after == 48.9)
 
 
-def test_a_part_that_owns_nothing_is_not_worth_a_change():
-    rows = timeline({}, {"activations": 0.6, "activations/the loss": 0.0, "parameters": 0.3})
-    assert "a chunked loss" not in peak([analysed({}), *rows]).figures["remedies"]
-    more = timeline({}, {"activations/the loss": 0.06})[1:]
-    assert "a chunked loss" in peak([analysed({}), *rows, *more]).figures["remedies"], "the two are added"
-
-
-def test_owners_of_nothing_are_told_so_and_those_of_an_unknown_share_are_not():
-    shares = {"parameters": 0.0, "batch": 0.5, "activations": 0.0, "activations/attention": 0.0}
-    first, *rows = timeline({}, shares)
-    (found,) = owner_findings([first, *rows])
-    assert found.sentence == (
-        "At its peak, 4.00 GiB in backward, memory is parameters 0%, batch 50% and activations 0%; of the activations, "
-        "those of blocks.*.attention are the most (0% of the peak)."
-    )
-    unknown = [replace(row, share=None) for row in rows]
-    (found,) = owner_findings([first, unknown[0], *rows[1:3], unknown[3]])
-    assert found.sentence == "At its peak, 4.00 GiB in backward, memory is batch 50% and activations 0%."
-    assert owner_findings([first, *unknown]) == owner_findings([replace(first, peak_gib=None), *rows]) == []
-
-
 @pytest.mark.parametrize(("count", "times"), [(None, ""), (1, ""), (2, ", 2 times a step")])
 def test_how_often_the_largest_allocation_is_made_is_told_where_it_is_not_once(count, times):
     rows = timeline({}, {"parameters": 1.0})
@@ -183,17 +162,6 @@ def test_how_often_the_largest_allocation_is_made_is_told_where_it_is_not_once(c
     assert f" The largest allocation, 1.00 GiB{times}, is made by train.py:3 (" in found.sentence
     (found,) = owner_findings([*rows, replace(largest, mib=None)])
     assert "largest" not in found.sentence
-
-
-@pytest.mark.parametrize(("rest", "remedies"), [(1.99, 0), (2.01, 2)])
-def test_what_stays_is_named_where_it_is_most_of_the_peak(rest, remedies):
-    assert len(peak([step(at_rest_gib=rest)]).figures["remedies"]) == remedies
-
-
-@pytest.mark.parametrize(("share", "is_worth"), [(0.049, False), (0.051, True)])
-def test_a_part_is_worth_a_change_from_a_twentieth_of_the_peak(share, is_worth):
-    found, _ = owned({}, {"activations": 0.6, "activations/the loss": share, "parameters": 0.3})
-    assert ("a chunked loss" in found.figures["remedies"]) is is_worth
 
 
 def test_owners_of_another_step_or_of_another_phase_are_not_its_owners():
