@@ -58,13 +58,13 @@ def mean_of(times: Times) -> float:
 
 
 def is_uneven(row: ScriptRow) -> bool:
-    """Whether the mean of its steps is much above their median."""
+    """True if the mean of its steps is much above their median."""
     step = row.times["step"]
     return mean_of(step) > (1 + UNEVEN) * step.median
 
 
 def comes_in_bursts(row: ScriptRow) -> bool:
-    """Whether that is for the most part because some steps wait for data and others do not."""
+    """True if that is for the most part because some steps wait for data and others do not."""
     step, data = row.times["step"], row.times.get("data")
     if data is None or not is_uneven(row):
         return False
