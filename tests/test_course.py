@@ -37,8 +37,17 @@ EXAMPLES = [
 ]
 FIXED = ("trainstep plan ", "trainstep dtypes ", "python -m examples.")
 """Commands that print the same on every machine."""
-LONG = ("--warmup 0", "--compile", "naive --seq 256 ", "--residuals", "--checkpointing", "step8b", "bench parallel")
-"""Parts of commands that start fresh processes, compile, or measure in ranks what another command measures too."""
+LONG = (
+    "--warmup 0",
+    "--compile",
+    "naive --seq 256 ",
+    "--residuals",
+    "--checkpointing",
+    "examples.nested",
+    "step8b",
+    "bench parallel",
+)
+"""Parts of commands that take more than ten seconds, as those that start several processes or compile."""
 
 
 def entries():
