@@ -126,10 +126,10 @@ def test_a_quick_analysis_compiles_and_checks_nothing(tmp_path, monkeypatch, cap
     ]
 
 
-def test_analyze_end_to_end(tmp_path):
-    found = trainstep("analyze", *QUICK, "--steps", "7", "--out", str(tmp_path / "out"))
-    assert found.returncode == 0, found.stderr
-    assert "profiler_start" not in found.stderr
+def test_analyze_end_to_end(tmp_path, capfd):
+    assert main_code(["analyze", *QUICK, "--steps", "7", "--out", str(tmp_path / "out")]) == 0
+    said = capfd.readouterr()
+    assert "profiler_start" not in said.err
     records = read_records(tmp_path / "out" / "results.jsonl")
     assert [record.case["warmup"] for record in of_kind(records, StepRow)] == [0, 1, 2, 5]
     rungs = of_kind(records, ChangeRow)
@@ -142,7 +142,7 @@ def test_analyze_end_to_end(tmp_path):
     assert losses[-1] < losses[0], "it trains on real text, so the loss falls"
     names = {path.name for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert {"results.jsonl", "report.html", "step.md", "ladder.tex", "ladder.typ", "ceiling.csv"} <= names
-    assert "dominates" in found.stdout
+    assert "dominates" in said.out
     assert "num_layers=1" in records[0].case["workload"], "a changed size must not carry the size's name alone"
 
 
