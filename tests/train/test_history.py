@@ -12,8 +12,7 @@ from trainstep.commands.cli import main
 from trainstep.rows import TrainRow
 from trainstep.rows.records import read_records
 from trainstep.train.data import TokenData
-from trainstep.train.history import DRAWN, _scheme, history
-from trainstep.train.pages import Pages
+from trainstep.train.history import DRAWN, Pages, _scheme, history
 
 OLD = {"loss": 2.0, "validation_loss": None, "learning_rate": 1e-3, "gradient_norm": 1.0, "step_ms": 10.0,
        "tokens_per_s": 100.0, "utilisation": None, "tokens": 1, "world_size": 1}  # fmt: skip

@@ -77,10 +77,10 @@ def test_each_schemes_curve_is_that_of_one_process(two, tmp_path, name, batches)
 
 def _buffers(process, run, out):
     """The running statistics of each rank after a run."""
-    from trainstep.train.own_learner import OwnLearner
+    from trainstep.train.learner import Learner
 
     seen = []
-    validate = OwnLearner.validate
+    validate = Learner.validate
 
     def noting(self):
         seen.append({name: value.clone() for name, value in self.step.module.named_buffers()})
@@ -89,11 +89,11 @@ def _buffers(process, run, out):
         assert [each.training for each in self.step.module.modules()] == before
         return loss
 
-    OwnLearner.validate = noting
+    Learner.validate = noting
     try:
         on_rank(process, run, out)
     finally:
-        OwnLearner.validate = validate
+        Learner.validate = validate
     return seen
 
 

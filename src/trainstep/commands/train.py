@@ -48,9 +48,9 @@ class Train(AnyModel):
             return 0
         from trainstep.measure.outcome import classify
         from trainstep.parallel.process import AgreedError, join_group_or_alone
+        from trainstep.train.history import Pages
         from trainstep.train.loop import train
         from trainstep.train.metrics import Show
-        from trainstep.train.pages import Pages
 
         if not 0 <= self.page_every < math.inf:
             raise UsageError(f"page_every is {self.page_every}; expected seconds, or 0 for no page")

@@ -1,4 +1,4 @@
-"""The tokens of a run: which sequences make which update.
+"""The data of a run: what the loop asks of any, and tokens, of which sequences make which update.
 
 The sequences of an update follow from the seed and the update's number alone. So the place in the data is the number of
 the update, no state of a loader is saved, and every number of ranks sees the same global batches: a rank takes its
@@ -7,17 +7,23 @@ consecutive part of each.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UsageError
+from trainstep.parallel.process import Process, on_all_ranks
+from trainstep.plan.flops import step_flops
 from trainstep.rows.records import Scalar
 from trainstep.step.model.text import Tokens, cut_sequences, load_tokens
 from trainstep.step.workload import Workload, builtin_workload, make_optimizer
@@ -30,8 +36,78 @@ _CHECKED_TOKENS = 2**24  # ids are held against the vocabulary this many at a ti
 Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch, context), int64
 
 
+class Data(Protocol):
+    """A workload and its batches by number, which a run trains on; every rank has one and calls it alike."""
+
+    no_text: str = ""
+    """Line that says why the run ends without samples of text, for those that could have some."""
+
+    @property
+    def parameters(self) -> str:
+        """Say how many the model has."""
+        raise NotImplementedError
+
+    @property
+    def validates(self) -> bool:
+        """True if there are batches to validate on."""
+        raise NotImplementedError
+
+    @property
+    def prompts(self) -> Tokens | None:
+        """Tokens that are bytes of text, from which samples begin; None where there are none."""
+        return None
+
+    def check(self, process: Process) -> None:
+        """Raise `AgreedError` on every rank where one cannot train on its part. All ranks call it."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Scalar]:
+        """Identify the data: a run goes on only with the same."""
+        raise NotImplementedError
+
+    def workload(self, step: StepConfig) -> Workload:
+        """Build the workload. Its batches come from here."""
+        raise NotImplementedError
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take notice of the optimizer that was built, before its first step."""
+        return
+
+    def training_parts(self, step: int, rank: int, world_size: int, batch: int) -> Sequence[Any]:
+        """Draw a rank's part of update number `step`, pass by pass; those of a built-in model have `batch` sequences.
+
+        Raises:
+            UsageError: a user's batch cannot be drawn, or the ranks cannot divide its rows.
+        """
+        raise NotImplementedError
+
+    def validation_parts(self, rank: int, world_size: int, batch: int) -> Sequence[Any]:
+        """Draw a rank's part of the validation, the same every time."""
+        raise NotImplementedError
+
+    def flops(self, world_size: int) -> float | None:
+        """Compute the FLOPs of a rank's part of an update; None where they have to be counted."""
+        return None
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """Make a context in which the module validates."""
+        return contextlib.nullcontext()
+
+    def note(self, step: int, process: Process) -> dict[str, Any]:
+        """Give what a checkpoint after update `step` says of the data; the same on every rank, or it is an error."""
+        return {}
+
+    def resume(self, step: int, note: Mapping[str, Any], process: Process, say: Callable[[str], None]) -> None:
+        """Go to the place after update `step`, of whose checkpoint this is the note.
+
+        Raises:
+            AgreedError: the data is not what the run was trained on.
+        """
+        return
+
+
 @dataclass(frozen=True)
-class TokenData:
+class TokenData(Data):
     """Training and validation tokens, and the sequences cut from them."""
 
     training: Tokens
@@ -40,18 +116,25 @@ class TokenData:
     config: RunConfig
     """Says how many sequences of which length make an update and a validation, and which seed chooses them."""
 
+    no_text = "no samples of text: the token ids of a .bin file have no tokenizer here"
+    validates = True
+
     @property
-    def validates(self) -> bool:
-        """True if there are tokens to validate on."""
-        return True
+    def prompts(self) -> Tokens | None:
+        return self.validation if self.is_text else None
 
     @property
     def parameters(self) -> str:
-        """Number of the model's parameters."""
         return f"{self._model.num_parameters:,} parameters"
 
+    def check(self, process: Process) -> None:
+        on_all_ranks(process, partial(self.check_ids, process.rank, process.world_size))
+
+    def flops(self, world_size: int) -> float:
+        return step_flops(self._model, self.config.train.global_batch, self.config.step.context, "step") / world_size
+
     def workload(self, step: StepConfig) -> Workload:
-        """The model, with the optimizer and the weight decay of the run. Its batches come from here."""
+        """Build the model, with the optimizer and the weight decay of the run."""
         made = builtin_workload(self._model, step, batches=())
         decay = self.config.train.weight_decay
         made.optimizer = partial(make_optimizer, step.optimizer, step.learning_rate, weight_decay=decay)
@@ -77,8 +160,8 @@ class TokenData:
                 digest.update(np.ascontiguousarray(tokens[start : start + _PIECE_TOKENS]).tobytes())
         return {"tokens": len(self.training) + len(self.validation), "sha256": digest.hexdigest()[:16]}
 
-    def check_ids(self, rank: int, world_size: int) -> TokenData:
-        """Look at a rank's part of all tokens; returns the data.
+    def check_ids(self, rank: int, world_size: int) -> None:
+        """Look at a rank's part of all tokens.
 
         Raises:
             UsageError: one is outside the vocabulary.
@@ -92,7 +175,6 @@ class TokenData:
                         f"the data holds token id {largest}, beyond the vocabulary of {self._model.vocab_size}; "
                         "give the data that fits the model, or --vocab-size"
                     )
-        return self
 
     @property
     def _model(self) -> ModelConfig:

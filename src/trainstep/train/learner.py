@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainstep.measure.flops import counted_flops
+from trainstep.parallel.collectives import broadcast_from_first
 from trainstep.parallel.process import Process
 from trainstep.parallel.replicas import build, uncounted_bytes
-from trainstep.plan.flops import step_flops
-from trainstep.step.training_step import MakeOptimizer, Replica, TrainingStep
+from trainstep.step.batches import count_tokens, tensors_of
+from trainstep.step.training_step import MakeOptimizer, Replica, TrainingStep, uncompiled
 from trainstep.train.config import RunConfig
-from trainstep.train.data import TokenData
-from trainstep.train.own import OwnData
+from trainstep.train.data import Data
 
 PROMPT = 48  # tokens of validation text that a sample begins with
 BYTES = 256  # text has no other ids than these, so no other is drawn
@@ -47,9 +49,21 @@ class Update:
 
 
 class Learner:
-    """A built-in model, built from the seed, the same for every scheme; every rank has one and calls it alike."""
+    """The module and optimizer of a run, built the same for every scheme; every rank has one and calls it alike.
 
-    def __init__(self, config: RunConfig, data: TokenData | OwnData, process: Process) -> None:
+    Buffers that training changes, such as batch normalisation's running statistics, are rank 0's on every rank after
+    each update, as under torch's DistributedDataParallel.
+
+    Args:
+        counts_flops: whether FLOPs that no formula gives are counted in the first update, by running it once more
+            without its optimizer. Not where code is compiled, which hides its operators, or checkpointed, which runs
+            some of them twice.
+
+    Raises:
+        UsageError: the module or its optimizer cannot be trained like this.
+    """
+
+    def __init__(self, config: RunConfig, data: Data, process: Process, *, counts_flops: bool) -> None:
         self._config, self._data, self._process = config, data, process
         step = dataclasses.replace(config.step, device=str(process.device))
         scheme, unused = config.scheme(process.world_size, process.hosts), config.train.allow_unused
@@ -65,9 +79,18 @@ class Learner:
         self.step = TrainingStep(data.workload(step), step, parallelize)
         self._part = process.rank, process.world_size, step.batch
         """Part of a global batch that is this rank's, in passes of how many sequences."""
+        optimizer = self.step.optimizer
+        data.watch(optimizer)
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        self.buffers = MovingBuffers(self.step.module, process)
+        self._known_flops = data.flops(process.world_size)
+        is_plain = config.step.compile == "off" and config.step.checkpointing == "none"
+        self._counts_flops, self._counted = counts_flops and is_plain, math.nan
+        self._shapes: list[tuple[int, ...]] | None = None  # of the batches whose FLOPs were counted
 
     def update(self, number: int) -> Update:
         """Update number `number` of the weights, from 1 on."""
+        self.buffers.note()
         start = time.perf_counter()
         parts = [self.step.place(part) for part in self._data.training_parts(number, *self._part)]
         data_s = time.perf_counter() - start
@@ -75,6 +98,7 @@ class Learner:
         tokens, flops = self._counts(parts)
         loss, norm = self.step.accumulate(parts, self._config.train.clip_norm)
         assert norm is not None, "a norm was given"
+        self.buffers.share()
         return Update(loss, norm, tokens, flops, data_s, self._mark)
 
     def _ready(self, finish: Callable[[], object]) -> None:
@@ -82,27 +106,50 @@ class Learner:
         finish()
 
     def validate(self) -> float:
-        """The mean loss over the validation sequences of all ranks."""
-        parts = self._data.validation_parts(*self._part)
-        loss = self.step.evaluate([self.step.place(part) for part in parts]).double()
+        """The mean loss over the validation batches of all ranks."""
+        with self._data.evaluating():
+            parts = self._data.validation_parts(*self._part)
+            loss = self.step.evaluate([self.step.place(part) for part in parts]).double()
         dist.all_reduce(loss, group=self._process.group)
         return float(loss) / self._process.world_size
 
     def learning_rate(self, number: int) -> float:
-        """Learning rate of an update; where an optimizer has several groups, of the first."""
-        return self._config.learning_rate(number)
+        """Learning rate of an update; where an optimizer has several groups, of the first; NaN where it has none."""
+        return self._config.learning_rate(number, self._rates[0]) if self._rates else math.nan
 
     def _set_rates(self, number: int) -> None:
-        for group in self.step.optimizer.param_groups:
-            group["lr"] = self._config.learning_rate(number)
+        if not self._config.train.is_scheduled:
+            return
+        groups = [group for group in self.step.optimizer.param_groups if "lr" in group]
+        for group, peak in zip(groups, self._rates, strict=True):
+            rate = self._config.learning_rate(number, peak)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def _counts(self, parts: Sequence[Any]) -> tuple[float, float]:
-        """Tokens of these parts, and the model's FLOPs for them; NaN where that is not known."""
-        del parts  # each is as large as configured
-        config, ranks = self._config, self._process.world_size
-        assert config.model is not None, "a workload has a learner of its own"
-        flops = step_flops(config.model, config.train.global_batch, config.step.context, "step")
-        return config.tokens_per_update / ranks, flops / ranks
+        """Count the tokens of these parts, and the model's FLOPs for them; NaN where they do not tell."""
+        counts = [count_tokens(part) for part in parts]
+        tokens = math.nan if None in counts else float(sum(count or 0 for count in counts))
+        if self._known_flops is not None:
+            return tokens, self._known_flops
+        shapes = [tuple(tensor.shape) for part in parts for tensor in tensors_of(part)] if self._counts_flops else []
+        if self._counts_flops and self._shapes is None:
+            self._shapes, self._counted = shapes, self._flops(parts)
+        return tokens, self._counted if shapes == self._shapes else math.nan
+
+    def _flops(self, parts: Sequence[Any]) -> float:
+        before = [buffer.clone() for buffer in self.step.module.buffers()]
+        flops = 0.0
+        for part in parts:
+            with uncompiled(), counted_flops() as count:
+                self.step(part, mode="forward-backward")
+            flops = math.nan if count.uncounted or not count() else flops + count()
+        with torch.no_grad():
+            for buffer, value in zip(self.step.module.buffers(), before, strict=True):
+                buffer.copy_(value)
+        return flops
 
     def peak_bytes(self) -> int | None:
         """The most GPU memory that any rank has held since it started; None on a CPU."""
@@ -118,8 +165,8 @@ class Learner:
 
         All ranks must call it, and the data must be text.
         """
-        assert isinstance(self._data, TokenData), "a workload has no text"
-        train, context, validation = self._config.train, self._config.step.context, self._data.validation
+        train, context, validation = self._config.train, self._config.step.context, self._data.prompts
+        assert validation is not None, "the data is not text"
         length = min(PROMPT, context)
         starts = np.linspace(0, len(validation) - length, train.samples + 1).astype(np.int64)[:-1]
         prompts = np.stack([validation[start : start + length] for start in starts]).astype(np.int64)
@@ -133,6 +180,57 @@ class Learner:
                 seed=self._config.step.seed,
             ).cpu()
         return [f"{as_text(row[:length])}⟦{as_text(row[length:])}⟧" for row in tokens]
+
+
+class MovingBuffers:
+    """The buffers of a module that training changes, found by their values: some operators change them unannounced."""
+
+    def __init__(self, module: nn.Module, process: Process) -> None:
+        self._module, self._process = module, process
+        self._still: dict[str, Tensor] | None = None  # those that have not changed since the first update, as copies
+        self.names: list[str] | None = None
+        """Names of the buffers that are known to change; None before the first update."""
+
+    def note(self) -> None:
+        """Call before an update: what changes from the first one on is a change."""
+        if self._still is None:
+            self._still = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
+
+    def share(self) -> None:
+        """Call after an update: those that are known to change become rank 0's."""
+        if self.names is None:
+            self.look()
+        if self._process.world_size == 1 or not self.names:
+            return
+        named = dict(self._module.named_buffers())
+        moving = sorted((named[name] for name in self.names), key=lambda each: str(each.dtype))
+        for _, group in groupby(moving, key=lambda each: each.dtype):
+            alike = list(group)
+            flat = torch.cat([each.detach().reshape(-1) for each in alike])
+            broadcast_from_first([flat], self._process.group)
+            if self._process.rank:
+                for each, value in zip(alike, flat.split([each.numel() for each in alike]), strict=True):
+                    with torch.no_grad():
+                        each.copy_(value.view_as(each))
+
+    def look(self) -> None:
+        """Find those that have changed so far, on any rank; all ranks call it."""
+        named, still = dict(self._module.named_buffers()), self._still or {}
+        everywhere: list[list[str]] = [[]] * self._process.world_size
+        mine = [name for name, value in still.items() if name not in named or not torch.equal(named[name], value)]
+        dist.all_gather_object(everywhere, mine, group=self._process.group)
+        found = {name for names in everywhere for name in names} | set(self.names or ())
+        self.names = [name for name in named if name in found]
+        self._still = {name: value for name, value in still.items() if name not in found}
+
+    def lost(self) -> list[str]:
+        """Names of buffers that change and that no checkpoint has, as they are not persistent."""
+        left_out = {
+            f"{path}.{name}".lstrip(".")
+            for path, each in self._module.named_modules()
+            for name in each._non_persistent_buffers_set
+        }
+        return [name for name in self.names or () if name in left_out]
 
 
 @torch.no_grad()

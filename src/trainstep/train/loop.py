@@ -27,7 +27,6 @@ from trainstep.rows.records import Scalar, write_whole
 from trainstep.step.casting import check_precision
 from trainstep.step.workload import WorkloadSource
 from trainstep.train.checkpoints import (
-    Checkpoint,
     CheckpointWriter,
     form_of,
     load_training_state,
@@ -35,14 +34,12 @@ from trainstep.train.checkpoints import (
     training_state,
 )
 from trainstep.train.config import RunConfig, differences
-from trainstep.train.data import TokenData, open_data
+from trainstep.train.data import Data, open_data
 from trainstep.train.folder import CHECKPOINTS, RESULTS, check_not_of_others, check_shared, open_folder
-from trainstep.train.history import METRICS, read_metrics
+from trainstep.train.history import METRICS, Pages, read_metrics
 from trainstep.train.learner import Learner, Reading, Readings, Update
 from trainstep.train.metrics import Meter, MetricsWriter, Show, as_summary, run_record
-from trainstep.train.own import OwnData, check_options, options_of, restore_options
-from trainstep.train.own_learner import OwnLearner
-from trainstep.train.pages import Pages
+from trainstep.train.own import OwnData
 
 
 @dataclass(frozen=True)
@@ -80,10 +77,8 @@ def train(
     # Rank 0 checks what all share, and every rank what its own host has; either way all ranks raise or none does.
     on_first_rank(process, lambda: config.check(process.world_size, process.hosts))
     on_all_ranks(process, lambda: check_precision(config.step.precision, process.device))
-    tokens = on_all_ranks(process, lambda: _open(data, config, process))
-    if isinstance(tokens, OwnData):
-        tokens.check_ranks(process)
-        on_all_ranks(process, partial(tokens.check_rows, process.world_size))
+    tokens = on_all_ranks(process, lambda: _open(data, config))
+    tokens.check(process)
     data_read = tokens.describe()
     _check_started_alike(config.settings(data_read), process)
     identity = config.identity(data_read)
@@ -99,14 +94,14 @@ def train(
             return Outcome(config.train.steps, is_finished=True)
         process.now("the start")
         meter = Meter(config, process, start.step, start.tokens(config))
-        making = partial(_learner, config, tokens, process, counts_flops=meter.peak_flops is not None)
+        making = partial(Learner, config, tokens, process, counts_flops=meter.peak_flops is not None)
         learner = on_all_ranks(process, making)
         last = start.step if start.checkpoint else None
         gloo = process.group_beside()
         checkpoints = CheckpointWriter(out / CHECKPOINTS, keep=config.train.keep, group=gloo, last=last)
         if start.checkpoint is not None:
             load_training_state(start.checkpoint, learner.step.replica, process, gloo)
-            _go_on(start.checkpoint, learner, tokens, process, show)
+            tokens.resume(start.step, start.checkpoint.note, process, show.line)
         if meter.peak_flops is None:
             show.line(f"utilisation is left out: no peak is known of {device_name(process.device)}")
         if not tokens.validates:
@@ -123,14 +118,14 @@ def train(
         done = run.go(start.step, signals)
         is_finished = done == config.train.steps
         if is_finished:
-            if config.train.samples and tokens.is_text:
+            if config.train.samples and tokens.prompts is not None:
                 texts = learner.samples()
                 if process.rank == 0:
                     (out / "samples.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
                 for line in ("samples, what the model wrote in ⟦⟧:", *texts):
                     show.line(line)
-            elif config.train.samples and isinstance(tokens, TokenData):
-                show.line("no samples of text: the token ids of a .bin file have no tokenizer here")
+            elif config.train.samples and tokens.no_text:
+                show.line(tokens.no_text)
             peak = learner.peak_bytes()
             if process.rank == 0:
                 record = run_record(config, process, read_metrics(out / METRICS), start.step, peak)
@@ -140,29 +135,8 @@ def train(
     return Outcome(done, is_finished, signals.received)
 
 
-def _open(data: Path | WorkloadSource | None, config: RunConfig, process: Process) -> TokenData | OwnData:
-    if isinstance(data, WorkloadSource):
-        return OwnData(data, config)
-    return open_data(data, config).check_ids(process.rank, process.world_size)
-
-
-def _learner(config: RunConfig, data: TokenData | OwnData, process: Process, *, counts_flops: bool) -> Learner:
-    if isinstance(data, OwnData):
-        return OwnLearner(config, data, process, counts_flops=counts_flops)
-    return Learner(config, data, process)
-
-
-def _go_on(checkpoint: Checkpoint, learner: Learner, data: TokenData | OwnData, process: Process, show: Show) -> None:
-    """Put a user's workload where it was when the checkpoint was taken: its optimizer's options and its batches."""
-    if not isinstance(data, OwnData) or not isinstance(learner, OwnLearner):
-        return
-    step, note = checkpoint.step, checkpoint.note
-    if "options" in note:
-        on_all_ranks(process, lambda: check_options(learner.made, note["options"]["made"]))
-        restore_options(learner.step.optimizer, note["options"]["now"])
-    if said := data.before_resuming(step):
-        show.line(said)
-    on_all_ranks(process, lambda: data.check_resumed(step, note))
+def _open(data: Path | WorkloadSource | None, config: RunConfig) -> Data:
+    return OwnData(data, config) if isinstance(data, WorkloadSource) else open_data(data, config)
 
 
 def _check_started_alike(settings: dict[str, Scalar], process: Process) -> None:
@@ -186,7 +160,7 @@ class _Run:
 
     config: RunConfig
     process: Process
-    data: TokenData | OwnData
+    data: Data
     learner: Learner
     checkpoints: CheckpointWriter
     note: Mapping[str, Any]  # what goes into every checkpoint beside the state
@@ -227,9 +201,7 @@ class _Run:
         return done
 
     def _first(self, number: int) -> Update:
-        """The first update of this start, which may find what a user's workload cannot do."""
-        if not isinstance(self.learner, OwnLearner):
-            return self.learner.update(number)
+        """Make the first update of this start, which may find what a user's workload cannot do."""
         update = on_all_ranks(self.process, lambda: self.learner.update(number))
         if lost := self.learner.buffers.lost():
             self.show.line(
@@ -241,13 +213,9 @@ class _Run:
 
     def _note(self, done: int) -> dict[str, Any]:
         """Note in the checkpoint after an update, beside the state. All ranks call it."""
-        note = {**self.note, "tokens": self.meter.tokens}
-        if isinstance(self.learner, OwnLearner) and isinstance(self.data, OwnData):
-            self.learner.buffers.look()
-            self.learner.buffers.share()
-            options = {"made": self.learner.made, "now": options_of(self.learner.step.optimizer)}
-            note |= {"options": options, **self.data.note(done, self.process)}
-        return note
+        self.learner.buffers.look()
+        self.learner.buffers.share()
+        return {**self.note, "tokens": self.meter.tokens, **self.data.note(done, self.process)}
 
     def _account(self, reading: Reading, *, validate: bool = False, saved: bool = False) -> None:
         """Check an update, validate if that is due, and write and show its row; `saved` where a checkpoint follows."""

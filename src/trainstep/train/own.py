@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -27,13 +27,14 @@ from torch import Tensor, nn
 
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UsageError, place_of
-from trainstep.parallel.process import AgreedError, Process
+from trainstep.parallel.process import AgreedError, Process, on_all_ranks
 from trainstep.rows.records import Scalar
-from trainstep.step.batches import count_tokens, fingerprint, map_tensors, share_of
+from trainstep.step.batches import fingerprint, map_tensors, share_of
 from trainstep.step.randomness import seed_everything
 from trainstep.step.training_step import batches_of
 from trainstep.step.workload import Workload, WorkloadSource
 from trainstep.train.config import RunConfig, differences, division
+from trainstep.train.data import Data
 
 SAME_BATCHES = (
     "a batch is to follow from its number alone: torch, numpy and `random` are seeded before the factory is called and "
@@ -82,14 +83,12 @@ class NumberedBatches:
             raise UsageError(f"{failed}{place_of(error)}") from error
 
 
-class OwnData:
-    """A workload that is built, and its batches; for a run what `TokenData` is for the built-in models.
+class OwnData(Data):
+    """A workload that is built, and its batches.
 
     Raises:
         UsageError: the workload cannot be built, or gives no batch.
     """
-
-    is_text = False
 
     def __init__(self, source: WorkloadSource, config: RunConfig) -> None:
         self._config = config
@@ -97,11 +96,10 @@ class OwnData:
         self._batches = NumberedBatches(self._workload, config.step.seed)
         self._seeds: deque[int] = deque()  # of the passes that were handed out last
         self._modules = list(self._workload.module.modules())
-        self._first = self._batches[0]
+        self._first, self._update = self._batches[0], 0
 
     @property
     def parameters(self) -> str:
-        """Number of parameters."""
         module = self._workload.module
         counts = [sum(each.numel() for each in module.parameters() if each.requires_grad is trained)
                   for trained in (True, False)]  # fmt: skip
@@ -124,17 +122,11 @@ class OwnData:
         return dataclasses.replace(self._workload, forward=from_its_seed)
 
     def training_parts(self, step: int, rank: int, world_size: int, batch: int) -> list[Any]:
-        """A rank's part of update number `step`, pass by pass. `batch` is for built-in models.
-
-        Raises:
-            UsageError: a batch has not as many rows for each of the ranks that divide it.
-        """
-        del batch
-        count = self._config.train.batches_per_update
+        del batch  # it is for built-in models
+        self._update, count = step, self._config.train.batches_per_update
         return self._parts("train", self._batches, range((step - 1) * count, step * count), rank, world_size)
 
     def validation_parts(self, rank: int, world_size: int, batch: int) -> list[Any]:
-        """A rank's part of the validation, the same every time."""
         del batch
         given, count = (
             self._workload.validation,
@@ -160,10 +152,6 @@ class OwnData:
             for each, mode in zip(self._modules, modes, strict=True):
                 each.training = mode
 
-    def seed_update(self, step: int) -> None:
-        """Start the optimizer of update number `step` from the same numbers on every rank."""
-        seed_everything(seed_of(self._config.step.seed, "update", step))
-
     def describe(self) -> dict[str, Scalar]:
         """Identity of the module and its batches: names, shapes and types, and a print of the first batch."""
         named = [*self._workload.module.named_parameters(), *self._workload.module.named_buffers()]
@@ -171,38 +159,45 @@ class OwnData:
         digest = hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest()
         return {"module": digest, "first_batch": fingerprint(self._first)}
 
-    def check_ranks(self, process: Process) -> None:
-        """Raise `AgreedError` on every rank where the first batch of one is not that of rank 0."""
-        prints: list[Any] = [None] * process.world_size
-        dist.all_gather_object(prints, self.describe()["first_batch"], group=process.group)
-        _check_alike(prints, 0)
+    def check(self, process: Process) -> None:
+        """Raise `AgreedError` where the first batch of a rank is not rank 0's, or the ranks cannot divide its rows."""
+        _check_alike(_gathered(self.describe()["first_batch"], process), 0)
+        if (ranks := division(self._config.train.batches_per_update, process.world_size)[1]) > 1:
+            on_all_ranks(process, lambda: share_of(self._first, 0, ranks))
 
-    def check_rows(self, world_size: int) -> None:
-        """Raise `UsageError` where the ranks cannot divide the rows of the first batch as they have to."""
-        if (ranks := division(self._config.train.batches_per_update, world_size)[1]) > 1:
-            share_of(self._first, 0, ranks)
-
-    def note(self, step: int, process: Process) -> dict[str, Any]:
-        """Note on the data in a checkpoint after update `step`; the same on every rank, or it is an error."""
-        number = step * self._config.train.batches_per_update - 1
-        prints: list[Any] = [None] * process.world_size
-        dist.all_gather_object(prints, fingerprint(self._batches[number]), group=process.group)
-        _check_alike(prints, number)
-        return {"batch": number, "batch_print": prints[0]}
-
-    def before_resuming(self, step: int) -> str:
-        """Line on the terminal before `check_resumed`; empty where that takes no time."""
-        if self._batches.is_sequence:
-            return ""
-        return f"drawing {step * self._config.train.batches_per_update} batches again, to go on with the next"
-
-    def check_resumed(self, step: int, note: Mapping[str, Any]) -> None:
-        """Go to the last batch of update `step`.
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Start every update of the optimizer from the same numbers on every rank.
 
         Raises:
-            UsageError: it is not the one that was trained on.
+            UsageError: it evaluates the loss itself.
         """
+        check_steps_once(optimizer)
+        self._optimizer, self._made = optimizer, options_of(optimizer)
+        seed = self._config.step.seed
+        optimizer.register_step_pre_hook(lambda *_: seed_everything(seed_of(seed, "update", self._update)))
+
+    def note(self, step: int, process: Process) -> dict[str, Any]:
         number = step * self._config.train.batches_per_update - 1
+        prints = _gathered(fingerprint(self._batches[number]), process)
+        _check_alike(prints, number)
+        options = {"made": self._made, "now": options_of(self._optimizer)}
+        return {"options": options, "batch": number, "batch_print": prints[0]}
+
+    def resume(self, step: int, note: Mapping[str, Any], process: Process, say: Callable[[str], None]) -> None:
+        """Give the optimizer its options of then, and go to the last batch of update `step`.
+
+        Raises:
+            AgreedError: the optimizer is made otherwise, or the batch is not the one that was trained on.
+        """
+        if "options" in note:
+            on_all_ranks(process, lambda: check_options(self._made, note["options"]["made"]))
+            restore_options(self._optimizer, note["options"]["now"])
+        number = step * self._config.train.batches_per_update - 1
+        if not self._batches.is_sequence:
+            say(f"drawing {number + 1} batches again, to go on with the next")
+        on_all_ranks(process, lambda: self._check_drawn(number, note))
+
+    def _check_drawn(self, number: int, note: Mapping[str, Any]) -> None:
         found = fingerprint(self._batches[number])
         if note.get("batch_print", found) != found:
             raise UsageError(
@@ -225,12 +220,6 @@ class OwnData:
         return parts
 
 
-def tokens_of(parts: Iterable[Any]) -> int | None:
-    """Tokens of all parts; None where one does not tell."""
-    counts = [count_tokens(part) for part in parts]
-    return None if None in counts else sum(count for count in counts if count is not None)
-
-
 def seed_of(*words: int | str) -> int:
     """A seed made of these, which no other words are likely to make."""
     return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=8).digest(), "little")
@@ -238,6 +227,12 @@ def seed_of(*words: int | str) -> int:
 
 def _is_sequence(batches: Any) -> bool:
     return hasattr(batches, "__getitem__") and hasattr(batches, "__len__") and not isinstance(batches, (str, Mapping))
+
+
+def _gathered(mine: Any, process: Process) -> list[Any]:
+    everywhere: list[Any] = [None] * process.world_size
+    dist.all_gather_object(everywhere, mine, group=process.group)
+    return everywhere
 
 
 def _check_alike(prints: Sequence[str], number: int) -> None:
