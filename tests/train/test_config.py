@@ -16,6 +16,8 @@ from trainstep.train.config import MAY_CHANGE, TrainConfig, differences
     [
         ({"steps": 0}, "steps is 0; expected 1 or more"),
         ({"keep": 0}, "keep is 0"),
+        ({"replicas": -1}, "replicas is -1; expected 0 or more"),
+        ({"blocks_per_group": 0}, "blocks_per_group is 0; expected 1 or more"),
         ({"global_batch": -4}, "global_batch is -4"),
         ({"warmup": 20.0}, "warmup is 20.0; expected a fraction from 0 to 1"),
         ({"min_learning_rate": 1.5}, "expected a fraction from 0 to 1"),
@@ -31,17 +33,25 @@ def test_values_out_of_range(changes, message):
 
 
 @pytest.mark.parametrize(
-    ("run", "ranks", "message"),
+    ("run", "ranks", "error", "message"),
     [
-        (config(global_batch=8), 3, "global_batch 8 does not divide into passes of 6 sequences: 3 ranks × batch 2"),
-        (config(global_batch=9), 1, "passes of 2 sequences: 1 rank × batch 2; choose --global-batch among"),
-        (config(scheme="single"), 2, "would train 2 models"),
-        (config(model={"max_context": 16}), 1, "context 32 is longer than the model's max_context 16"),
+        (config(global_batch=8), 3, UsageError, "global_batch 8 does not divide into passes of 6 sequences: 3 ranks"),
+        (config(global_batch=9), 1, UsageError, "passes of 2 sequences: 1 rank × batch 2; choose --global-batch among"),
+        (config(scheme="single"), 2, UsageError, "would train 2 models"),
+        (config(model={"max_context": 16}), 1, UsageError, "context 32 is longer than the model's max_context 16"),
+        (config(step={"precision": "fp16"}), 1, UnsupportedError, "does not take fp16: .*; use --precision bf16"),
+        (config(scheme="hsdp"), 2, UnsupportedError, "2 ranks cannot be laid out as replicas"),
+        (config(scheme="hsdp", replicas=3), 4, UnsupportedError, "4 ranks do not divide into 3 replicas"),
+        (config(scheme="fsdp", replicas=2), 4, UsageError, "replicas is 2, and fsdp makes none; use --scheme hsdp"),
+        (config(blocks_per_group=2), 4, UsageError, "is 2, and ddp gathers no blocks; use --scheme fsdp"),
+        (config(scheme="sharded-optimizer", blocks_per_group=2), 4, UsageError, "sharded-optimizer gathers no blocks"),
+        (config(scheme="fsdp", blocks_per_group=3), 4, UsageError, "blocks_per_group is 3; the model has 2 blocks"),
     ],
 )
-def test_what_does_not_fit_together(run, ranks, message):
-    with pytest.raises(UsageError, match=message):
+def test_what_does_not_fit_together(run, ranks, error, message):
+    with pytest.raises(error, match=message) as caught:
         run.check(ranks)
+    assert caught.type is error
 
 
 def test_a_policy_that_updates_in_backward_is_refused_before_anything_is_built(tmp_path):
@@ -57,35 +67,12 @@ def test_a_policy_that_updates_in_backward_is_refused_before_anything_is_built(t
             config(step=step, **changes).check(ranks)
 
 
-def test_what_is_not_supported():
-    with pytest.raises(UnsupportedError, match="use --precision bf16"):
-        config(step={"precision": "fp16"}).check(1)
-
-
-def test_ranks_that_make_no_replicas():
-    with pytest.raises(UnsupportedError, match="2 ranks cannot be laid out as replicas"):
-        config(scheme="hsdp").check(2)
-    with pytest.raises(UnsupportedError, match="4 ranks do not divide into 3 replicas"):
-        config(scheme="hsdp", replicas=3).check(4)
+def test_replicas_over_hosts_and_blocks_that_are_gathered_together():
     config(scheme="hsdp").check(2, hosts=2)
-    with pytest.raises(UsageError, match="replicas is -1; expected 0 or more"):
-        config(replicas=-1)
-    with pytest.raises(UsageError, match="replicas is 2, and fsdp makes none; use --scheme hsdp"):
-        config(scheme="fsdp", replicas=2).check(4)
-
-
-def test_blocks_are_gathered_together_where_weights_are_sharded():
     for scheme in ("fsdp", "hsdp"):
         together = config(scheme=scheme, blocks_per_group=2)
         together.check(4)
         assert together.scheme(4).blocks_per_group == 2
-    for scheme, name in (("auto", "ddp"), ("sharded-optimizer", "sharded-optimizer")):
-        with pytest.raises(UsageError, match=f"blocks_per_group is 2, and {name} gathers no blocks; use --scheme fsdp"):
-            config(scheme=scheme, blocks_per_group=2).check(4)
-    with pytest.raises(UsageError, match="blocks_per_group is 3; the model has 2 blocks"):
-        config(scheme="fsdp", blocks_per_group=3).check(4)
-    with pytest.raises(UsageError, match="blocks_per_group is 0; expected 1 or more"):
-        config(blocks_per_group=0)
 
 
 def test_auto_stands_for_ddp_on_several_ranks():

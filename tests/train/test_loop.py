@@ -182,13 +182,6 @@ def test_a_checkpoint_from_another_model_is_an_error(unfinished, tmp_path):
         alone(config(), unfinished)
 
 
-def test_a_name_that_is_no_checkpoint(copy, tmp_path):
-    with pytest.raises(UsageError, match=r"the checkpoints in .* are: step-00000004, step-00000008, step-00000012"):
-        alone(config(), copy, resume_from="step-00000005")
-    with pytest.raises(UsageError, match="holds no run to go on with"):
-        alone(config(), tmp_path / "new", resume_from="step-00000004")
-
-
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
     update = Learner.update
 

@@ -106,10 +106,11 @@ def is_alive(pid):
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_an_interrupted_sweep_keeps_its_rows_and_leaves_no_process(number, tmp_path):
+def hanging_sweep(tmp_path, *before):
+    """Start a sweep of workloads, of which the last hangs; returns its file, its folder, it, and the pid that hangs."""
     file, out = tmp_path / "hangs.toml", tmp_path / "out"
-    file.write_text(f'command = "bench step"\n[axes]\nworkload = ["{HERE}:absent", "{HERE}:hangs"]\n')
+    workloads = [f"{HERE}:{name}" for name in (*before, "hangs")]
+    file.write_text(f'command = "bench step"\n[axes]\nworkload = {json.dumps(workloads)}\n')
     command = [sys.executable, "-m", "trainstep", "sweep", str(file), "--out", str(out)]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
 
@@ -117,7 +118,12 @@ def test_an_interrupted_sweep_keeps_its_rows_and_leaves_no_process(number, tmp_p
         said = [path.read_text() for path in out.glob("cases/*hangs*/stdout.txt")]
         return next((each.split("hanging as ")[1] for each in said if "hanging as" in each and "." in each), None)
 
-    pid = int(wait_for(hanging, "the second case").split(".")[0])
+    return file, out, running, int(wait_for(hanging, "the case that hangs").split(".")[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupted_sweep_keeps_its_rows_and_leaves_no_process(number, tmp_path):
+    file, out, running, pid = hanging_sweep(tmp_path, "absent")
     running.send_signal(number)
     output, _ = running.communicate(timeout=180)
     assert running.returncode == 130
@@ -176,18 +182,9 @@ def test_however_a_case_ends_it_has_rows(script, expected, tmp_path, monkeypatch
 
 
 def test_a_killed_sweep_leaves_no_case_and_the_next_one_waits_for_it(tmp_path):
-    file, out = tmp_path / "hangs.toml", tmp_path / "out"
-    file.write_text(f'command = "bench step"\n[axes]\nworkload = ["{HERE}:hangs"]\n')
-    command = [sys.executable, "-m", "trainstep", "sweep", str(file), "--out", str(out)]
-    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
-
-    def hanging():
-        said = [path.read_text() for path in out.glob("cases/*hangs*/stdout.txt")]
-        return next((each.split("hanging as ")[1] for each in said if "hanging as" in each and "." in each), None)
-
-    pid = int(wait_for(hanging, "the case").split(".")[0])
+    _, out, running, pid = hanging_sweep(tmp_path)
     running.kill()
-    running.wait()
+    running.communicate()
     with held_folder(out, "the case is running", wait_s=5):
         assert not is_alive(pid), "the folder is let go when the case has ended"
 
@@ -244,18 +241,6 @@ def test_the_output_of_a_case_is_capped_and_its_end_is_kept(tmp_path, monkeypatc
     left_out = int(re.search(r"\n\[(\d+) bytes left out here\]\n", text)[1])
     assert len(re.sub(r"\n\[\d+ bytes left out here\]\n", "", text)) + left_out == 12 * 300_000
     assert case.finished()[0].reason == "RuntimeError: after much talk"
-
-
-def test_what_a_case_started_ends_with_it(tmp_path, monkeypatch):
-    scripted(monkeypatch, """
-        import subprocess
-        left = subprocess.Popen(["sleep", "600"])
-        (out / "pid").write_text(str(left.pid))
-        (out / "results.jsonl").write_text(row)
-    """)  # fmt: skip
-    (case,) = run_here(cases(tmp_path))
-    pid = int((case.folder / "pid").read_text())
-    wait_for(lambda: not is_alive(pid), "the end of what was left running", 10)
 
 
 def test_each_case_has_gpus_of_its_own(tmp_path, monkeypatch):
