@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainstep.base.errors import UsageError
 from trainstep.commands.output import console_for_output, run_and_report, show_table
@@ -97,9 +98,10 @@ def test_a_mistake_in_the_middle_keeps_the_rows_and_writes_the_report(tmp_path):
     assert "toy" in (tmp_path / "report.html").read_text()
 
 
-def test_a_mistake_before_the_first_row_writes_nothing(tmp_path):
+@pytest.mark.parametrize("error", [UsageError, MemoryError, torch.OutOfMemoryError])
+def test_a_mistake_before_the_first_row_writes_nothing(error, tmp_path):
     def records():
-        raise UsageError("no such model")
+        raise error("no such model")
         yield
 
     with pytest.raises(UsageError, match="no such model"):

@@ -91,6 +91,23 @@ OnPart = Callable[[str], object]
 """Told what is measured next."""
 
 
+@contextlib.contextmanager
+def memory_as_mistake() -> Iterator[None]:
+    """Raise `UsageError` where the block runs out of memory outside of any case, which would be a row."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        from trainstep.measure.outcome import classify
+
+        found = classify(error)
+        if found.status != "out of memory":
+            raise
+        raise UsageError(
+            f"out of memory: {found.reason}. A smaller model or --batch, --checkpointing every-1, or --scheme fsdp on "
+            "more processes takes less"
+        ) from error
+
+
 def run_and_report(
     records: Iterable[Row | SoFar] | Callable[[OnPart], Iterable[Row | SoFar]],
     out: Path,
@@ -118,7 +135,7 @@ def run_and_report(
     code = 0
     signals = StopSignals(signal.SIGINT, signal.SIGTERM, raises=True)
     try:
-        with signals:
+        with signals, memory_as_mistake():
             for record in _with_progress(records, console, title, total):
                 writer.write(record)
                 if signals.received:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainstep.base.config import load_toml, replace_checked
 from trainstep.base.errors import UsageError
 from trainstep.commands.options import AnyModel, flags_of, words_of
-from trainstep.commands.output import INTERRUPTED, console_for_output
+from trainstep.commands.output import INTERRUPTED, console_for_output, memory_as_mistake
 from trainstep.commands.report import PAGE
 from trainstep.train.config import OF_BUILTIN, OF_OWN, OF_WORKLOADS, RunConfig, TrainConfig
 from trainstep.train.launchers import Launch
@@ -46,7 +46,6 @@ class Train(AnyModel):
         if self.launch:
             print(self.launch_file(), end="")
             return 0
-        from trainstep.measure.outcome import classify
         from trainstep.parallel.process import AgreedError, join_group_or_alone
         from trainstep.train.history import Pages
         from trainstep.train.loop import train
@@ -63,17 +62,10 @@ class Train(AnyModel):
             show = Show(console, log_every=config.train.log_every)
             try:
                 pages = Pages(self.out if process.rank == 0 else None, self.page_every)
-                outcome = train(config, data, self.out, process, show, resume_from=self.resume_from, pages=pages)
+                with memory_as_mistake():
+                    outcome = train(config, data, self.out, process, show, resume_from=self.resume_from, pages=pages)
             except AgreedError as error:  # all ranks have it, so they leave the group in order
                 mistake = error
-            except (RuntimeError, MemoryError) as error:
-                found = classify(error)
-                if found.status != "out of memory":
-                    raise
-                raise UsageError(
-                    f"out of memory: {found.reason}. A smaller --batch, --checkpointing every-1, or --scheme fsdp on "
-                    "more processes takes less"
-                ) from error
         if mistake is not None:
             raise mistake
         if pages.draws:

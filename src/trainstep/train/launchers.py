@@ -8,6 +8,7 @@ What each file may hold is from its launcher's own definitions: Slurm's `sbatch`
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import textwrap
 from collections.abc import Sequence
@@ -49,6 +50,9 @@ class Launch:
         for name in ("nodes", "processes", "cpus"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected 1 or more")
+        for name in ("gpu", "image"):  # they stand in a script's comments and in YAML as they are
+            if (value := getattr(self, name)) is not None and not re.fullmatch(r"[\w./:@-]+", value):
+                raise UsageError(f"{name} is {value!r}; expected a name without spaces, quotes or ;")
         if self.minutes * 60 < 2 * NOTICE_S:
             raise UsageError(f"minutes is {self.minutes}; expected {2 * NOTICE_S // 60} or more, of which the last "
                              f"{NOTICE_S // 60} are for saving")  # fmt: skip
