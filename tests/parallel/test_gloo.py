@@ -15,11 +15,11 @@ from trainstep.base.errors import UsageError
 from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.ranges import profiler_of_steps
 from trainstep.parallel import gloo
+from trainstep.parallel.announced import started
 from trainstep.parallel.collectives import all_to_all, broadcast
 from trainstep.parallel.gloo import host_waits
 from trainstep.parallel.rollcall import is_of_a_collective
 from trainstep.parallel.slices import flat, slice_of
-from trainstep.parallel.started import started
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SIZES = [(1, 8), (5, 4), (0, 4), (3, 64), (2, 300_000)]

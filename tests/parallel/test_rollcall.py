@@ -15,10 +15,9 @@ import torch.distributed as dist
 from tests.workers import WorkerError, Workers
 from trainstep.base.errors import CollectiveError, UsageError
 from trainstep.parallel import announced, rollcall
-from trainstep.parallel.announced import Record, note
+from trainstep.parallel.announced import Record, note, started
 from trainstep.parallel.process import Process, joined
 from trainstep.parallel.rollcall import Rollcall, is_of_a_collective
-from trainstep.parallel.started import started
 
 
 @pytest.fixture

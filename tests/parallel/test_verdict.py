@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainstep.parallel.started import BESIDE
+from trainstep.parallel.announced import BESIDE
 from trainstep.parallel.verdict import UNEVEN, Answer, apart, verdict
 
 GLOO = "gloo:0:default_pg"

@@ -30,8 +30,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from trainstep.base.errors import CollectiveError, UsageError
+from trainstep.parallel.announced import BESIDE
 from trainstep.parallel.rollcall import Rollcall, is_of_a_collective, shortened
-from trainstep.parallel.started import BESIDE
 
 Result = TypeVar("Result")
 

@@ -39,8 +39,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from trainstep.base.errors import CollectiveError, UsageError, line_of, place_of, printable
-from trainstep.parallel.announced import noted
-from trainstep.parallel.started import BESIDE, Call, members, started
+from trainstep.parallel.announced import BESIDE, Call, members, noted, started
 from trainstep.parallel.verdict import Answer, apart, verdict
 
 GRACE_S = 5.0  # how long a rank may take to answer

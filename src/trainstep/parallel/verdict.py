@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainstep.parallel.started import BESIDE
+from trainstep.parallel.announced import BESIDE
 
 UNEVEN = "Give every rank as many batches, and let all ranks make the same calls"
 

@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import gc
-import weakref
 
 import pytest
 import torch
@@ -29,21 +27,6 @@ from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp.group import GatherGroup
 
 pytestmark = pytest.mark.distributed
-
-
-def _thrown_away(process):
-    sharded = FullyShardedDataParallel(build())
-    step_once(process, sharded, torch.optim.SGD(sharded.parameters(), lr=0.1), 0)
-    shards = [weakref.ref(parameter) for parameter in sharded.parameters()]
-    del sharded
-    gc.collect()
-    return [shard() is None for shard in shards]
-
-
-def test_memory_is_free_when_the_wrapper_is_thrown_away(two):
-    for freed in two.run(_thrown_away):
-        assert freed
-        assert all(freed)
 
 
 def test_two_ranks_train_as_one_process_bit_for_bit(two):
