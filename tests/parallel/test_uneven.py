@@ -65,7 +65,7 @@ def test_a_rank_that_is_through_with_its_batches_is_named(sharded, then, comes_t
     (said,) = [line for text in texts for line in text.splitlines() if "CollectiveError: " in line]
     assert UNEVEN in said
     assert "Timed out" not in said, "nobody waited for the timeout"
-    sent = "(all_reduce|reduce_scatter)"  # of gradients
+    sent = "(all_reduce|all_to_all)"  # of gradients
     if then == "end":
         assert re.search(rf"rank 1 \(host .*?\) {comes_to} .*; rank 0 was in {sent} no\. \d+", said)
     else:
