@@ -46,6 +46,25 @@ def complaints(browser: Any) -> list[str]:
     return [entry["message"] for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
 
+def noise(browser: Any) -> list[str]:
+    """Complaints, and requests that leave the page's own files."""
+    asked = [url for url in requests(browser) if not url.startswith(("file://", "data:", "blob:"))]
+    return [*complaints(browser), *asked]
+
+
+def drag(browser: Any, chart: str) -> None:
+    """Drag over the fifth of a chart right of two fifths of its width, at half of its height."""
+    box = browser.execute_script(
+        "const el = document.getElementById(arguments[0]); el.scrollIntoView({block: 'center'});"
+        "const {left, top, width, height} = el.getBoundingClientRect(); return {left, top, width, height}",
+        chart,
+    )
+    for kind, x in (("mousePressed", 0.4), ("mouseMoved", 0.5), ("mouseMoved", 0.6), ("mouseReleased", 0.6)):
+        at = {"type": kind, "x": box["left"] + x * box["width"], "y": box["top"] + 0.5 * box["height"] + 2 * (x > 0.4)}
+        pressed = {"button": "left", "clickCount": 1, "buttons": int(kind != "mouseReleased")}
+        browser.execute_cdp_cmd("Input.dispatchMouseEvent", at | pressed)
+
+
 DEEP = """
 const deep = (root, selector) => [
   ...root.querySelectorAll(selector),

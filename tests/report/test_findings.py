@@ -302,21 +302,6 @@ def test_a_disturbed_rung_is_told_though_the_baseline_was_quiet_before_and_after
     assert "before believing" in only.sentence
 
 
-def test_rungs_that_were_measured_twice_are_told():
-    rows = [rung("baseline", "baseline", attempts=1), rung("bf16", attempts=2), rung("fused", attempts=3)]
-    (only,) = found(rows, "noise")
-    assert (only.id, only.figures) == ("noise.measured-again", {"changes": ("bf16", "fused")})
-
-
-@pytest.mark.parametrize(("low", "high", "remarked"), [(0.9, 1.1, False), (0.4, 0.6, True), (None, None, False)])
-def test_a_machine_that_changed_is_told_by_the_baseline_measured_again(low, high, remarked):
-    told = found([BASELINE, final(SETTINGS, **drifted("first", 100.0, 50.0, low, high))], "noise")
-    assert bool(told) is remarked
-    assert not told or "run again on a quieter machine" in told[0].sentence
-    expected = {"change": "baseline", "first_ms": 100.0, "again_ms": 50.0, "ratio": 0.5}
-    assert not told or told[0].figures == expected
-
-
 @pytest.mark.parametrize(
     ("low", "high", "is_claimed"),
     [(1.3, 1.5, False), (1.3, 1.9, True), (2.1, 3.0, True), (2.2, 3.0, False), (None, None, True)],

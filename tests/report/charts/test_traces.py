@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.browsing import complaints, hover, open_page, requests
+from tests.report.browsing import hover, noise, open_page
 from tests.report.page import Page
 from trainstep.bench.parallel.trace import TracedStep, family_rows, phases_of, trace_row
 from trainstep.measure.outcome import Failure
@@ -195,6 +195,5 @@ def test_communication_lies_under_backward_with_overlap_and_after_it_without(bro
     backward = (BLOCKS * FORWARD / 1e3, BLOCKS * (FORWARD + BACKWARD) / 1e3)
     assert spans["flat"][0] == pytest.approx(backward[1])
     assert backward[0] < spans["overlapped"][0] < spans["overlapped"][1] <= backward[1] + SENT / 1e3 + 1e-6
-    assert complaints(browser) == []
-    assert [url for url in requests(browser) if not url.startswith(("file://", "data:", "blob:"))] == []
+    assert noise(browser) == []
     assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.browsing import complaints, hover, open_page, requests, set_scheme, wait_for, wait_until_drawn
+from tests.report.browsing import complaints, drag, hover, noise, open_page, set_scheme, wait_for, wait_until_drawn
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.bench.allocations import allocation_records, imported_records
 from trainstep.measure.allocations.snapshot import snapshot_of, write_snapshot
@@ -178,8 +178,7 @@ def test_the_slider_hides_small_allocations_and_loses_none(
     set_scheme(browser, "dark")
     wait_until_drawn(browser, "dark")
     assert browser.execute_script(FIGURE + "return source.data.xs.length") == few, "the reader's choice is kept"
-    assert complaints(browser) == []
-    assert [url for url in requests(browser) if not url.startswith(("file://", "data:", "blob:"))] == []
+    assert noise(browser) == []
 
 
 @pytest.mark.browser
@@ -224,21 +223,7 @@ def test_dragging_zooms_and_reset_returns(browser: Any, allocations_page: str) -
     open_page(browser, allocations_page)
     span = FIGURE + "return [figure.x_range.start, figure.x_range.end]"
     whole = browser.execute_script(span)
-    box = browser.execute_script(
-        "const el = document.getElementById(arguments[0]); el.scrollIntoView({block: 'center'});"
-        "const {left, top, width, height} = el.getBoundingClientRect(); return {left, top, width, height}",
-        CHART,
-    )
-    y = box["top"] + 0.5 * box["height"]
-    for kind, x in (("mousePressed", 0.4), ("mouseMoved", 0.5), ("mouseMoved", 0.6), ("mouseReleased", 0.6)):
-        at = {
-            "type": kind,
-            "x": box["left"] + x * box["width"],
-            "y": y + 2 * (x > 0.4),
-            "button": "left",
-            "clickCount": 1,
-        }
-        browser.execute_cdp_cmd("Input.dispatchMouseEvent", {**at, "buttons": int(kind != "mouseReleased")})
+    drag(browser, CHART)
     wait_for(browser, FIGURE + "return figure.x_range.end - figure.x_range.start < 0.5 * arguments[0]", whole[1])
     browser.execute_script(FIGURE + "figure.reset.emit()")
     wait_for(browser, FIGURE + "return figure.x_range.end === arguments[0]", whole[1])

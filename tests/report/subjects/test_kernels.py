@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.report import sample
-from tests.report.browsing import complaints, hover, open_page, requests, wait_for
+from tests.report.browsing import drag, hover, noise, open_page, wait_for
 from tests.report.page import Page
 from trainstep.measure.profile.kernels import Family, Kernel, KernelProfile, Lane
 from trainstep.measure.profile.rows import profile_rows, summary_values
@@ -191,8 +191,7 @@ def test_hovering_shows_a_kernel_its_phase_and_module(browser: Any, kernels_page
     tip = hover(browser, CHART, *on_screen(browser, f"elementwise {HOSTILE}"))
     assert HOSTILE in tip
     assert browser.title == "large · trainstep report"
-    assert complaints(browser) == []
-    assert [url for url in requests(browser) if not url.startswith(("file://", "data:", "blob:"))] == []
+    assert noise(browser) == []
 
 
 @pytest.mark.browser
@@ -200,15 +199,7 @@ def test_dragging_zooms_in_time_alone_and_reset_returns(browser: Any, kernels_pa
     open_page(browser, kernels_page)
     ranges = FIGURE + "return [figure.x_range.end - figure.x_range.start, figure.y_range.end - figure.y_range.start]"
     whole, lanes = browser.execute_script(ranges)
-    box = browser.execute_script(
-        "const el = document.getElementById(arguments[0]); el.scrollIntoView({block: 'center'});"
-        "const {left, top, width, height} = el.getBoundingClientRect(); return {left, top, width, height}",
-        CHART,
-    )
-    y = box["top"] + 0.5 * box["height"]
-    for kind, x in (("mousePressed", 0.4), ("mouseMoved", 0.5), ("mouseMoved", 0.6), ("mouseReleased", 0.6)):
-        at = {"type": kind, "x": box["left"] + x * box["width"], "y": y, "button": "left", "clickCount": 1}
-        browser.execute_cdp_cmd("Input.dispatchMouseEvent", {**at, "buttons": int(kind != "mouseReleased")})
+    drag(browser, CHART)
     wait_for(browser, FIGURE + "return figure.x_range.end - figure.x_range.start < 0.5 * arguments[0]", whole)
     assert browser.execute_script(ranges)[1] == lanes
     browser.execute_script(FIGURE + "figure.reset.emit()")

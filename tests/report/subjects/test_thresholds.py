@@ -184,14 +184,6 @@ def test_the_worst_of_several_unsteady_rungs_is_shown_and_every_kind_of_row_is_l
     assert (found["rows"], found["of"], found["worst"]) == (3, 4, "rows of the sweep")
 
 
-def test_what_slowed_a_gpu_is_counted_by_reason():
-    reasons = ("temperature", "nothing", "power cap", "temperature", None)
-    rows = [rung(f"r{at}", throttled_by=reason) for at, reason in enumerate(reasons)]
-    assert figures(*rows)["noise.throttled-changes"] == {
-        "rows": 3, "of": 4, "slowed": ("r0", "r2", "r3"), "temperature": 2, "power cap": 1
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("ms", "words"),
     [

@@ -226,8 +226,9 @@ def cache_findings(records: Sequence[Row]) -> list[Finding]:
         "and with checkpointing through backward. Turn it off: use_cache=False in transformers' configurations."
     )
     off = Line("model.config.use_cache = False")
-    claim = Claim("Forward fills a key-value cache", ("memory",), gib=max(sizes), action=off)
-    return [found("memory.cache", said, claim, gib=max(sizes))]
+    largest = max(sizes)
+    claim = Claim("Forward fills a key-value cache", ("memory",), gib=largest, action=off)
+    return [found("memory.cache", said, claim, gib=largest)]
 
 
 def fit_findings(records: Sequence[Row]) -> list[Finding]:
