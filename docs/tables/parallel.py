@@ -277,6 +277,18 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel-compiled": partial(parallel, "h200-parallel-compiled"),
     "parallel-peers": partial(parallel, "h200-parallel-peers"),
     "parallel-ratios": parallel_ratios,
+    "exposed": partial(
+        of_rows,
+        "h200-exposed",
+        ParallelRow,
+        columns.case("scheme", "scheme"),
+        columns.median("step (ms) [95 %]", "step"),
+        *columns.values({f"{name} (ms)": f"{name}_computing_ms" for name in PARTS if name != "communication"}),
+        *columns.values({"exposed (ms)": "exposed_communication_ms", "of the step (%)": "exposed_share"}),
+        *columns.values({"communication in all (ms)": "all_communication_ms", "calls": "collectives"}),
+        *columns.values({"speed-up": "speedup", "samples/s": "samples_per_s"}),
+        caption="small in bf16, batch 4 per GPU, context 512, on two GPUs; phases without their waits",
+    ),
     "step8b": step8b,
     "step8b-trace": partial(plain, "h200-step8b", ParallelTraceRow),
     "step8b-families": partial(

@@ -140,7 +140,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
         StepRow,
         *(SIZE, columns.case("warm-up", "warmup"), *MEANS, columns.median("step, median [95 %]", "step")),
         columns.value("first step (ms)", "first_step_ms"),
-        caption="fp32, eager, each size in a fresh process",
+        caption="fp32, eager, each row in a fresh process",
     ),
     "repeat": repeat,
     "limits-large": partial(limits, "large"),

@@ -158,7 +158,7 @@ class AttentionRow(GpuState, Timed, kind="attention"):
     dv_allowed: float | None = None
     predicted_before_backward_gib: float | None = None
     predicted_peak_gib: float | None = None
-    score_matrices_at_peak: float | None = None
+    score_matrices_at_peak: int | None = None
 
 
 class PassRatios(Row):
