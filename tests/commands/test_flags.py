@@ -72,9 +72,9 @@ def words_for(command, flag):
 def test_every_flag_of_every_command_is_in_the_table():
     """If this fails, a command or a flag is new: give it a line in flags.toml."""
     assert TABLE["forms"].keys() == classes().keys()
-    assert [
-        (command, flag) for command in classes() for flag in flags_of(command) if value_of(command, flag) is None
-    ] == []
+    pairs = [(command, flag) for command in classes() for flag in flags_of(command)]
+    assert [pair for pair in pairs if value_of(*pair) is None] == []
+    assert TABLE["values"].keys() - {flag for _, flag in pairs} == set(), "flags that no command has"
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def done(traced, monkeypatch):
     replace("bench.planning.timed_here", (timed, None))
     replace("bench.planning.measure_ceilings", ceilings)
     replace("train.loop.train", SimpleNamespace(is_finished=True))
-    replace("train.pages.Pages", SimpleNamespace(draws=False))
+    replace("train.history.Pages", SimpleNamespace(draws=False))
 
     def run(command):
         noted.clear()

@@ -77,11 +77,8 @@ class Sweep(Common):
         if self.timeout is not None and not self.timeout > 0:
             raise UsageError(f"timeout is {self.timeout:g}; expected seconds above 0")
         if self.executor != "slurm":
-            self.refuse(
-                "{flag} is for Slurm; add --executor slurm, or leave it out",
-                *("partition", "account", "gpus", "cpus", "memory"),
-            )
-            self.refuse("{flag} is of a job; add --executor slurm, or give --timeout in seconds", "time")
+            of_slurm = ("partition", "account", "time", "gpus", "cpus", "memory")
+            self.refuse("{flag} is for Slurm; add --executor slurm, or leave it out", *of_slurm)
         out = self.out or Path("results") / f"sweep-{self.file.stem}"
         grid = load_grid(self.file, lambda words: parse_as(SWEPT, words), out)
         retried = RETRIED if self.retry == "failed" else ()
