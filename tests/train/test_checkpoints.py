@@ -26,7 +26,7 @@ from trainstep.parallel.checkpoint_files import load_files, read_metadata
 from trainstep.parallel.process import join_group_or_alone
 from trainstep.train import loop
 from trainstep.train.checkpoints import CheckpointWriter, open_checkpoint
-from trainstep.train.folder import Start
+from trainstep.train.loop import Start
 
 
 @pytest.fixture

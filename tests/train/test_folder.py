@@ -8,7 +8,7 @@ import pytest
 from tests.train.runs import MODEL, config, names
 from trainstep.base.errors import UsageError
 from trainstep.train.checkpoints import Checkpoint
-from trainstep.train.folder import Start, check_not_of_others, open_folder
+from trainstep.train.loop import Start, check_not_of_others, open_folder
 
 UNDER_WAY = {"steps": (4, 8)}
 FINISHED = {"steps": (4, 8, 12), "has_results": True}

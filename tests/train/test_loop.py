@@ -13,8 +13,8 @@ from trainstep.base.errors import UsageError
 from trainstep.base.guards import held_folder
 from trainstep.rows.records import read_records
 from trainstep.step.model.transformer import build_transformer
-from trainstep.train.folder import open_folder
 from trainstep.train.learner import Learner
+from trainstep.train.loop import open_folder
 
 
 @pytest.fixture(scope="module")
