@@ -104,6 +104,12 @@ def test_numbers_that_json_lacks_become_null(tmp_path):
     assert line["values"] == {"utilisation": None, "tokens_per_s": None}
 
 
+def test_a_whole_number_stays_one_where_its_field_is_a_float(tmp_path):
+    write_whole(tmp_path / "rows", [record(tokens_per_s=8, utilisation=8.0)])
+    (found,) = read_records(tmp_path / "rows")
+    assert [type(each) for each in (found.tokens_per_s, found.utilisation)] == [int, float]
+
+
 def test_what_is_written_whole_is_there_or_not(tmp_path):
     path = tmp_path / "results.jsonl"
     path.write_text("before")

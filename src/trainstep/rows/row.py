@@ -155,7 +155,7 @@ def decode_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str,
 
     found = _by_field(kind, case, values, dict) | rest
     try:
-        return msgspec.convert(found, kind)
+        row = msgspec.convert(found, kind)
     except msgspec.ValidationError as error:
         expected, _, path = str(error).partition(" - at `$.")
         name = path.partition("[")[0].rstrip("`")
@@ -170,6 +170,10 @@ def decode_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str,
                     value, where = item, f"{key} among its {name}"
                     break
         raise ValueError(f"{where} is {_shown(value)}: {expected}") from error
+    for name, value in found.items():
+        if type(value) is int:  # msgspec makes a float of it for a float's field, and tables show 4 as 4.00
+            object.__setattr__(row, name, value)
+    return row
 
 
 def _shown(value: object) -> str:
