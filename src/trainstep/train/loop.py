@@ -3,8 +3,8 @@
     check the configuration → open the data → open the folder → build → load the checkpoint →
     (update, read the update before, now and then validate and save)* → samples → results
 
-All ranks go through it together and decide alike: what they decide by has been all-reduced. No other run, and no file of
-another's, is ever touched in the run's folder.
+All ranks go through it together and decide alike: what they decide by has been all-reduced. No other run, and no
+file of another's, is ever touched in the run's folder.
 """
 
 from __future__ import annotations
