@@ -71,12 +71,12 @@ def test_without_overlap_everything_is_sent_after_backward(traced):
     (collective,) = bars(flat, GLOO)
     assert collective[1] == 1, "a single call"
     assert collective[0] >= spans["communication"]
-    assert {phase for *_, phase in bars(flat, "c10d::")} == {"communication"}
+    assert {phase for *_, phase in bars(flat, "trainstep_exchanges::")} == {"communication"}
 
 
 @pytest.mark.distributed
 def test_with_overlap_calls_are_made_during_backward(traced):
-    assert {phase for *_, phase in bars(traced["overlapped"], "c10d::")} == {"backward"}
+    assert {phase for *_, phase in bars(traced["overlapped"], "trainstep_exchanges::")} == {"backward"}
     assert sum(count for _, count, _ in bars(traced["overlapped"], GLOO)) > 10, "one call per parameter"
     assert bars(traced["single"], GLOO) == []
 

@@ -302,7 +302,7 @@ OPERATORS = {
     "reduction": ["aten::sum", "aten::mean"],
     "copy": ["aten::copy_", "aten::_to_copy", "aten::cat", "aten::_foreach_copy_"],
     "optimizer": ["aten::_foreach_add_", "aten::_fused_adamw_"],
-    "communication": ["c10d::allreduce_", "gloo:all_reduce"],
+    "communication": ["c10d::allreduce_", "gloo:all_reduce", "trainstep_exchanges::all_reduce"],
     "other": ["aten::view", "aten::embedding", "aten::as_strided"],
 }
 

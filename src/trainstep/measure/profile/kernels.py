@@ -67,7 +67,7 @@ _GPU: tuple[tuple[Family, str], ...] = (
     ("elementwise", r"^(rope|scale)_kernel$"),
 )
 _CPU: tuple[tuple[Family, str], ...] = (
-    ("communication", r"^(c10d::|gloo:|nccl:)|_c10d_functional"),
+    ("communication", r"^(c10d::|gloo:|nccl:|trainstep_exchanges::)|_c10d_functional"),
     ("copy", r"^aten::_foreach_copy_$"),
     ("optimizer", r"^aten::_(fused_(adam|adamw|sgd|adagrad)_?|foreach_)"),
     ("fused attention", r"scaled_dot_product|flash_attention|efficient_attention|flex_attention"),

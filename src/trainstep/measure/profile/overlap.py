@@ -1,7 +1,7 @@
 """Overlap of kernels: busy time and gaps, communication that computation hides, transfers beside kernels.
 
 Points in time are told by unions of spans in microseconds. Communication is NCCL's kernels and copies from GPU to GPU;
-on a CPU, Gloo's threads (or those of our messages) while a collective runs, and the c10d operators that start one. It
+on a CPU, Gloo's threads while a collective runs, and the operators that start or announce one. It
 includes waiting for late ranks. Transfers between host and device are neither communication nor computation.
 Computation is all else that the device does, copies within it included; on a CPU not the engine's own time, in which
 hooks wait for collectives. So, of one device, from the first kernel's start to the last one's end,
