@@ -198,7 +198,7 @@ def test_ten_steps_are_timed_after_three(monkeypatch):
 
 
 def test_the_seconds_of_a_check_are_those_before_and_after_the_measurement(monkeypatch):
-    clock = [0.0]
+    clock = [100.0]
 
     class Slow(Trusting):
         def start(self, config):
@@ -219,8 +219,9 @@ def test_the_seconds_of_a_check_are_those_before_and_after_the_measurement(monke
 
     monkeypatch.setattr(ladder, "measure_training_step", measure)
     monkeypatch.setattr(ladder, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    first, _ = climb(SOURCE, BASE, changes=[], warmup=1, steps=1)
+    first, final = climb(SOURCE, BASE, changes=[], warmup=1, steps=1)
     assert first.check_s == pytest.approx(0.5)
+    assert (final.status, final.first, final.top) == ("ok", "baseline", None), "the top is the first"
 
 
 def test_what_was_too_large_for_what_was_kept_is_tried_on_a_top_that_is_smaller(monkeypatch):
@@ -268,7 +269,8 @@ def test_first_and_top_are_measured_again_at_the_end(monkeypatch):
     assert (final.first_ms, final.first_again_ms, final.first_drift) == (100.0, 110.0, 1.1)
     assert (final.top_ms, final.top_again_ms, final.top_drift) == (50.0, 50.0, 1.0)
     assert final.first_drift_low < 1.1 < final.first_drift_high
-    assert (final.speedup, final.verdict) == (2.2, "faster")
+    assert (final.speedup, final.verdict, final.accepted) == (2.2, "faster", True)
+    assert final.samples == {"first_again": [110.0] * 7, "top_again": [50.0] * 7}
     assert final.speedup_low < 2.2 < final.speedup_high
     assert final.step_ms is None, "no step that reports would show as one more change"
 
