@@ -106,6 +106,10 @@ def test_what_has_no_result_is_counted_by_its_reason_in_the_files_order():
     rows = [row(3, status="failed"), row(1, status="out of memory"), row(2), row(4, status="out of memory")]
     (found,) = about_sweeps(rows)
     assert (found.id, found.figures) == ("sweep.without-result", {"rows": 4, "without_result": 3})
+    assert found.sentence == (
+        "Of 4 rows, 3 have no result: 2 out of memory and 1 failed. Their words are in stderr.txt of their folders "
+        "below cases/."
+    )
     assert about_sweeps(rows[1:])[0].sentence == "Of 3 rows, 2 have no result: 2 out of memory."
     assert about_sweeps(rows[2:3]) == []
 
@@ -117,6 +121,10 @@ def test_environments_are_told_by_what_differs():
     rows = [on(1, threads=2, commit="0123456789abcdef"), on(2, threads=4, commit="f" * 16)]
     threads, commits = about_sweeps(rows)
     assert threads.figures == {"threads": ("2", "4")}
+    assert threads.sentence == (
+        "The rows were measured with different numbers of threads 2 and 4: compare their times with care, or sweep "
+        "anew."
+    )
     assert commits.figures == {"commit": ("0123456789abcdef", "f" * 16)}
     assert "different commits 0123456789ab and ffffffffffff:" in commits.sentence
     (device,) = about_sweeps([on(1), on(2, device="another GPU")])
