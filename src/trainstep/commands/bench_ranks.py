@@ -145,6 +145,9 @@ class BenchParallel(OneModel):
             raise UsageError(f"--replicas is {few[0]}; expected 1 or more")
         if few := [each for each in self.blocks_per_group if each < 1]:
             raise UsageError(f"--blocks-per-group is {few[0]}; expected 1 or more")
+        most = max(self.blocks_per_group)
+        if self.workload is None and most > (blocks := self.model_config().num_layers):
+            raise UsageError(f"--blocks-per-group is {most}; the model has {blocks} blocks")
         names = BENCH_SCHEMES if "all" in self.scheme else self.scheme
         if not any(SCHEMES[name].is_hybrid for name in names):
             self.refuse("{flag} is for hsdp and torch-hsdp; name one of them by --scheme, or leave it out", "replicas")

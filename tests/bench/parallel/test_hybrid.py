@@ -82,6 +82,10 @@ def _mistaken(process):
         BenchParallel(replicas=(2, 0)).schemes(process)
     with pytest.raises(UsageError, match="--blocks-per-group is -1; expected 1 or more"):
         BenchParallel(blocks_per_group=(-1,)).schemes(process)
+    for many, blocks in ((5, 4), (1000, 4), (3, 2)):
+        grouped = BenchParallel(size="tiny", model={"num_layers": blocks}, blocks_per_group=(1, many))
+        with pytest.raises(UsageError, match=f"--blocks-per-group is {many}; the model has {blocks} blocks"):
+            grouped.schemes(process)
     both = BenchParallel(scheme=("flat", "hsdp"), replicas=(2,), blocks_per_group=(1, 2)).schemes(process)
     assert [scheme.label for scheme in both] == ["flat", "hsdp-2", "hsdp-2 by 2 blocks"]
     named = BenchParallel(scheme=("fsdp", "hsdp"), replicas=(2, 1, 2)).schemes(process)
