@@ -98,7 +98,7 @@ def test_the_named_mutants_can_be_made_and_their_tests_exist():
 def test_of_every_judge_it_is_kept_that_most_mutants_were_killed():
     kept = json.loads(mutants.RESULTS.read_text())
     judges = {file for pattern in mutants.JUDGES for file in mutants.files_of(pattern)}
-    assert set(kept) == judges
+    assert set(kept) == judges - mutants.NOT_YET_JUDGED
     for file, found in kept.items():
         assert 0 < found["judged"] <= found["mutants"] - found["equivalent"] - found["gpu"], file
         assert found["killed"] >= mutants.NEEDED * found["judged"], file

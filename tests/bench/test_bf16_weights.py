@@ -16,9 +16,9 @@ from trainstep.base.errors import UsageError
 from trainstep.base.schemes import SCHEMES
 from trainstep.bench.analysis import analyze
 from trainstep.bench.parallel import ParallelCase
-from trainstep.bench.parallel.check import compare_with_one_process
 from trainstep.bench.parallel.planned import planned_bytes
 from trainstep.bench.step import StepCase, run_cases
+from trainstep.check.ranks import compare_with_one_process
 from trainstep.check.step import StepCheck, first_form, plain_form
 from trainstep.commands.cli import main
 from trainstep.ladder.change import changes_of_step
@@ -129,12 +129,12 @@ class HalvesInBf16(torch.optim.AdamW):
 def test_an_optimizer_that_is_wrong_in_bf16_alone_is_found():
     judge = StepCheck(source_of(lambda: workload(functools.partial(HalvesInBf16, lr=3e-3))), PLAIN)
     found = judge.judge(dataclasses.replace(AS_IT_IS, optimizer="adamw-fused"))
-    assert (found.own.is_right, found.float32.is_right, found.update.is_right) == (True, True, False)
-    assert found.update.error == pytest.approx(0.5, abs=0.02)
+    assert (found.gradients.is_right, found.float32.is_right, found.parts["update"].is_right) == (True, True, False)
+    assert found.parts["update"].error == pytest.approx(0.5, abs=0.02)
     assert "12 updates of" in str(found)
     assert judge.judge(AS_IT_IS).is_right
     right = StepCheck(SOURCE, PLAIN).judge(dataclasses.replace(AS_IT_IS, optimizer="adamw-fused"))
-    assert (right.is_right, right.update.error > 0) == (True, True)
+    assert (right.is_right, right.parts["update"].error > 0) == (True, True)
 
 
 def test_a_model_without_a_float32_copy_is_its_own_reference_and_says_so():

@@ -11,8 +11,8 @@ import trainstep.check.attention as module
 from tools.trust.planted.attention import PRECISIONS, RIGHT, SHAPE, WRONG, cases, causal
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.scoring import Scoring
-from trainstep.check import one_rounding
-from trainstep.check.attention import NAMES, STATISTICS, Errors, _has_same_bits, check, deterministic, oracle
+from trainstep.base.tolerance import one_rounding
+from trainstep.check.attention import MOVED, NAMES, STATISTICS, _has_same_bits, check, deterministic, oracle
 
 CPU = torch.device("cpu")
 LARGE = (2, 16, 128, 16)
@@ -44,11 +44,11 @@ def test_the_same_bits_are_asked_of_every_result_and_only_where_they_are_asked_f
 
     for name in (*NAMES, None):
         errors = check(drifting(name), SHAPE, torch.float32, CPU, is_causal=True, is_deterministic=True)
-        assert errors.moved == (() if name is None else (name,))
-        assert errors.within_budget is (name is None)
+        assert errors.faults == (() if name is None else (f"{name} {MOVED}",))
+        assert errors.is_right is (name is None)
     assert all(calls)
     calls.clear()
-    assert check(drifting("dq"), SHAPE, torch.float32, CPU, is_causal=True).within_budget
+    assert check(drifting("dq"), SHAPE, torch.float32, CPU, is_causal=True).is_right
     assert calls == [False], "once, and nothing asked"
 
 
@@ -165,7 +165,7 @@ def test_memory_is_bounded_and_what_is_found_does_not_depend_on_it(is_causal, mo
         monkeypatch.setattr(module, "SCORES", scores)
         with Largest() as largest:
             sliced = check(RIGHT["sdpa, causal"].implementation, shape, torch.bfloat16, CPU, is_causal=is_causal)
-        assert sliced.found == pytest.approx(whole.found, rel=1e-6, abs=1e-12)
+        assert errors_of(sliced) == pytest.approx(errors_of(whole), rel=1e-6, abs=1e-12)
         assert largest.elements <= max(scores, 3 * 96 * 8)
 
 
@@ -173,16 +173,16 @@ def test_memory_is_bounded_and_what_is_found_does_not_depend_on_it(is_causal, mo
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_caught(name, precision):
     errors = WRONG[name].check(PRECISIONS[precision])
-    assert not errors.within_budget
-    assert errors.share(*errors.nearest) > 1
+    assert not errors.is_right
+    assert errors.nearest.share > 1
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_passes(name, precision):
     errors = RIGHT[name].check(PRECISIONS[precision])
-    assert errors.within_budget, (errors.nearest, errors.share(*errors.nearest))
-    assert set(errors.found) == set(errors.allowed) == {(name, each) for name in NAMES for each in STATISTICS}
+    assert errors.is_right, errors.nearest
+    assert set(errors.parts) == {f"{name} {each}" for name in NAMES for each in STATISTICS}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -190,14 +190,14 @@ def test_a_window_is_held_to_the_window(dtype):
     def through(window):
         return lambda q, k, v: attention_eager(q, k, v, Scoring(True, 1 / math.sqrt(q.shape[-1]), window))
 
-    assert check(through(20), SHAPE, dtype, CPU, is_causal=True, window=20).within_budget
+    assert check(through(20), SHAPE, dtype, CPU, is_causal=True, window=20).is_right
     for wrong in (None, 19, 21):
-        assert not check(through(wrong), SHAPE, dtype, CPU, is_causal=True, window=20).within_budget
+        assert not check(through(wrong), SHAPE, dtype, CPU, is_causal=True, window=20).is_right
 
 
 def test_float16_is_held_to_float16():
-    assert check(causal, SHAPE, torch.float16, CPU, is_causal=True).within_budget
-    assert not check(lambda q, k, v: 1.003 * causal(q, k, v), SHAPE, torch.float16, CPU, is_causal=True).within_budget
+    assert check(causal, SHAPE, torch.float16, CPU, is_causal=True).is_right
+    assert not check(lambda q, k, v: 1.003 * causal(q, k, v), SHAPE, torch.float16, CPU, is_causal=True).is_right
 
 
 def test_all_that_is_planted_is_listed():
@@ -210,18 +210,15 @@ def test_all_that_is_planted_is_listed():
 def test_all_leading_dimensions_are_heads(shape, kv_heads):
     """The same numbers are drawn for each."""
     found = check(causal, shape, torch.float32, CPU, is_causal=True, kv_heads=kv_heads)
-    assert found.within_budget
+    assert found.is_right
     if kv_heads is None:
         flat = check(causal, (1, 4, 32, 8), torch.float32, CPU, is_causal=True)
-        assert (found.found, found.allowed) == (flat.found, flat.allowed)
+        assert found == flat
 
 
-def test_an_error_as_large_as_is_allowed_is_allowed():
-    key = ("o", "all")
-    assert Errors({key: 0.5}, {key: 0.5}).within_budget
-    assert not Errors({key: math.nextafter(0.5, 1)}, {key: 0.5}).within_budget
-    assert not Errors({key: math.nan}, {key: 0.5}).within_budget
-    assert Errors({key: 0.25, ("o", "row"): 0.1}, {key: 1.0, ("o", "row"): 0.2}).nearest == ("o", "row")
+def errors_of(found):
+    """Key → error."""
+    return {key: part.error for key, part in found.parts.items()}
 
 
 def test_where_terms_cancel_an_error_is_relative_to_the_terms():
@@ -237,7 +234,7 @@ def test_where_terms_cancel_an_error_is_relative_to_the_terms():
 
 
 def test_a_single_token_has_no_gradient_but_of_its_value():
-    assert check(causal, (2, 1, 8), torch.float32, CPU, is_causal=True).within_budget
+    assert check(causal, (2, 1, 8), torch.float32, CPU, is_causal=True).is_right
 
 
 @pytest.mark.parametrize(("dtype", "kv_heads"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, 4)])
@@ -247,10 +244,11 @@ def test_allowed_is_twice_the_plain_error_and_one_rounding(dtype, kv_heads):
     floors = {"all": 128**0.5, "scale": 128**0.5}  # float32 roundings, of 128 keys and of 16 features
     floors |= {"row": 160**0.5 * (1 + math.sqrt(math.log(4096) / 8))}
     floors |= {"head": 160**0.5 * (1 + math.sqrt(math.log(32) / 8))}
-    for (name, statistic), found in errors.found.items():
+    for key, part in errors.parts.items():
+        statistic, found = key.split()[1], part.error
         floor = 2**-24 * floors[statistic]
         rounding = max(u / 2, 2**-23) if statistic == "scale" else 2 * u
-        assert errors.allowed[name, statistic] == pytest.approx(max(2 * found, floor) + rounding), (name, statistic)
+        assert part.allowed == pytest.approx(max(2 * found, floor) + rounding), key
 
 
 def noisy(relative):
@@ -265,28 +263,28 @@ def noisy(relative):
 
 
 def test_noise_beyond_the_allowance_is_caught_in_the_norm():
-    allowed = check(noisy(0), LARGE, torch.float32, CPU, is_causal=True).allowed["o", "all"]
+    allowed = check(noisy(0), LARGE, torch.float32, CPU, is_causal=True).parts["o all"].allowed
     for relative, is_right in ((0.8, True), (1.3, False), (5, False)):
         errors = check(noisy(relative * allowed), LARGE, torch.float32, CPU, is_causal=True)
-        assert (errors.found["o", "all"] <= errors.allowed["o", "all"]) == is_right, relative
+        assert errors.parts["o all"].is_right == is_right, relative
 
 
 def test_each_statistic_is_the_error_it_is_named_after():
-    found = WRONG["o scaled by 1.01 in one head"].check(torch.float32).found
-    assert found["o", "head"] == pytest.approx(0.01, rel=1e-3)
-    assert found["o", "scale"] == pytest.approx(0.01, rel=1e-3)
-    assert found["o", "all"] == pytest.approx(0.01 / math.sqrt(8), rel=0.2)  # one head of eight
-    assert found["dq", "all"] < 1e-6
-    row = WRONG["a row of o zero"].check(torch.float32).found
-    assert 0.7 < row["o", "row"] <= 1
-    assert row["o", "scale"] == pytest.approx(1 / 128, rel=0.3), "one row of 128, each counting alike"
-    assert row["o", "all"] < 0.05
+    found = errors_of(WRONG["o scaled by 1.01 in one head"].check(torch.float32))
+    assert found["o head"] == pytest.approx(0.01, rel=1e-3)
+    assert found["o scale"] == pytest.approx(0.01, rel=1e-3)
+    assert found["o all"] == pytest.approx(0.01 / math.sqrt(8), rel=0.2)  # one head of eight
+    assert found["dq all"] < 1e-6
+    row = errors_of(WRONG["a row of o zero"].check(torch.float32))
+    assert 0.7 < row["o row"] <= 1
+    assert row["o scale"] == pytest.approx(1 / 128, rel=0.3), "one row of 128, each counting alike"
+    assert row["o all"] < 0.05
 
 
 def test_not_a_number_is_the_nearest_to_its_allowance():
     errors = WRONG["NaN in one element"].check(torch.float32)
-    assert errors.nearest[0] == "o"
-    assert errors.share(*errors.nearest) == math.inf
+    assert errors.nearest.name.startswith("o ")
+    assert errors.nearest.share == math.inf
 
 
 def test_where_the_plain_formula_does_not_fit_a_shorter_length_sets_the_budget(monkeypatch):
@@ -302,7 +300,7 @@ def test_where_the_plain_formula_does_not_fit_a_shorter_length_sets_the_budget(m
     monkeypatch.setattr(module, "BUDGET_LENGTH", 80)
     module._plain_errors.cache_clear()
     shape = (1, 2, 200, 16)
-    assert check(causal, shape, torch.bfloat16, CPU, is_causal=True).within_budget
+    assert check(causal, shape, torch.bfloat16, CPU, is_causal=True).is_right
     assert lengths == [80, 40]
     module._plain_errors.cache_clear()
 
@@ -316,7 +314,7 @@ def test_the_error_in_all_is_that_of_the_norm():
         return torch.autograd.grad(causal(factor * leaf, k, v), leaf, do)[0]
 
     expected = float((dq_of(1.5) - dq_of(1)).norm() / dq_of(1).norm())
-    assert errors.found["dq", "all"] == pytest.approx(expected, rel=1e-5)
+    assert errors.parts["dq all"].error == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_plain_formula_shows_its_extremes_on_thousands_of_rows(monkeypatch):

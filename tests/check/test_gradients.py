@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from trainstep.base.errors import UsageError
-from trainstep.check.gradients import VACUOUS, Deviation, Error, Gradients, Rounding, compare
+from trainstep.base.tolerance import VACUOUS
+from trainstep.check.gradients import Error, Gradients, Rounding, compare
+from trainstep.check.verdict import Deviation
 
 ROUNDING = 2.0**-7
 

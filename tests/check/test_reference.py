@@ -14,9 +14,9 @@ from tests.check import source_of, verdict_of
 from tools.trust.planted.step import BASE, PLAIN
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UsageError
-from trainstep.check import one_rounding
+from trainstep.base.tolerance import DRAWS, MORE_DRAWS, one_rounding
 from trainstep.check.gradients import Gradients, compare
-from trainstep.check.reference import DRAWS, MORE_DRAWS, OWN_ARITHMETIC, Reference, gradients_at
+from trainstep.check.reference import OWN_ARITHMETIC, Reference, gradients_at
 from trainstep.check.rounding import RandomRounding
 from trainstep.step.batches import fingerprint
 from trainstep.step.casting import cast_parameters
@@ -38,10 +38,10 @@ def test_a_model_that_cannot_run_in_float64_has_float32_for_reference():
     source = source_of(lambda: OnlyFloat32(32, 32))
     assert not Reference(source, StepConfig(device="cpu")).is_exact
     assert Reference(source_of(lambda: nn.Linear(32, 32)), StepConfig(device="cpu")).is_exact
-    assert verdict_of(source, optimizer="sgd").own.gradient == 0
+    assert verdict_of(source, optimizer="sgd").gradients.gradient == 0
     found = verdict_of(source, precision="bf16")
     assert found.is_right
-    assert found.own.gradient_allowed < 0.05
+    assert found.gradients.gradient_allowed < 0.05
 
 
 class Scales(nn.Module):
@@ -290,7 +290,7 @@ class Counting(nn.Module):
 def test_every_drawing_begins_with_the_buffers_of_its_place():
     found = verdict_of(source_of(Counting), precision="bf16")
     assert found.is_right
-    assert found.own.gradient_allowed < 0.05, "one call more would be a budget of a half"
+    assert found.gradients.gradient_allowed < 0.05, "one call more would be a budget of a half"
 
 
 def test_narrow_weights_are_those_of_their_place():

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from trainstep.base.config import StepConfig
+from trainstep.base.tolerance import REPEATS, VACUOUS
 from trainstep.bench.step import StepCase, run_cases
-from trainstep.check.gradients import VACUOUS, Deviation, Gradients
+from trainstep.check.gradients import Gradients
 from trainstep.check.reproducible import (
-    REPEATS,
     NotReproducibleError,
     check_same_gradients,
     check_same_weights,
 )
-from trainstep.check.step import OTHER_BATCHES, StepCheck, Verdict
-from trainstep.check.updates import UpdateError
+from trainstep.check.step import OTHER_BATCHES, StepCheck
+from trainstep.check.verdict import Deviation, Verdict
 from trainstep.measure.outcome import attempt
 from trainstep.step.batches import fingerprint
 from trainstep.step.randomness import from_seed, seed_everything
@@ -147,10 +147,10 @@ def test_a_budget_that_allows_anything_says_so_instead_of_right():
     loose = Deviation(0.0, 1.0, 0.3, VACUOUS, 0.0, 1.0, 0.3, 1.0, "w")
     fine = Deviation(0.0, 1.0, 0.3, VACUOUS - 0.01, 0.0, 1.0, 0.3, 1.0, "w")
     over = Deviation(0.0, 1.0, 0.9, 0.7, 0.0, 1.0, 0.3, 1.0, "w")
-    assert "0.5 would be allowed" in Verdict(loose, UpdateError()).not_told
-    assert Verdict(loose, UpdateError()).columns()["not_checked"]
-    assert Verdict(fine, UpdateError()).not_told == Verdict(over, UpdateError()).not_told == ""
-    assert Verdict(fine, UpdateError()).columns()["not_checked"] is None
+    assert "0.5 would be allowed" in Verdict(loose).not_told
+    assert Verdict(loose).columns()["not_checked"]
+    assert Verdict(fine).not_told == Verdict(over).not_told == ""
+    assert Verdict(fine).columns()["not_checked"] is None
     assert Deviation(0.0, 1.0, 0.3, float("nan"), 0.0, 1.0, 0.3, 1.0, "w").is_vacuous
 
 

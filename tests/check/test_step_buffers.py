@@ -124,7 +124,7 @@ def test_a_wrong_buffer_is_caught(what):
     assert not verdict.is_right
     assert str(verdict).startswith("buffer ")
     assert f"{named}" in str(verdict).split(" off by ")[0]
-    assert verdict.own.gradient <= verdict.own.gradient_allowed, "nothing else shows it"
+    assert verdict.gradients.gradient <= verdict.gradients.gradient_allowed, "nothing else shows it"
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -136,7 +136,7 @@ def test_in_bf16_alone_it_is_caught_too(what):
 
 def test_a_momentum_that_is_a_hundredth_off_is_caught_in_float32():
     verdict = verdict_of(source(change=momentum(0.101)), **BF16)
-    assert verdict.own.is_right, "bf16 cannot show it"
+    assert verdict.gradients.is_right, "bf16 cannot show it"
     assert "in float32, buffer blocks." in str(verdict)
 
 
@@ -200,7 +200,7 @@ def test_a_right_step_is_right(what):
     given, change = RIGHT[what]
     verdict = verdict_of(given, **change)
     assert verdict.is_right, str(verdict)
-    assert verdict.own.gradient_allowed < 0.1
+    assert verdict.gradients.gradient_allowed < 0.1
 
 
 @pytest.mark.parametrize("change", [FUSED, BF16, FUSED | {"checkpointing": "every-1"}], ids=str)

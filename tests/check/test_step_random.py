@@ -14,8 +14,8 @@ from tools.trust.planted.step import BASE, BF16, PLAIN
 from trainstep.base.config import StepConfig
 from trainstep.check import dropout
 from trainstep.check.dropout import drops_otherwise
-from trainstep.check.gradients import Deviation
 from trainstep.check.step import RIGHT_UNCOMPILED, StepCheck
+from trainstep.check.verdict import Deviation
 from trainstep.step.training_step import build_step
 from trainstep.step.workload import WorkloadSource
 
@@ -97,9 +97,9 @@ def without_compiler(monkeypatch):
 def test_dropout_is_compared_as_closely_as_its_random_numbers_allow(without_compiler, change, compared):
     source = source_of(lambda: dropped(CompiledDropout))
     found = verdict_of(source, **change)
-    assert found.compared == compared
+    assert found.notes.get("compared", "as it is") == compared
     assert found.is_right
-    assert found.own.gradient_allowed < 0.05
+    assert found.gradients.gradient_allowed < 0.05
     wrong = source_of(lambda: dropped(CompiledDropout), scale=lambda step: 1.0 if is_plain(step) else 1.3)
     assert not verdict_of(wrong, **change).is_right
 
@@ -170,10 +170,17 @@ def in_blocks(kind):
 def test_what_a_compiled_model_draws_by_itself_is_compared_with_eager_code_s_numbers(without_compiler):
     source = source_of(lambda: in_blocks(OwnRandom))
     found = verdict_of(source, compile="blocks")
-    assert (found.is_right, found.compared, found.own.note) == (True, "with eager code's random numbers", ""), found
+    assert (found.is_right, found.notes.get("compared"), found.gradients.note) == (
+        True,
+        "with eager code's random numbers",
+        "",
+    ), found
     wrong = source_of(lambda: in_blocks(OwnRandom), scale=lambda step: 1.0 if is_plain(step) else 1.3)
     wrong_too = verdict_of(wrong, compile="blocks")
-    assert (wrong_too.is_right, wrong_too.compared) == (False, "with eager code's random numbers")
+    assert (wrong_too.is_right, wrong_too.notes.get("compared")) == (
+        False,
+        "with eager code's random numbers",
+    )
     of_the_compiler = verdict_of(source_of(lambda: in_blocks(OtherCompiled)), compile="blocks")
     assert not of_the_compiler.is_right, "it draws nothing"
     assert str(of_the_compiler).endswith(f"({RIGHT_UNCOMPILED})")
@@ -198,14 +205,14 @@ class OtherCompiledOnceTrained(nn.Linear):
 def test_what_only_compiled_code_does_with_trained_weights_is_said_to_be_the_compilers(without_compiler):
     found = verdict_of(source_of(lambda: in_blocks(OtherCompiledOnceTrained)), compile="blocks")
     assert not found.is_right
-    assert found.own.note == RIGHT_UNCOMPILED
+    assert found.gradients.note == RIGHT_UNCOMPILED
 
 
 def test_how_random_numbers_were_compared_is_told_of_both_precisions():
     """In float32 it draws as the plain step does, in bf16 it does not."""
     config = StepConfig(device="cpu", precision="bf16")
     _, verdict = StepCheck(source_of(lambda: dropped(OtherDropout)), StepConfig(device="cpu")).start(config)
-    assert verdict.compared == "without dropout"
+    assert verdict.notes.get("compared", "as it is") == "without dropout"
 
 
 @pytest.mark.gpu
@@ -213,4 +220,4 @@ def test_how_random_numbers_were_compared_is_told_of_both_precisions():
 def test_dropout_on_a_gpu(change):
     found = verdict_of(source_of(dropped), device="cuda", **change)
     assert found.is_right, str(found)
-    assert found.own.gradient_allowed < 0.05
+    assert found.gradients.gradient_allowed < 0.05

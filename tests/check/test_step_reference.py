@@ -30,7 +30,7 @@ def test_a_plain_step_that_does_not_fit_leaves_the_first_that_does_as_the_refere
     assert (half.is_right, half.not_in_float32, half.float32.is_right) == (True, "", True)
     assert half.columns()["reference"] == "the first step that fits, as the plain one ended with out of memory"
     assert judge.is_stood_in_for
-    assert StepCheck(PLAIN, BASE).judge(BASE).columns()["reference"] is None
+    assert StepCheck(PLAIN, BASE).judge(BASE).columns().get("reference") is None
 
 
 def test_where_the_plain_step_does_not_fit_fused_attention_in_float32_is_the_reference():
@@ -145,7 +145,7 @@ def test_a_plain_step_that_has_fused_attention_is_no_other_one():
     fused = dataclasses.replace(BASE, attention="sdpa")
     judge = StepCheck(PLAIN, fused)
     assert not judge.is_stood_in_for
-    assert judge.judge(fused).columns()["reference"] is None
+    assert judge.judge(fused).columns().get("reference") is None
     assert not judge.is_stood_in_for
 
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from trainstep.check.updates import UPDATES, UpdateError, compare_updates, take_updates
+from trainstep.check.updates import UPDATES, compare_updates, take_updates
+from trainstep.check.verdict import Part
 from trainstep.checkpointing.updating import UpdatesInBackward
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -95,9 +96,9 @@ def test_allowed_are_the_roundings_of_the_weights_and_the_digits_that_bias_corre
     assert (idle.name, idle.error, idle.allowed, idle.share) == ("still", pytest.approx(1e-3), 0.0, math.inf)
     of_a_weight = compare_updates({"still": torch.tensor([0.0, 1e-3])}, {"still": torch.zeros(2)}, {"still": 2.0}, unit)
     assert of_a_weight.allowed == pytest.approx(2 * UPDATES * unit * 2)
-    assert compare_updates({}, {}, {}) == UpdateError()
-    assert UpdateError().is_right
-    assert UpdateError().share == 0
+    assert compare_updates({}, {}, {}) == Part()
+    assert Part().is_right
+    assert Part().share == 0
 
 
 def test_the_tolerance_is_float32s_unless_another_is_named():
@@ -172,6 +173,6 @@ def test_small_updates_of_large_weights_in_16_bits_are_taken_from_zero():
     ("error", "allowed", "is_right"), [(1.0, 1.0, True), (1.1, 1.0, False), (math.nan, 1.0, False)]
 )
 def test_nan_is_never_right(error, allowed, is_right):
-    assert UpdateError(error, allowed, "w").is_right is is_right
-    assert (UpdateError(error, allowed, "w").share <= 1) is is_right
+    assert Part(error, allowed, "w").is_right is is_right
+    assert (Part(error, allowed, "w").share <= 1) is is_right
     assert held({name: value * math.nan for name, value in WEIGHTS.items()}).is_right is False

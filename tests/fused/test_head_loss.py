@@ -36,7 +36,7 @@ def test_the_kernels_take_what_a_script_does_with_its_logits(dtype, reduction, m
     assert notes == ["by our kernels"]
     assert [each.dtype for each in found] == [each.dtype for each in plain]
     budget = compare(found, plain, exact, ("loss", "dhidden", "dweight"))
-    assert budget.within, str(budget)
+    assert budget.is_right, str(budget)
 
 
 @pytest.mark.parametrize("is_weight", [True, False])

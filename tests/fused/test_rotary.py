@@ -40,7 +40,7 @@ def inputs(batch=2, heads=4, kv_heads=4, positions=9, head_dim=16, dtype=torch.f
 )
 def test_results_and_gradients(shape, dtype) -> None:
     budget = check(rope, eager.rope, inputs(dtype=dtype, **shape), NAMES)
-    assert budget.within, str(budget)
+    assert budget.is_right, str(budget)
 
 
 def second_gradients(turn, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:

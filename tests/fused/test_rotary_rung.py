@@ -111,7 +111,7 @@ def test_results_and_gradients(dtype, home):
     found = differentiate(lambda q, k: function(q, k, cos, sin), (q, k), upstream)
     assert [each.dtype for each in found] == [each.dtype for each in plain]
     budget = compare(found, plain, exact, ("q", "k", "dq", "dk"))
-    assert budget.within, str(budget)
+    assert budget.is_right, str(budget)
     assert notes == [HOW]
     function(q, k, cos, sin)
     assert notes == [HOW], "the next layer's tables are the same"

@@ -37,12 +37,12 @@ from trainstep.bench.turns import (
 from trainstep.check.attention import (
     NAMES,
     STATISTICS,
-    Errors,
     Implementation,
     check,
     deterministic,
     random_inputs,
 )
+from trainstep.check.verdict import Verdict
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
 from trainstep.measure.outcome import Failure, failed_row
@@ -106,14 +106,14 @@ def _measure_in_turns(
     return [_row(case, result, device, rounds) for case, result in found.items()]
 
 
-def _row(case: AttentionCase, result: Checked | Errors | Failure, device: torch.device, rounds: int) -> AttentionRow:
+def _row(case: AttentionCase, result: Checked | Verdict | Failure, device: torch.device, rounds: int) -> AttentionRow:
     asked = "yes" if case.is_deterministic else None
     columns, environment = asdict(case) | {"window": case.reach, "deterministic": asked}, describe(device)
     row = partial(make_row, AttentionRow, columns, environment=environment)
     if isinstance(result, Failure):  # a case that did not fit is shown beside what it would have needed
         return failed_row(AttentionRow, columns, result, environment, _predicted(case, device))
-    if isinstance(result, Errors):
-        allowed = {f"{name}_allowed": result.allowed[name, "all"] for name in NAMES}
+    if isinstance(result, Verdict):
+        allowed: dict[str, Scalar] = {f"{name}_allowed": result.parts[f"{name} all"].allowed for name in NAMES}
         return row(_error_values(result) | allowed, status="wrong", reason=_what_is_wrong(result))
     if not result.is_timed:
         return row(result.values | _predicted(case, device))
@@ -132,26 +132,18 @@ def ratio_rows(rows: Sequence[AttentionRow]) -> Iterator[AttentionRatioRow]:
         yield make_row(AttentionRatioRow, {**ours.case, "peer": theirs.impl}, values, environment=ours.environment)
 
 
-def _error_values(errors: Errors) -> dict[str, Scalar]:
-    name, statistic = errors.nearest
-    in_all: dict[str, Scalar] = {f"{each}_error": errors.found[each, "all"] for each in NAMES}
-    return in_all | {"error_share": errors.share(name, statistic), "error_nearest": f"{name} {STATISTICS[statistic]}"}
+def _error_values(found: Verdict) -> dict[str, Scalar]:
+    in_all: dict[str, Scalar] = {f"{each}_error": found.parts[f"{each} all"].error for each in NAMES}
+    return in_all | {"error_share": found.nearest.share, "error_nearest": found.nearest.name}
 
 
-def _what_is_wrong(errors: Errors) -> str:
+def _what_is_wrong(found: Verdict) -> str:
     """Each result that is wrong, with the statistic that is furthest beyond what is allowed."""
-    worst = [max(((name, each) for each in STATISTICS), key=lambda key: errors.share(*key)) for name in NAMES]
-    wrong = [
-        f"{name} off by {errors.found[name, each]:.2g} of {errors.allowed[name, each]:.2g} {STATISTICS[each]}"
-        for name, each in worst
-        if errors.share(name, each) > 1
-    ]
-    if errors.moved:
-        wrong.append(f"{', '.join(errors.moved)} not the same bits twice under torch.use_deterministic_algorithms")
-    return ", ".join(wrong)
+    worst = [max((found.parts[f"{name} {each}"] for each in STATISTICS), key=lambda part: part.share) for name in NAMES]
+    return str(Verdict(parts={part.name: part for part in worst}, faults=found.faults))
 
 
-def _check(case: AttentionCase, device: torch.device) -> Checked | Errors:
+def _check(case: AttentionCase, device: torch.device) -> Checked | Verdict:
     def implementation(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, is_causal=case.is_causal, window=case.reach, impl=case.impl)
 
@@ -166,7 +158,7 @@ def _check(case: AttentionCase, device: torch.device) -> Checked | Errors:
     )  # fmt: skip
     check_s = time.perf_counter() - start
     compiled = compilations() - compiled_before
-    if not errors.within_budget:
+    if not errors.is_right:
         return errors
     values: dict[str, Scalar] = {
         **({} if interpreted else _memory_values(implementation, case, device)),

@@ -21,7 +21,8 @@ from trainstep.base.precision import PrecisionName
 from trainstep.base.stats import summarize
 from trainstep.bench.cases import expand
 from trainstep.bench.turns import is_interpreted
-from trainstep.check.step import StepCheck, Verdict, plain_form
+from trainstep.check.step import StepCheck, plain_form
+from trainstep.check.verdict import Verdict
 from trainstep.measure.environment import describe, device_name, gpu_state
 from trainstep.measure.flops import counted_flops
 from trainstep.measure.memory import GIB, MemoryPeaks, cache_bytes, step_memory

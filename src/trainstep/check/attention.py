@@ -36,7 +36,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,10 +44,12 @@ from torch import Tensor
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.scoring import Scoring
 from trainstep.base.precision import PRECISIONS
-from trainstep.check import accumulated_rounding, allowed_error, one_rounding
+from trainstep.base.tolerance import accumulated_rounding, allowed_error, one_rounding
+from trainstep.check.verdict import Part, Verdict
 
 NAMES = ("o", "dq", "dk", "dv")
 STATISTICS = {"all": "in all", "head": "in the worst head", "row": "in the worst row", "scale": "in scale"}
+MOVED = "not the same bits twice under torch.use_deterministic_algorithms"
 SCORES = 2**25
 """Scores that exist at once in the oracle, in float64: 256 MiB for each of the few matrices of that size."""
 BUDGET_LENGTH = 32768
@@ -60,31 +61,6 @@ Implementation = Callable[[Tensor, Tensor, Tensor], Tensor]
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 Found = dict[tuple[str, str], float]
 """(one of NAMES, one of STATISTICS) → error."""
-
-
-@dataclass(frozen=True)
-class Errors:
-    """The errors of output and gradients, and what is allowed."""
-
-    found: Found
-    allowed: Found
-    moved: tuple[str, ...] = ()
-    """Results among `NAMES` whose bits were others the second time, where the same were asked for."""
-
-    @property
-    def within_budget(self) -> bool:
-        """True if every error is allowed, which NaN never is, and no bit moved that should not."""
-        return not self.moved and all(self.found[key] <= self.allowed[key] for key in self.found)
-
-    def share(self, name: str, statistic: str) -> float:
-        """The error as a share of what is allowed: above 1 it is wrong; infinite for NaN."""
-        share = self.found[name, statistic] / self.allowed[name, statistic]
-        return math.inf if math.isnan(share) else share
-
-    @property
-    def nearest(self) -> tuple[str, str]:
-        """The name and statistic whose error is nearest to what is allowed, or furthest beyond it."""
-        return max(self.found, key=lambda key: self.share(*key))
 
 
 def random_inputs(
@@ -109,7 +85,7 @@ def check(
     kv_heads: int | None = None,
     window: int | None = None,
     is_deterministic: bool = False,
-) -> Errors:
+) -> Verdict:
     """Run `implementation` forward and backward on fresh inputs of `shape` (..., heads, seq, head_dim) and compare.
 
     Args:
@@ -148,11 +124,12 @@ def check(
     }
     whole = one_rounding(dtype)
     roundings = dict.fromkeys(STATISTICS, whole) | {"scale": max(whole / 4, one_rounding("fp32"))}
-    allowed = {
-        (name, statistic): allowed_error(plain[name, statistic], roundings[statistic], floor=floors[statistic])
-        for name, statistic in found
-    }
-    return Errors(found, allowed, moved)
+    parts = {}
+    for (name, statistic), error in found.items():
+        allowed = allowed_error(plain[name, statistic], roundings[statistic], floor=floors[statistic])
+        parts[f"{name} {statistic}"] = Part(error, allowed, f"{name} {STATISTICS[statistic]}")
+    faults = (f"{', '.join(moved)} {MOVED}",) if moved else ()
+    return Verdict(parts=parts, faults=faults)
 
 
 @contextmanager

@@ -28,11 +28,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from trainstep.base.tolerance import SUMS
 from trainstep.step.weights import copied_to_host
-
-SUMS = 1e-5
-"""Error that sums over a batch in another order may give a buffer, as a part of the largest of its module in root mean
-square. Gradients were seen to be that far apart on a GPU."""
 
 
 @dataclass(frozen=True)

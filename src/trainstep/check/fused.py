@@ -9,48 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trainstep.check import allowed_error, one_rounding
+from trainstep.base.tolerance import allowed_error, one_rounding
+from trainstep.check.verdict import Part, Verdict
 
 Operator = Callable[..., Tensor | tuple[Tensor, ...]]
 """Function of the inputs in their order; it may return several results."""
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The error of each result and gradient, and what is allowed."""
-
-    found: dict[str, float]
-    allowed: dict[str, float]
-
-    @property
-    def within(self) -> bool:
-        """True if every error is allowed; NaN never is, nor is anything where plain torch has no finite error."""
-        return all(self.share(name) <= 1 for name in self.found)
-
-    @property
-    def nearest(self) -> str:
-        """The one that is nearest to what is allowed, or furthest beyond it."""
-        return max(self.found, key=self.share)
-
-    def share(self, name: str) -> float:
-        """An error as a share of what is allowed; infinite for NaN, and where what is allowed is not finite."""
-        share = self.found[name] / self.allowed[name]
-        return share if math.isfinite(share) and math.isfinite(self.allowed[name]) else math.inf
-
-    def __str__(self) -> str:
-        """Say what is wrong; empty where nothing is."""
-        off = [name for name in self.found if self.share(name) > 1]
-        return ", ".join(f"{name} off by {self.found[name]:.2g} of {self.allowed[name]:.2g}" for name in off)
-
-
 def check(
     implementation: Operator, oracle: Operator, inputs: Sequence[Tensor], names: Sequence[str], seed: int = 2
-) -> Budget:
+) -> Verdict:
     """Run both forward and backward on copies of `inputs`, and the oracle in float64.
 
     Args:
@@ -72,15 +44,16 @@ def expected(
     return plain, differentiate(oracle, wide, [each.double() for each in upstream])
 
 
-def compare(found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor], names: Sequence[str]) -> Budget:
-    """The budget of results that are there already, in one order."""
-    errors, allowed = {}, {}
+def compare(found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor], names: Sequence[str]) -> Verdict:
+    """The verdict on results that are there already, in one order."""
+    parts = {}
     for name, own, ordinary, reference in zip(names, found, plain, exact, strict=True):
         if own.shape != reference.shape:
             raise AssertionError(f"{name} has shape {tuple(own.shape)}, expected {tuple(reference.shape)}")
-        errors[name] = _error(own, reference)
-        allowed[name] = allowed_error(_error(ordinary, reference), one_rounding(ordinary.dtype))
-    return Budget(errors, allowed)
+        allowed = allowed_error(_error(ordinary, reference), one_rounding(ordinary.dtype))
+        # Where plain torch has no finite error, nothing is right.
+        parts[name] = Part(_error(own, reference), allowed if math.isfinite(allowed) else math.nan, name)
+    return Verdict(parts=parts)
 
 
 def run(function: Operator, inputs: Sequence[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]:

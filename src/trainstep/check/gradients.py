@@ -6,11 +6,9 @@ Three things are held against the reference, each by what the plain computation 
 hits the elements independently, so it leaves the scale alone, and a factor that norms would allow shows there. A row
 may be as far off as the worst row of its parameter was in the plain computation: which row that is, chance decides.
 
-A norm of n independent errors exceeds its expectation by 1 + z/√(2n) as often as a normal variable exceeds z. With
-z = 4 a parameter of one element may be off by four times the plain computation's error, and one of a million by just
-that much (`headroom`). The rule of every check, twice the plain error plus one rounding, comes on top.
+On top come `headroom` and the rule of every check, twice the plain error plus one rounding (`base.tolerance`).
 
-Buffers that the pass changes are held against the reference's in the same way (`bench.check.buffers`).
+Buffers that the pass changes are held against the reference's in the same way (`check.buffers`).
 """
 
 from __future__ import annotations
@@ -23,17 +21,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from trainstep.base.budgets import HEADROOM as HEADROOM
-from trainstep.base.budgets import VACUOUS as VACUOUS
-from trainstep.base.budgets import headroom
 from trainstep.base.errors import UsageError
-from trainstep.check import larger
+from trainstep.base.tolerance import ROWS, headroom, larger
 from trainstep.check.buffers import NO_BUFFERS, Buffers, apart
 from trainstep.check.parts import as_rows, in_parts, norm
+from trainstep.check.verdict import Deviation
 from trainstep.step.weights import copied_to_host
-
-ROWS = 2.0
-"""A row may be off by twice what a parameter may: another algorithm has its worst of thousands in another row."""
 
 
 @dataclass(frozen=True)
@@ -166,59 +159,6 @@ class Rounding:
         errors = {name: Error(factor * each.norm, factor * each.rows) for name, each in self.by_name.items()}
         buffers = {name: factor * off for name, off in self.buffers.items()}
         return Rounding(factor * self.loss, factor * self.scale, errors, buffers)
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """Distance of loss and gradients from the reference's, relative, and what is allowed."""
-
-    loss: float
-    loss_allowed: float
-    gradient: float
-    """‖g − g_ref‖ / ‖g_ref‖ over all parameters."""
-    gradient_allowed: float
-    scale: float
-    """|⟨g, g_ref⟩ / ⟨g_ref, g_ref⟩ − 1| over all parameters."""
-    scale_allowed: float
-    worst: float
-    """The error of the parameter, the row of one or the buffer that uses most of what it is allowed, relative to its
-    gradient, or to the buffer's change."""
-    worst_allowed: float
-    worst_name: str
-    note: str = ""
-    """Another step that is off alike, or is not: where the mistake may lie. Empty where nothing is known of that."""
-    fault: str = ""
-    """Fault of the step though its gradients are right as they were compared."""
-
-    @property
-    def is_right(self) -> bool:
-        """True if everything is allowed; NaN never is."""
-        return (
-            not self.fault
-            and self.loss <= self.loss_allowed
-            and self.gradient <= self.gradient_allowed
-            and self.scale <= self.scale_allowed
-            and self.worst <= self.worst_allowed
-        )
-
-    @property
-    def is_vacuous(self) -> bool:
-        """True if so much is allowed that gradients of anything else might be within it."""
-        return not self.gradient_allowed < VACUOUS
-
-    @property
-    def severity(self) -> tuple[bool, bool, float]:
-        """Larger where it is worse: what is wrong, then what says nothing, then what uses more of its budget."""
-        return not self.is_right, self.is_vacuous, self.worst / (self.worst_allowed or 1)
-
-    def __str__(self) -> str:
-        if self.fault:
-            return self.fault
-        named = {"the loss": "loss", "the gradients": "gradient", "their scale": "scale", self.worst_name: "worst"}
-        parts = [(name, getattr(self, key), getattr(self, f"{key}_allowed")) for name, key in named.items() if name]
-        over = [part for part in parts if not part[1] <= part[2]]
-        said = ", ".join(f"{name} off by {found:.2g} of {allowed:.2g}" for name, found, allowed in over or parts)
-        return f"{said} ({self.note})" if self.note else said
 
 
 def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: float) -> Deviation:

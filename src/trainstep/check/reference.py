@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.base.budgets import FLOAT32_LOSES as FLOAT32_LOSES
 from trainstep.base.config import EVERY_BLOCK, StepConfig
 from trainstep.base.precision import PrecisionName
-from trainstep.check import one_rounding
+from trainstep.base.tolerance import DRAWS, FLOAT32_AT_MOST, FLOAT32_LOSES, MORE_DRAWS, REPEATS, one_rounding
 from trainstep.check.buffers import Watched, unlike
-from trainstep.check.gradients import Deviation, Gradients, Rounding, compare
-from trainstep.check.reproducible import REPEATS, check_same_gradients, check_same_weights
+from trainstep.check.gradients import Gradients, Rounding, compare
+from trainstep.check.reproducible import check_same_gradients, check_same_weights
 from trainstep.check.rounding import RandomRounding
 from trainstep.check.updates import take_updates
+from trainstep.check.verdict import Deviation
 from trainstep.measure.outcome import Failure, attempt
 from trainstep.step.batches import fingerprint, map_tensors
 from trainstep.step.casting import autocast_dtype, cast_parameters
@@ -41,11 +41,6 @@ from trainstep.step.workload import WorkloadSource, resolve_device
 
 TRAINED_STEPS = 10
 """Updates before the second place."""
-DRAWS = 3
-"""Number of random roundings: their largest error counts."""
-MORE_DRAWS = 20
-"""At most, twice as many each time, where something is over its budget: a router that sends a token elsewhere for one
-rounding in ten shows by then."""
 
 
 @dataclass(frozen=True)
@@ -325,6 +320,3 @@ class Reference:
 
 OWN_ARITHMETIC = "with nothing else changed: by the model's own arithmetic there, or torch's"
 """Ends what is said of a precision that takes a plain step further than its roundings."""
-
-FLOAT32_AT_MOST = 1e-3
-"""Float64's gradients further from float32's than this are of a model that computes something else in float64."""

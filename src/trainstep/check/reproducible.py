@@ -14,15 +14,9 @@ from torch import Tensor
 
 from trainstep.base.errors import UnsupportedError
 from trainstep.base.precision import PrecisionName
-from trainstep.check import one_rounding
+from trainstep.base.tolerance import REPEATS, ROUNDINGS, one_rounding
 from trainstep.check.gradients import Gradients, Rounding
 
-REPEATS = 1e-3
-"""Gradients of one batch and the same weights that are further apart were made by other random numbers: on a GPU, sums
-in another order bring them 1e-5 apart."""
-ROUNDINGS = 2
-"""The same in a narrower precision, in roundings of it: each of two builds may be off by one. Kernels that add up in
-any order brought a bf16 Llama of 24 blocks 1.06 apart on an H200; other masks make it 90."""
 SEEDS = "torch, numpy and `random` are seeded before the factory is called; seed any other generator there"
 
 

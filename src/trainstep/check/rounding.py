@@ -49,7 +49,7 @@ _TF32_NOISE = 2**-11 * _MEAN * 2**0.5
 """Error of both inputs of a convolution, taken as independent of each other and of all others."""
 CUT_OFF = 2**-30
 """By which part a long sum of float32 products on matrix units is too small, for each of its terms; half of it, as
-float32's budget is more than twice the usual one (`budgets.FLOAT32_LOSES`). PyTorch's fused attention was off in one
+float32's budget is more than twice the usual one (`tolerance.FLOAT32_LOSES`). PyTorch's fused attention was off in one
 direction by up to 9e-7 with 512 keys on an H200 (docs/lab-log.md, 2026-11-23): 2⁻²⁹ for each."""
 CUTTING = ("cuda",)
 """Types of devices with matrix units for float32."""

@@ -29,9 +29,8 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -39,10 +38,11 @@ from torch import nn
 from trainstep.base.config import EVERY_BLOCK, FORM, StepConfig, settings_with
 from trainstep.base.precision import PRECISIONS
 from trainstep.check.dropout import drops_otherwise, eager_random, without_dropout
-from trainstep.check.gradients import Deviation, Gradients
+from trainstep.check.gradients import Gradients
 from trainstep.check.reference import TRAINED_STEPS, Reference, gradients_at
 from trainstep.check.reproducible import NotReproducibleError
-from trainstep.check.updates import UPDATES, UpdateError, compare_updates, take_updates
+from trainstep.check.updates import compare_updates, named, take_updates
+from trainstep.check.verdict import Deviation, Part, Verdict
 from trainstep.measure.outcome import Failure, attempt
 from trainstep.step.training_step import TrainingStep, build_step
 from trainstep.step.weights import load
@@ -60,72 +60,6 @@ FITTING = "the first step that fits"
 OTHER_BATCHES = "other ones in every build; gradients are compared on the reference's"
 START, TRAINED = 0, 1
 """The places of a `Reference`."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Findings on a step so far."""
-
-    own: Deviation
-    """In its own precision: in the place where it uses most of what is allowed."""
-    update: UpdateError
-    float32: Deviation | None = None
-    """In float32, where that is another precision."""
-    not_in_float32: str = ""
-    """Reason why the step has no such form here, such as memory; empty where it has."""
-    compared: Compared = "as it is"
-    batches_differ: bool = False
-    """True if every build gets other batches, so that all were given the reference's."""
-    held_against: str = ""
-    """Reference where it is not the plain step, and why; empty where it is."""
-
-    @property
-    def not_told(self) -> str:
-        """Reason why nothing says whether the step is right; empty where something does."""
-        if not self.own.is_vacuous or not self.is_right:
-            return ""
-        return (
-            f"rounding alone takes its gradients off by so much that {self.own.gradient_allowed:.2g} would be allowed"
-        )
-
-    @property
-    def is_right(self) -> bool:
-        """True if everything is within its budget."""
-        in_float32 = self.float32 is None or self.float32.is_right
-        return self.own.is_right and in_float32 and self.update.is_right
-
-    def columns(self) -> dict[str, Any]:
-        """The fields of a row of kind `Checked`."""
-        exact = self.own if self.float32 is None and not self.not_in_float32 else self.float32
-        return {
-            "loss_error": self.own.loss,
-            "gradient_error": self.own.gradient,
-            "error_budget": self.own.gradient_allowed,
-            "worst_gradient_error": self.own.worst,
-            "worst_allowed": self.own.worst_allowed,
-            "worst_parameter": self.own.worst_name,
-            "float32_error": exact.gradient if exact else None,
-            "float32_allowed": exact.gradient_allowed if exact else None,
-            "not_in_float32": self.not_in_float32 or None,
-            "update_error": self.update.error,
-            "update_allowed": self.update.allowed,
-            "compared": None if self.compared == "as it is" else self.compared,
-            "not_checked": self.not_told or None,
-            "batches": OTHER_BATCHES if self.batches_differ else None,
-            "reference": self.held_against or None,
-        }
-
-    def __str__(self) -> str:
-        """Say what is wrong; empty where nothing is."""
-        parts = []
-        if self.float32 is not None and not self.float32.is_right:
-            parts.append(f"in float32, {self.float32}")
-        if not self.own.is_right:
-            parts.append(str(self.own))
-        if not self.update.is_right:
-            off = f"off by {self.update.error:.2g} of {self.update.allowed:.2g}"
-            parts.append(f"{UPDATES} updates of {self.update.name} from equal gradients {off}")
-        return "; ".join(parts)
 
 
 def plain_form(config: StepConfig) -> StepConfig:
@@ -221,34 +155,35 @@ class StepCheck:
         """
         if self._references is None:
             self._references = self._choose_reference(config)
+        reference = self.reference
+        notes, precision = {"reference": self._held_against}, reference.config.precision
         float32: Verdict | None = None
-        why_not, precision = "", self.reference.config.precision
         if config.precision == precision and PRECISIONS[precision].is_half:
-            why_not = self._not_plain
+            notes["not_in_float32"] = self._not_plain
         if config.precision != precision:
             tried = attempt(lambda: self._judge_twice(dataclasses.replace(config, precision=precision)))
             if isinstance(tried, Failure):
-                why_not = f"{tried.status}: {tried.reason}"
+                notes["not_in_float32"] = f"{tried.status}: {tried.reason}"
             else:
                 float32 = tried
         step = build_step(self.source, config)
         own, compared = self._judge_compiled(step, START)
         update = self._update(step)
         if float32 is not None:
-            update = max(update, float32.update, key=lambda each: each.share)
-            compared = float32.compared if compared == "as it is" else compared
-        differ = self.reference.batches_differ
-        in_float32 = float32.own if float32 else None
-        return step, Verdict(own, update, in_float32, why_not, compared, differ, self._held_against)
+            update = max(update, float32.parts["update"], key=lambda each: each.share)
+            notes |= float32.notes
+        if reference.batches_differ:
+            notes["batches"] = OTHER_BATCHES
+        notes |= _how(compared)
+        in_float32 = float32.gradients if float32 else None
+        return step, Verdict(own, in_float32, {"update": update}, notes={k: v for k, v in notes.items() if v})
 
     def end(self, step: TrainingStep, verdict: Verdict) -> Verdict:
         """Judge the same step, after it was timed, with trained weights."""
         load(step.module, self.reference.places[TRAINED].state)
-        own, how = self._judge_compiled(step, TRAINED)
-        compared = verdict.compared if how == "as it is" else how
-        return dataclasses.replace(
-            verdict, own=max(verdict.own, own, key=lambda each: each.severity), compared=compared
-        )
+        own, compared = self._judge_compiled(step, TRAINED)
+        worst = max(filter(None, (verdict.gradients, own)), key=lambda each: each.severity)
+        return dataclasses.replace(verdict, gradients=worst, notes={**verdict.notes, **_how(compared)})
 
     def judge(self, config: StepConfig) -> Verdict:
         """Judge a step that is not timed: start, some training, end."""
@@ -262,7 +197,7 @@ class StepCheck:
     def _judge_twice(self, config: StepConfig) -> Verdict:
         step = build_step(self.source, config)
         own, compared = self._judge_compiled(step, START)
-        return self.end(step, Verdict(own, self._update(step), compared=compared))
+        return self.end(step, Verdict(own, parts={"update": self._update(step)}, notes=_how(compared)))
 
     def _judge(self, step: TrainingStep, place: int) -> tuple[Deviation, Compared]:
         assert self._references is not None, "start comes first"
@@ -332,7 +267,7 @@ class StepCheck:
         fault = drops_otherwise(own, self._plain_drops[place], are_counted=is_eager)  # fp16 may take several passes
         return dataclasses.replace(found, fault=fault) if found.is_right else found
 
-    def _update(self, step: TrainingStep) -> UpdateError:
+    def _update(self, step: TrainingStep) -> Part:
         reference, entry = self.reference, PRECISIONS[step.config.precision]
         take = partial(
             take_updates, step.optimizer, step.module.named_parameters(), reference.update_gradients,
@@ -340,8 +275,13 @@ class StepCheck:
         )  # fmt: skip
         if entry.is_stored_half:
             expected = reference.updates_from_zero(step.config.precision)
-            return compare_updates(take(from_zero=True), expected, dict.fromkeys(expected, 0.0), entry.unit_roundoff)
-        return compare_updates(take(), reference.updates, reference.sizes)
+            zeros = dict.fromkeys(expected, 0.0)
+            return named(compare_updates(take(from_zero=True), expected, zeros, entry.unit_roundoff))
+        return named(compare_updates(take(), reference.updates, reference.sizes))
+
+
+def _how(compared: Compared) -> dict[str, str]:
+    return {} if compared == "as it is" else {"compared": compared}
 
 
 def _spoil(parameters: Iterable[nn.Parameter]) -> None:

@@ -14,44 +14,20 @@ rounded as itself. What it does to other weights is judged by its float32 form.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from trainstep.base.tolerance import FLOAT32_ROUNDOFF, LOST_BITS
 from trainstep.check.gradients import Error
 from trainstep.check.parts import norm
+from trainstep.check.verdict import Part
 from trainstep.checkpointing.updating import UpdatesInBackward
 
-ROUNDING = 2.0**-24
-"""Unit roundoff of float32, in which every optimizer computes."""
-LOST_BITS = 2.0**10
-"""1 − 0.999 has lost this factor of its digits."""
 UPDATES = 12
 """More than ten, so that what goes wrong after ten is among them."""
-
-
-@dataclass(frozen=True)
-class UpdateError:
-    """Distance of the updates from the plain optimizer's, where they use most of what is allowed."""
-
-    error: float = 0.0
-    """‖Δ − Δ_ref‖ / ‖Δ_ref‖ of the change of a parameter."""
-    allowed: float = 0.0
-    name: str = ""
-
-    @property
-    def share(self) -> float:
-        """The part of what is allowed that it uses; more than any number for NaN."""
-        used = self.error / self.allowed if self.allowed else math.inf if self.error else 0.0
-        return math.inf if math.isnan(used) else used
-
-    @property
-    def is_right(self) -> bool:
-        """True if the worst is allowed; NaN never is."""
-        return self.error <= self.allowed
 
 
 def take_updates(
@@ -115,8 +91,8 @@ def compare_updates(
     found: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     sizes: Mapping[str, float],
-    unit: float = ROUNDING,
-) -> UpdateError:
+    unit: float = FLOAT32_ROUNDOFF,
+) -> Part:
     """The parameter whose change uses most of what is allowed.
 
     Args:
@@ -124,10 +100,15 @@ def compare_updates(
         sizes: ‖W‖ of each parameter, which is rounded after each of the `UPDATES` on either side.
         unit: unit roundoff of the format that weights are stored in.
     """
-    worst = UpdateError()
+    worst = Part()
     for name, reference in expected.items():
         expected_there = reference.to(found[name].device)
         error, moved = Error.between(found[name], expected_there).norm, norm(expected_there)
-        allowed = 2 * UPDATES * unit * (sizes[name] + moved) + 2 * LOST_BITS * ROUNDING * moved
-        worst = max(worst, UpdateError(error / (moved or 1), allowed / (moved or 1), name), key=lambda each: each.share)
+        allowed = 2 * UPDATES * unit * (sizes[name] + moved) + 2 * LOST_BITS * FLOAT32_ROUNDOFF * moved
+        worst = max(worst, Part(error / (moved or 1), allowed / (moved or 1), name), key=lambda each: each.share)
     return worst
+
+
+def named(found: Part, count: str = f"{UPDATES} updates") -> Part:
+    """Name the part by what it is of, for a sentence."""
+    return replace(found, name=f"{count} of {found.name} from equal gradients")

@@ -18,10 +18,11 @@ from trainstep.base.advice import Line
 from trainstep.base.errors import OUT_OF_MEMORY
 from trainstep.base.precision import PrecisionName
 from trainstep.base.stats import Ratio, ratio_of_runs, summarize, verdict
-from trainstep.check.reference import DRAWS
+from trainstep.base.tolerance import DRAWS
+from trainstep.check.script import ScriptCheck
+from trainstep.check.verdict import Verdict
 from trainstep.ladder.change import Change
 from trainstep.ladder.changes.loaders import TIMES
-from trainstep.ladder.judge import ScriptJudge, ScriptVerdict
 from trainstep.ladder.ladder import Refused, Tried, is_open, ratio_fields
 from trainstep.ladder.single import Script, Taken
 from trainstep.ladder.trial.capture import Captured
@@ -105,7 +106,7 @@ class ScriptRunner:
         self.settings: Mapping[str, Any] = {}
         self.drops = False
         """True if it drops something at random; runs are compared with each other without."""
-        self.judge: ScriptJudge | None = None  # once the script was seen to repeat itself
+        self.judge: ScriptCheck | None = None  # once the script was seen to repeat itself
         self._own: PrecisionName = "fp32"
         self._precisions: dict[PrecisionName, Change] = {}  # which change brings it
 
@@ -226,7 +227,7 @@ class ScriptRunner:
             raise Refused(**{**self._tried([], first, None, ()).values, **refused.values}) from None
         return self._tried([], first, repeat, ())
 
-    def _repeated(self, first: Captured) -> ScriptVerdict:
+    def _repeated(self, first: Captured) -> Verdict:
         if broken := first.what_is_not_finite:
             raise not_judged(f"{broken}: nothing can be held against a script that does not train")
         reference = self._captured("the script as it is, without dropout") if self.drops else first
@@ -237,9 +238,9 @@ class ScriptRunner:
                 "second run resumes what the first one wrote, which --cwd-copy prevents",
                 NOT_REPRODUCIBLE,
             )
-        judge = ScriptJudge(reference, [again], self._own, self._draw)
+        judge = ScriptCheck(reference, [again], self._own, self._draw)
         repeat = judge.of_repeat()
-        if not repeat.is_judged:
+        if repeat.gradients is not None and repeat.gradients.is_vacuous:
             raise not_judged(
                 "what rounding alone does to its first gradients is "
                 f"{repeat.gradients.gradient_allowed:.2g} of them: no change could be told from it"
@@ -254,7 +255,7 @@ class ScriptRunner:
         return repeat
 
     @property
-    def _judge(self) -> ScriptJudge:
+    def _judge(self) -> ScriptCheck:
         assert self.judge is not None, "the script was run again"
         return self.judge
 
@@ -264,7 +265,7 @@ class ScriptRunner:
             raise Refused("out of memory" if OUT_OF_MEMORY.search(taken.failure) else "failed", taken.failure)
         return taken, taken.captured
 
-    def _compared(self, changes: Sequence[Change], captured: Captured, accepted: Captured | None) -> ScriptVerdict:
+    def _compared(self, changes: Sequence[Change], captured: Captured, accepted: Captured | None) -> Verdict:
         """Verdict on a run with these changes; `Refused` where it is wrong, or nothing can be told of it.
 
         Args:
@@ -276,11 +277,11 @@ class ScriptRunner:
         self._precisions |= {each.precision: each for each in changes if each.precision}
         precision = self._precision(changes)
         found = self._judge.judge(captured, precision, accepted)
-        if not found.is_judged:
+        if found.gradients is not None and found.gradients.is_vacuous:
             raise not_judged(f"what {precision}'s rounding alone does to its first gradients is as large as they are")
         return self._right(found)
 
-    def _right(self, found: ScriptVerdict) -> ScriptVerdict:
+    def _right(self, found: Verdict) -> Verdict:
         if not found.is_right:
             raise Refused("wrong", str(found), **self._columns(found))
         return found
@@ -328,9 +329,7 @@ class ScriptRunner:
             )
         return taken
 
-    def _tried(
-        self, changes: Sequence[Change], taken: Taken, found: ScriptVerdict | None, own: Sequence[Taken]
-    ) -> TriedRun:
+    def _tried(self, changes: Sequence[Change], taken: Taken, found: Verdict | None, own: Sequence[Taken]) -> TriedRun:
         """A run that may be a row.
 
         Args:
@@ -358,24 +357,10 @@ class ScriptRunner:
         step_ms = taken.ms_per_step if taken.step_ms else 0.0
         return TriedRun(changes=list(changes), made=[], values=values, peak=peak, step_ms=step_ms, taken=taken)
 
-    def _columns(self, found: ScriptVerdict) -> dict[str, Any]:
+    def _columns(self, found: Verdict) -> dict[str, Any]:
         """The fields of a row that say what was found; a budget that says nothing is left out."""
-        own, losses, moved = found.gradients, found.losses, found.moved
-        return {
-            "loss_error": own.loss,
-            "gradient_error": own.gradient,
-            "error_budget": own.gradient_allowed,
-            "worst_gradient_error": own.worst,
-            "worst_allowed": own.worst_allowed,
-            "worst_parameter": own.worst_name,
-            "update_error": found.update.error if found.update else None,
-            "update_allowed": found.update.allowed if found.update else None,
-            "losses_error": losses.error,
-            "losses_allowed": losses.allowed if losses.is_judged else None,
-            "moved_error": moved.error,
-            "moved_allowed": moved.allowed if moved.is_judged else None,
-            "compared": "without dropout" if self.drops else None,
-        }
+        columns = {name: value for name, value in found.columns().items() if not name.startswith("float32_")}
+        return columns | {"compared": "without dropout" if self.drops else None}
 
 
 def _found_places(made: Sequence[Change], taken: Taken) -> list[Change]:

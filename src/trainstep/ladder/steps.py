@@ -30,7 +30,8 @@ from trainstep.bench.step import (
     measured_fields,
     phase_samples,
 )
-from trainstep.check.step import StepCheck, Verdict, plain_form
+from trainstep.check.step import StepCheck, plain_form
+from trainstep.check.verdict import Verdict
 from trainstep.ladder.change import Change, changes_of_step
 from trainstep.ladder.ladder import Ladder, Refused, Tried, is_open, ratio_fields
 from trainstep.measure.environment import describe

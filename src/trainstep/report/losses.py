@@ -4,7 +4,7 @@ Of one seed, two forms of one training start from the same weights and see the s
 takes their losses apart in two ways. A loss is a mean over the batch's tokens, each off independently, so it is off by
 that over the square root of their number. And gradients are off by a part of themselves, so updates are, and so is what
 training has made of the loss so far: a step that never updates is off by all of that. Either part is what checks allow
-a single number, `budgets.headroom` times one rounding, of the coarser of the two precisions.
+a single number, `tolerance.headroom` times one rounding, of the coarser of the two precisions.
 
 Losses within this budget are a necessary sign and no proof: the gradient of one parameter that is dropped, or a weight
 decay that is left out, may move them by less than rounding does. `bench.check.step` judges gradients and updates.
@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from trainstep.base.budgets import FLOAT32_LOSES, VACUOUS, headroom
 from trainstep.base.precision import PRECISIONS
+from trainstep.base.tolerance import FLOAT32_LOSES, VACUOUS, headroom
 from trainstep.report.numbers import number
 from trainstep.rows.records import Row
 

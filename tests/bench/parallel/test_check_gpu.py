@@ -8,7 +8,7 @@ from tests.workers import Workers
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel import ParallelCase
-from trainstep.bench.parallel.check import compare_with_one_process
+from trainstep.check.ranks import compare_with_one_process
 from trainstep.step.workload import builtin_source
 
 MODEL = ModelConfig(vocab_size=512, d_model=128, d_ff=256, num_layers=2, num_heads=2, max_context=64)

@@ -18,12 +18,12 @@ from tools.trust.planted.parallel import Planted, faster, from_step, handed, qui
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.schemes import SCHEMES
+from trainstep.base.tolerance import DRAWS
 from trainstep.bench.parallel import ParallelCase, check
-from trainstep.bench.parallel.check import _checksum, compare_with_one_process
-from trainstep.bench.parallel.check import agreement as judge
-from trainstep.bench.parallel.one_process import STEPS, expected
 from trainstep.check import reference
-from trainstep.check.reference import DRAWS
+from trainstep.check.one_process import STEPS, expected
+from trainstep.check.ranks import _checksum, compare_with_one_process
+from trainstep.check.ranks import agreement as judge
 from trainstep.measure.outcome import Failure
 from trainstep.parallel.process import AgreedError, joined
 from trainstep.step.workload import Workload, WorkloadSource
@@ -150,7 +150,7 @@ def test_steps_that_are_too_long_show_in_losses_and_in_how_far_parameters_move(a
     assert found.gradients.is_right
     assert found.optimizer.error == pytest.approx(0.05, rel=0.01)
     assert found.update_error == pytest.approx(0.05, rel=0.1)
-    assert found.loss_error > found.loss_allowed, "the first loss is the same, and the others are not"
+    assert not found.parts["loss"].is_right, "the first loss is the same, and the others are not"
 
 
 def test_a_step_that_is_too_long_after_ten_is_the_optimizers_fault_alone(alone):
@@ -158,7 +158,7 @@ def test_a_step_that_is_too_long_after_ten_is_the_optimizers_fault_alone(alone):
     config = dataclasses.replace(CONFIG, precision="bf16")
     found = judged(alone, Planted(FLAT, from_step(11, faster(1.05))), config)
     assert (found.gradients.is_right, found.optimizer.is_right) == (True, False)
-    assert (found.loss_error, found.update_error) == (0.0, 0.0), "training is over by then"
+    assert (found.parts["loss"].error, found.parts["update"].error) == (0.0, 0.0), "training is over by then"
 
 
 @pytest.mark.parametrize("factor", [2.0**50, 2.0**-20])

@@ -16,8 +16,8 @@ from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.schemes import SCHEMES
 from trainstep.bench import parallel
 from trainstep.bench.parallel import ParallelCase, run
-from trainstep.bench.parallel.check import Comparison
 from trainstep.bench.parallel.run import run_cases
+from trainstep.check.ranks import Comparison
 from trainstep.check.reference import Reference
 from trainstep.commands.output import run_and_report
 from trainstep.parallel import DistributedDataParallel

@@ -170,11 +170,13 @@ def test_a_step_is_its_phases_without_their_waits_and_what_it_waits():
 
 
 def test_a_scheme_that_does_not_agree_shows_by_how_much_and_no_speed():
-    found = row("naive", agreement(loss_error=0.5, update_error=0.25))
+    found = row("naive", agreement(loss=0.5, update=0.25))
     assert found.status == "wrong"
-    assert "its loss is off by 0.5 (1e-06 allowed)" in found.reason
-    assert "its parameters are off by 0.25 of their movement" in found.reason
-    assert found.values == agreement(loss_error=0.5, update_error=0.25).columns()
+    assert "its loss off by 0.5 of 1e-06" in found.reason
+    assert "its parameters' movement off by 0.25 of 1e-06" in found.reason
+    assert (found.loss_error, found.loss_allowed, found.update_error, found.ranks_agree) == (0.5, 1e-6, 0.25, True)
+    assert (found.optimizer_error, found.optimizer_allowed, found.float32_error) == (1e-5, 1e-4, 5e-7)
+    assert row("naive", agreement(ranks_agree=False)).ranks_agree is False
     assert (found.values["float32_allowed"], found.values["gradient_allowed"]) == (1e-6, 0.02)
 
 
@@ -183,7 +185,7 @@ def test_a_scheme_of_which_nothing_can_be_said_is_unsupported_and_one_that_is_of
     assert (vague.status, vague.step_ms) == ("unsupported", None)
     assert vague.reason.startswith("rounding alone takes its gradients off by so much")
     wrong = row("fsdp", agreement(gradients=deviation(gradient=0.9, gradient_allowed=0.5)))
-    assert (wrong.status, wrong.reason) == ("wrong", "its gradients: the gradients off by 0.9 of 0.5")
+    assert (wrong.status, wrong.reason) == ("wrong", "the gradients off by 0.9 of 0.5")
 
 
 @pytest.mark.parametrize(("between", "expected"), [("peer-copies among all", True), ("peer-copies", False)])

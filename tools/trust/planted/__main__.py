@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,10 @@ from tools.trust.planted import attention, buffers, parallel, step, train
 from tools.trust.planted.right import RIGHT
 from trainstep.base.advice import Line
 from trainstep.base.config import StepConfig
-from trainstep.bench.parallel.check import Agreement
 from trainstep.bench.step import StepCase, run_cases
-from trainstep.check.attention import Errors
-from trainstep.check.gradients import Deviation
 from trainstep.check.reference import TRAINED_STEPS, Reference, gradients_at
-from trainstep.check.step import START, StepCheck, Verdict
+from trainstep.check.step import START, StepCheck
+from trainstep.check.verdict import Deviation, Verdict
 from trainstep.ladder.change import Change
 from trainstep.ladder.steps import climb
 from trainstep.measure.environment import _commit, describe
@@ -91,7 +89,8 @@ def of_gradients(found: Deviation, budget: Deviation | None = None) -> float:
 
 def of_verdict(found: Verdict) -> float:
     """Of all that a verdict has."""
-    return max(of_gradients(found.own), found.update.share, of_gradients(found.float32) if found.float32 else 0.0)
+    deviations = [of_gradients(each) for each in (found.gradients, found.float32) if each is not None]
+    return max([*deviations, *(each.share for each in found.parts.values())])
 
 
 class Sized(StepCheck):
@@ -179,8 +178,9 @@ def attentions() -> Iterator[Case]:
 
     def judged(planted: attention.Planted, precision: str, wrong: bool) -> Found:
         exact, own = (planted.check(dtype) for dtype in (torch.float32, attention.PRECISIONS[precision]))
-        sized = Errors(exact.found if wrong else own.found, own.allowed)
-        return not own.within_budget, sized.share(*sized.nearest)
+        found = exact.parts if wrong else own.parts
+        sized = Verdict(parts={key: replace(part, error=found[key].error) for key, part in own.parts.items()})
+        return not own.is_right, sized.nearest.share
 
     for what, planted, precision, wrong in attention.cases():
         yield Case("bench attention", what, precision, wrong, functools.partial(judged, planted, precision, wrong))
@@ -190,18 +190,19 @@ def parallels(two: Workers) -> Iterator[Case]:
     """Schemes on two ranks, beside one process."""
 
     @functools.cache
-    def agreement(precision: str, what: str) -> Agreement:
+    def agreement(precision: str, what: str) -> Verdict:
         return two.run(parallel.judge_wrong, precision, [what])[0][what]
 
     def wrong(what: str, precision: str) -> Found:
         own, exact = agreement(precision, what), agreement("fp32", what)
-        trained = share_of(exact, ("loss_error", "update_error"), own)
-        share = max(of_gradients(exact.gradients, own.gradients), own.optimizer.share, trained)
-        return not own.holds, share if exact.ranks_agree else None  # the first rank's own may be right
+        trained = [replace(own.parts[key], error=exact.parts[key].error).share for key in ("loss", "update")]
+        assert exact.gradients is not None
+        share = max(of_gradients(exact.gradients, own.gradients), own.parts["optimizer"].share, *trained)
+        return not own.holds, None if exact.faults else share  # the first rank's own may be right
 
     def right(what: str) -> Found:
         own = two.run(parallel.judge_right, [what])[0][what]
-        return (not own.holds, parallel.largest_share(own)) if isinstance(own, Agreement) else (True, None)
+        return (not own.holds, parallel.largest_share(own)) if isinstance(own, Verdict) else (True, None)
 
     for what in parallel.WRONG:
         for precision in parallel.PRECISIONS:

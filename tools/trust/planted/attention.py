@@ -16,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainstep.attention import FlashAttentionReference, attention
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.scoring import Scoring
-from trainstep.check.attention import Errors, Implementation, check
+from trainstep.check.attention import Implementation, check
+from trainstep.check.verdict import Verdict
 
 SHAPE = (2, 4, 128, 16)  # batch, heads, seq, head_dim
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -31,7 +32,7 @@ class Planted:
     shape: tuple[int, ...] = SHAPE
     kv_heads: int | None = None
 
-    def check(self, dtype: torch.dtype) -> Errors:
+    def check(self, dtype: torch.dtype) -> Verdict:
         """What `bench attention` finds of it on the CPU."""
         cpu = torch.device("cpu")
         return check(self.implementation, self.shape, dtype, cpu, is_causal=self.is_causal, kv_heads=self.kv_heads)

@@ -30,9 +30,10 @@ from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.schemes import SCHEMES, Scheme
 from trainstep.bench import parallel
 from trainstep.bench.parallel import ParallelCase
-from trainstep.bench.parallel.check import Agreement, agreement, compare_with_one_process
-from trainstep.bench.parallel.one_process import Expected, expected
 from trainstep.check import dropout, reference
+from trainstep.check.one_process import Expected, expected
+from trainstep.check.ranks import agreement, compare_with_one_process
+from trainstep.check.verdict import Verdict
 from trainstep.measure import outcome
 from trainstep.measure.outcome import Failure
 from trainstep.parallel.collectives import all_reduce_sum, reduce_scatter_sum
@@ -363,7 +364,7 @@ _read_once = functools.cache(text._read_text)
 
 def judge_wrong(
     process: Process, precision: str, names: Sequence[str], more_draws: int = reference.MORE_DRAWS
-) -> dict[str, Agreement | None]:
+) -> dict[str, Verdict | None]:
     """How far wrong schemes are off, on rank 0; all beside one computation in one process, kept for the next call. All
     ranks call it.
 
@@ -384,7 +385,7 @@ def _wanted(config: StepConfig, world_size: int, more_draws: int) -> Expected:
     return expected(SOURCE, ParallelCase(SOURCE, config, _FLAT).whole(world_size), world_size)
 
 
-def judge_right(process: Process, names: Sequence[str]) -> dict[str, Agreement | Failure | None]:
+def judge_right(process: Process, names: Sequence[str]) -> dict[str, Verdict | Failure | None]:
     """How far right schemes are off, on rank 0. All ranks call it."""
     found = {}
     for name in names:
@@ -394,9 +395,9 @@ def judge_right(process: Process, names: Sequence[str]) -> dict[str, Agreement |
     return found
 
 
-def largest_share(found: Agreement) -> float:
+def largest_share(found: Verdict) -> float:
     """What uses most of what it is allowed, as a share of it."""
-    shares = [found.loss_error / found.loss_allowed, found.update_error / found.update_allowed, found.optimizer.share]
+    shares = [part.share for part in found.parts.values()]
     shares += [
         each.worst / each.worst_allowed if each.worst_allowed else math.inf
         for each in (found.gradients, found.float32)

@@ -25,7 +25,8 @@ from trainstep.base.stats import summarize
 from trainstep.bench.fit.costs import block_costs
 from trainstep.bench.memory import UNFOLLOWED, default_policies
 from trainstep.bench.step import WARMUP, StepMeasurement, case_columns, measure_step, measure_training_step
-from trainstep.check.step import StepCheck, Verdict
+from trainstep.check.step import StepCheck
+from trainstep.check.verdict import Verdict
 from trainstep.checkpointing.policies import BlockPolicy, Policy
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, LiveStorages

@@ -27,7 +27,8 @@ from trainstep.bench.turns import (
     take_turns,
     time_passes,
 )
-from trainstep.check.fused import Budget, Operator, check, compare, expected, run
+from trainstep.check.fused import Operator, check, compare, expected, run
+from trainstep.check.verdict import Verdict
 from trainstep.fused import liger
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
@@ -75,12 +76,12 @@ def _measure(cases: Sequence[FusedCase], device: torch.device, warmup: int, pass
     return [_row(case, result, device, rounds) for case, result in found.items()]
 
 
-def _check(case: FusedCase, device: torch.device) -> Checked | Budget:
+def _check(case: FusedCase, device: torch.device) -> Checked | Verdict:
     before, start = compilations(), time.perf_counter()
     implementation = problems.implementation_of(case, device)
     budget = judge(case, implementation, device)
     check_s = time.perf_counter() - start
-    if not budget.within:
+    if not budget.is_right:
         return budget
     step = step_of(case, implementation, device)
     values: dict[str, Scalar] = {
@@ -108,18 +109,18 @@ def _memory_values(step: Callable[[PhaseContext], None], device: torch.device) -
     return {"before_backward_gib": left / GIB, "peak_gib": (peaks.peak - peaks.before) / GIB}
 
 
-def _error_values(budget: Budget) -> dict[str, Scalar]:
-    return {"error_share": budget.share(budget.nearest), "error_nearest": budget.nearest}
+def _error_values(found: Verdict) -> dict[str, Scalar]:
+    return {"error_share": found.nearest.share, "error_nearest": found.nearest.name}
 
 
-def _row(case: FusedCase, result: Checked | Budget | Failure, device: torch.device, rounds: int) -> FusedRow:
+def _row(case: FusedCase, result: Checked | Verdict | Failure, device: torch.device, rounds: int) -> FusedRow:
     columns = {"operator": case.operator, "impl": case.impl, "shape": case.shape, "dtype": case.dtype}
     columns |= asdict(case.sizes)
     environment = describe(device)
     row = partial(make_row, FusedRow, columns, environment=environment)
     if isinstance(result, Failure):
         return failed_row(FusedRow, columns, result, environment)
-    if isinstance(result, Budget):
+    if isinstance(result, Verdict):
         errors = _error_values(result)
         finite = {name: value for name, value in errors.items() if value != float("inf")}
         return row(finite, status="wrong", reason=str(result))
@@ -146,7 +147,7 @@ def ratio_rows(rows: Sequence[FusedRow]) -> Iterator[FusedRatioRow]:
 CHECK_TOKENS, LAST_TOKENS = 1024, 64
 
 
-def judge(case: FusedCase, implementation: Operator, device: torch.device) -> Budget:
+def judge(case: FusedCase, implementation: Operator, device: torch.device) -> Verdict:
     """All results and gradients on `CHECK_TOKENS` tokens; where the case has more, also the last ones of all of those.
 
     The second is about addresses, which grow with the size: results of the last `LAST_TOKENS` tokens, and the gradients
@@ -155,10 +156,10 @@ def judge(case: FusedCase, implementation: Operator, device: torch.device) -> Bu
     problem, tokens = PROBLEMS[case.operator], case.sizes.tokens
     inputs = _inputs(case, min(tokens, CHECK_TOKENS), device)
     budget = check(implementation, problem.oracle, inputs, problem.names)
-    if tokens <= CHECK_TOKENS or not budget.within:
+    if tokens <= CHECK_TOKENS or not budget.is_right:
         return budget
     last = _judge_last(problem, implementation, _inputs(case, tokens, device), tokens)
-    return max(budget, last, key=lambda each: each.share(each.nearest))
+    return max(budget, last, key=lambda each: each.nearest.share)
 
 
 def step_of(case: FusedCase, implementation: Operator, device: torch.device) -> Callable[[PhaseContext], None]:
@@ -190,7 +191,7 @@ def _inputs(case: FusedCase, tokens: int, device: torch.device) -> tuple[Tensor,
     return PROBLEMS[case.operator].inputs(case.sizes, tokens, draw)
 
 
-def _judge_last(problem: Problem, implementation: Operator, inputs: tuple[Tensor, ...], tokens: int) -> Budget:
+def _judge_last(problem: Problem, implementation: Operator, inputs: tuple[Tensor, ...], tokens: int) -> Verdict:
     found, upstream = run(implementation, inputs, seed=2)
     end = partial(_end, tokens=tokens)
     along = problem.by_token[0]  # results are along the same dimension

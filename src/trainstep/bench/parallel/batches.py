@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UsageError, place_of
-from trainstep.bench.parallel.one_process import BATCHES, STEPS
+from trainstep.check.one_process import BATCHES, STEPS
 from trainstep.parallel.process import Process, on_all_ranks
 from trainstep.step.batches import fingerprint, map_tensors
 from trainstep.step.training_step import batches_of

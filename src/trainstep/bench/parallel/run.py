@@ -30,13 +30,14 @@ from trainstep.base.precision import PRECISIONS
 from trainstep.base.stats import summarize
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.batches import same_on_all_ranks
-from trainstep.bench.parallel.check import Agreement, compare_with_one_process
 from trainstep.bench.parallel.gathers import gather_rows
 from trainstep.bench.parallel.planned import moments, planned_bytes
 from trainstep.bench.parallel.ratios import ratios_alike, with_speedups
 from trainstep.bench.parallel.trace import trace_rows, traced_step
 from trainstep.bench.parallel.waits import Transfers, Waits
 from trainstep.bench.step import phase_samples
+from trainstep.check.ranks import RANKS_DIFFER, compare_with_one_process
+from trainstep.check.verdict import Verdict
 from trainstep.measure.collectives import Collective
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB
@@ -132,7 +133,7 @@ def run_cases(
 
 
 def time_in_turns(
-    agreements: Mapping[ParallelCase, Agreement | Failure | None],
+    agreements: Mapping[ParallelCase, Verdict | Failure | None],
     process: Process,
     rounds: int,
     on_part: Callable[[str], object] = lambda part: None,
@@ -144,7 +145,7 @@ def time_in_turns(
     """
     taken: dict[ParallelCase, list[Sequence[RankMeasurement]]] = {}
     results: dict[ParallelCase, Result] = {}
-    right: dict[ParallelCase, Agreement | None] = {}
+    right: dict[ParallelCase, Verdict | None] = {}
     for case, agreement in agreements.items():
         if isinstance(agreement, Failure) or (agreement is not None and not agreement.holds):
             results[case] = agreement
@@ -202,11 +203,11 @@ class Timed:
 
     rounds: Sequence[Sequence[RankMeasurement]]
     """All ranks of each."""
-    agreement: Agreement | None
+    agreement: Verdict | None
     """None for single, which has nothing to agree with."""
 
 
-Result = Timed | Agreement | Failure
+Result = Timed | Verdict | Failure
 """A scheme's measurement; or how far it is from one process, where that is too far; or why it failed."""
 
 
@@ -282,6 +283,13 @@ def _held(moment: str, step: TrainingStep, device: torch.device) -> dict[str, in
     return found
 
 
+def _check_columns(found: Verdict) -> dict[str, Any]:
+    """The verdict's fields of a `ParallelRow`."""
+    columns = found.columns()
+    del columns["not_checked"]  # such a row has it as its reason
+    return columns | {"gradient_allowed": columns.pop("error_budget"), "ranks_agree": RANKS_DIFFER not in found.faults}
+
+
 def parallel_row(
     case: ParallelCase,
     process: Process,
@@ -300,8 +308,8 @@ def parallel_row(
     columns: dict[str, Any] = case.columns(process.world_size)
     if isinstance(result, Failure):
         return failed_row(ParallelRow, columns, result, environment, beside)
-    if isinstance(result, Agreement):
-        values, said = {**beside, **result.columns()}, str(result)
+    if isinstance(result, Verdict):
+        values, said = {**beside, **_check_columns(result)}, str(result)
         status: Status = "wrong" if said else "unsupported"
         return make_row(
             ParallelRow, columns, values, status=status, reason=said or result.not_told, environment=environment
@@ -327,7 +335,7 @@ def parallel_row(
     )
     measured: dict[str, Any] = {
         **beside,
-        **({} if result.agreement is None else result.agreement.columns()),
+        **({} if result.agreement is None else _check_columns(result.agreement)),
         "n": len(samples["step"]),
         "rounds": len(result.rounds),
         "exposed_share": times["exposed_communication"].median / step if "exposed_communication" in times else None,

@@ -28,11 +28,12 @@ from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.base.schemes import Scheme
 from trainstep.bench.parallel import ParallelCase
-from trainstep.bench.parallel.check import Agreement, agreement, expected_on_first_rank
 from trainstep.bench.parallel.ratios import ratio_rows
 from trainstep.bench.parallel.run import Result, Timed, parallel_row, step_ms, time_in_turns
 from trainstep.bench.parallel.trace import trace_rows, traced_step
+from trainstep.check.ranks import agreement, expected_on_first_rank
 from trainstep.check.step import plain_form
+from trainstep.check.verdict import Verdict
 from trainstep.checkpointing.policies import BlockPolicy, Policy
 from trainstep.measure.outcome import Failure, attempt_on_all_ranks
 from trainstep.parallel.process import Process, on_all_ranks
@@ -158,7 +159,7 @@ def leaderboard_lines(rows: Sequence[ParallelRow]) -> list[str]:
 
 def _judged(
     cases: Sequence[ParallelCase], process: Process, folder: Path, on_part: Callable[[str], object]
-) -> Mapping[ParallelCase, Agreement | Failure | None]:
+) -> Mapping[ParallelCase, Verdict | Failure | None]:
     """Agreement of each arm's kind with one process; on other ranks than the first, None where it does."""
     known: dict[tuple[Scheme, StepConfig], ParallelCase] = {}  # arms that differ in what is reduced alike are of a kind
     kinds: dict[ParallelCase, ParallelCase] = {}
@@ -175,7 +176,7 @@ def _judged(
     plain = dataclasses.replace(first, config=config)
     on_part(f"{first.source.name}: the plain step in one process")
     wanted, _ = expected_on_first_rank(plain, process)
-    judged: dict[ParallelCase, Agreement | Failure | None] = {}
+    judged: dict[ParallelCase, Verdict | Failure | None] = {}
     for kind in known.values():
         if isinstance(wanted, Failure):
             judged[kind] = wanted

@@ -1,11 +1,11 @@
 """Does a scheme train what one process would? It is judged in three parts, and shows no speed if it fails any.
 
 1. The gradients that it hands its optimizer, per parameter and row, scale included: in float32, at about 1e-5,
-   and in the precision at hand (`bench.check.gradients`), in the first pass through the wrapper and in a later
+   and in the precision at hand (`check.gradients`), in the first pass through the wrapper and in a later
    one with other weights: buckets are filled anew after one, weights may be stale after an update, and something may go
    wrong after ten. An optimizer that adapts hides a factor: five steps of AdamW are the same with gradients × 100.
 2. Twelve updates of its optimizer, every gradient filled with one constant, which is the same for shards and wholes, at
-   float32's tolerance (`bench.check.updates`).
+   float32's tolerance (`check.updates`).
 3. Loss and parameters after `STEPS` steps of training: state and buckets that go wrong over steps.
 
 What modules make of buffers of their own, such as running statistics, is each rank's: it is not compared.
@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,8 +42,10 @@ from torch import Tensor, nn
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.precision import PRECISIONS, PrecisionName
-from trainstep.bench.parallel import ParallelCase
-from trainstep.bench.parallel.one_process import (
+from trainstep.base.tolerance import FLOAT32_ROUNDOFF
+from trainstep.check.dropout import eager_random, without_dropout
+from trainstep.check.gradients import Gradients
+from trainstep.check.one_process import (
     BATCHES,
     FILLED,
     MOVED,
@@ -56,18 +58,20 @@ from trainstep.bench.parallel.one_process import (
     ready_to_fill,
     seeded,
 )
-from trainstep.check.dropout import eager_random, without_dropout
-from trainstep.check.gradients import Deviation, Gradients
-from trainstep.check.updates import ROUNDING, UPDATES, UpdateError, compare_updates
+from trainstep.check.updates import compare_updates, named
+from trainstep.check.verdict import Deviation, Part, Verdict
 from trainstep.measure.outcome import Failure, attempt, attempt_on_all_ranks, release_memory
 from trainstep.parallel.process import AgreedError, Process
 from trainstep.parallel.replicas import full_parameters
-from trainstep.rows.records import Scalar
 from trainstep.step.training_step import TrainingStep
 from trainstep.step.workload import Workload
 
+if TYPE_CHECKING:
+    from trainstep.bench.parallel import ParallelCase
+
 Result = TypeVar("Result")
 
+RANKS_DIFFER = "its ranks have different parameters"
 LEARNING_RATE = 2.0**40
 """By which SGD shows gradients."""
 PASSES = 12
@@ -75,91 +79,15 @@ PASSES = 12
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Distance of a scheme from one process, and how far it may be."""
-
-    gradients: Deviation
-    """In its own precision, in the pass that uses most of what is allowed."""
-    float32: Deviation | None
-    """The same in float32, where that is another precision."""
-    optimizer: UpdateError
-    """Error of `UPDATES` from equal gradients."""
-    loss_error: float
-    update_error: float
-    loss_allowed: float
-    update_allowed: float
-    ranks_agree: bool = True
-    """True if all ranks always had the same parameters."""
-
-    @property
-    def holds(self) -> bool:
-        """True if all of it is allowed, and that says something; NaN never is."""
-        return not self._wrong and not self.not_told
-
-    @property
-    def not_told(self) -> str:
-        """Reason why nothing says whether gradients are right; empty where something does."""
-        for where, found in (("", self.gradients), (" in float32", self.float32)):
-            if found is not None and found.is_right and found.is_vacuous:
-                allowed = f"{found.gradient_allowed:.2g} would be allowed"
-                return f"rounding alone takes its gradients{where} off by so much that {allowed}"
-        return ""
-
-    def columns(self) -> dict[str, Scalar]:
-        """The values of a `ParallelRow`."""
-        exact = self.float32 or self.gradients
-        return {
-            "gradient_error": self.gradients.gradient,
-            "gradient_allowed": self.gradients.gradient_allowed,
-            "worst_gradient_error": self.gradients.worst,
-            "worst_allowed": self.gradients.worst_allowed,
-            "worst_parameter": self.gradients.worst_name,
-            "float32_error": exact.gradient,
-            "float32_allowed": exact.gradient_allowed,
-            "optimizer_error": self.optimizer.error,
-            "optimizer_allowed": self.optimizer.allowed,
-            "loss_error": self.loss_error,
-            "loss_allowed": self.loss_allowed,
-            "update_error": self.update_error,
-            "update_allowed": self.update_allowed,
-            "ranks_agree": self.ranks_agree,
-        }
-
-    def __str__(self) -> str:
-        """Say what is wrong; empty where nothing is."""
-        return "; ".join(self._wrong)
-
-    @property
-    def _wrong(self) -> list[str]:
-        found = []
-        if self.float32 is not None and not self.float32.is_right:
-            found.append(f"its gradients in float32: {self.float32}")
-        if not self.gradients.is_right:
-            found.append(f"its gradients: {self.gradients}")
-        if not self.optimizer.is_right:
-            off = f"off by {self.optimizer.error:.2g} of {self.optimizer.allowed:.2g}"
-            found.append(f"{UPDATES} updates of {self.optimizer.name} from equal gradients {off}")
-        steps = f"after {STEPS} steps"
-        if not self.loss_error <= self.loss_allowed:
-            found.append(f"{steps} its loss is off by {self.loss_error:.3g} ({self.loss_allowed:.3g} allowed)")
-        if not self.update_error <= self.update_allowed:
-            off = f"off by {self.update_error:.3g} of their movement ({self.update_allowed:.3g} allowed)"
-            found.append(f"{steps} its parameters are {off}")
-        if not self.ranks_agree:
-            found.append("its ranks have different parameters")
-        return found
-
-
-@dataclass(frozen=True)
 class Comparison:
     """All cases, each beside one process."""
 
-    cases: Mapping[ParallelCase, Agreement | Failure | None]
+    cases: Mapping[ParallelCase, Verdict | Failure | None]
     """None for single: it trains on its own batch alone, another model, and has only a time to compare with."""
     num_parameters: int
-    """Parameters of the model, on rank 0; 0 on others."""
+    """Size of the model, on rank 0; 0 on others."""
     frozen: int
-    """Number of parameters that are not trained."""
+    """Number of these that are not trained."""
     allow_unused: bool
     """True if parameters may get no gradient."""
     share_difference: float | None = None
@@ -181,7 +109,7 @@ def compare_with_one_process(
     wanted, allow_unused = expected_on_first_rank(cases[0], process)
     if isinstance(wanted, Failure):
         return Comparison(dict.fromkeys(cases, wanted), 0, 0, allow_unused)
-    judged: dict[ParallelCase, Agreement | Failure | None] = {}
+    judged: dict[ParallelCase, Verdict | Failure | None] = {}
     for case in cases:
         if not case.scheme.communicates:
             judged[case] = None
@@ -197,8 +125,8 @@ def compare_with_one_process(
 
 
 def expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expected | Failure | None, bool]:
-    """Results of one process, on rank 0, and None elsewhere; on all, why it could not, and whether it left parameters
-    unused. All ranks call it.
+    """Compute in one process, on rank 0, and return that there and None elsewhere; on all ranks, why it could not, and
+    whether it left parameters unused. All ranks call it.
 
     Raises:
         AgreedError: the workload cannot be trained for a reason that its author can mend.
@@ -223,7 +151,7 @@ def expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expect
     return failure or found, allow_unused
 
 
-def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> Agreement | None:
+def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> Verdict | None:
     """Judge a scheme: every part on every rank; rank 0 has what is wanted, and it alone gets the result."""
     if case.scheme.narrow_reduce and not PRECISIONS[case.config.precision].is_autocast:
         raise UnsupportedError(
@@ -234,13 +162,17 @@ def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> 
         own = trial.gradients(case.config.precision, PASSES)
         float32 = None if case.config.precision == "fp32" else trial.gradients("fp32", BATCHES[-1])
     optimizer = trial.updates()
-    loss_error, update_error = trial.training()
+    loss, update = trial.training()
     if trial.error is not None:
         raise trial.error
     if wanted is None or own is None or optimizer is None:
         return None
-    allowed = (wanted.loss_allowed, wanted.update_allowed)
-    return Agreement(own, float32, optimizer, loss_error, update_error, *allowed, trial.ranks_agree)
+    parts = {
+        "optimizer": named(optimizer),
+        "loss": Part(loss, wanted.loss_allowed, f"after {STEPS} steps its loss"),
+        "update": Part(update, wanted.update_allowed, f"after {STEPS} steps its parameters' movement"),
+    }
+    return Verdict(own, float32, parts, () if trial.ranks_agree else (RANKS_DIFFER,))
 
 
 @dataclass
@@ -283,8 +215,8 @@ class _Trial:
         known = [each for each in found if each is not None]
         return max(known, key=lambda each: each.severity, default=None)
 
-    def updates(self) -> UpdateError | None:
-        """Error of the workload's optimizer, from equal gradients; None but on rank 0."""
+    def updates(self) -> Part | None:
+        """Check the workload's optimizer, from equal gradients; None but on rank 0."""
         config = self.case.config
         seeds = itertools.count(self.process.rank, self.process.world_size)
         uncompiled = dataclasses.replace(config, compile="off")  # what backward computes is filled over
@@ -299,11 +231,11 @@ class _Trial:
             return None
         updates = self.wanted.updates
         start = {name: 0.0 if entry.is_stored_half else float(self.wanted.initial[name].norm()) for name in updates}
-        sizes, unit = start, entry.unit_roundoff if entry.is_stored_half else ROUNDING
+        sizes, unit = start, entry.unit_roundoff if entry.is_stored_half else FLOAT32_ROUNDOFF
         return self._alone(lambda: compare_updates(moved, updates, sizes, unit))
 
     def training(self) -> tuple[float, float]:
-        """Errors of losses and parameters after `STEPS` steps; meaningless but on rank 0."""
+        """Return the errors of losses and parameters after `STEPS` steps; meaningless but on rank 0."""
         process = self.process
         with nullcontext() if self.case.config.compile == "off" else eager_random():
             seeds = itertools.count(process.rank, process.world_size)
@@ -324,7 +256,7 @@ class _Trial:
         return case.build(self.process, change)
 
     def _alone(self, work: Callable[[], Result]) -> Result | None:
-        """Result that rank 0 computes alone; its error is kept until no rank is left waiting for it in a collective."""
+        """Compute on rank 0 alone; its error is kept until no rank is left waiting for it in a collective."""
         try:
             with _host_threads(self.process):
                 return work()
@@ -333,8 +265,7 @@ class _Trial:
             return None
 
     def _release(self) -> None:
-        """Release what the last step held in circles, and compiled; on a CPU, where it is little, it is left to
-        Python."""
+        """Free memory that the last step held in circles, and its code; on a CPU that is little, and left to Python."""
         if self.process.device.type == "cuda" or self.case.config.compile != "off":
             release_memory()
 
@@ -348,8 +279,8 @@ class _Trial:
         return dataclasses.replace(seeded(workload, itertools.repeat(self.process.rank)), optimizer=optimizer)
 
     def _moved(self, step: TrainingStep, place: int | None) -> dict[str, Tensor]:
-        """Distance of each parameter from one process's in a place (None: from zero), on its device; nothing but on
-        rank 0."""
+        """Return how far each parameter is from one process's in a place (None: from zero), on its device; nothing but
+        on rank 0."""
         moved: dict[str, Tensor] = {}
         for name, value in self._in_full(step):
             if self.wanted is not None and name in (state := self.wanted.gradients.places[place or 0].state):
@@ -396,6 +327,6 @@ _BITS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int
 
 
 def _checksum(value: Tensor) -> Tensor:
-    """Checksum of a tensor's bits and where they are, modulo 2⁶⁴, on its device."""
+    """Sum over a tensor's bits and where they are, modulo 2⁶⁴, on its device."""
     bits = value.contiguous().reshape(-1).view(_BITS[value.element_size()]).long()
     return (bits * torch.arange(1, 2 * bits.numel(), 2, device=bits.device)).sum()

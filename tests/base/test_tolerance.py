@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainstep.base.precision import PRECISIONS
-from trainstep.check import accumulated_rounding, allowed_error, larger, one_rounding
+from trainstep.base.tolerance import accumulated_rounding, allowed_error, larger, one_rounding
 
 
 @pytest.mark.parametrize(

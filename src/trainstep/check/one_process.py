@@ -1,4 +1,4 @@
-"""Results of one process for a workload, on the ranks' shares one after another: what schemes are held against.
+"""Reference of schemes: one process computes a workload on the ranks' shares, one after another.
 
 It is the plain computation of the error budget, in float64 and float32 and in the precision at hand: schemes sum in
 other orders and round elsewhere, but no more often.
@@ -25,11 +25,10 @@ from torch import Tensor, nn
 
 from trainstep.base.config import StepConfig
 from trainstep.base.precision import PRECISIONS
-from trainstep.check import allowed_error, one_rounding
+from trainstep.base.tolerance import DRAWS, FLOAT32_AT_MOST, REPEATS, allowed_error, one_rounding
 from trainstep.check.dropout import without_dropout
 from trainstep.check.gradients import Gradients, Rounding, dense
-from trainstep.check.reference import DRAWS, FLOAT32_AT_MOST, Reference
-from trainstep.check.reproducible import REPEATS
+from trainstep.check.reference import Reference
 from trainstep.check.rounding import RandomRounding
 from trainstep.check.updates import UPDATES
 from trainstep.measure.outcome import Failure, attempt
@@ -50,13 +49,12 @@ from before an update shows it, and so does one whose weights were zero. More of
 add up over a matrix's rows and through layers, until a deep model's blocks had hardly a gradient left. Where parameters
 may go without a gradient, and so without an update, weights stay as they are."""
 FILLED = (2.0**-7, *[-3 * 2.0**-7] * (UPDATES - 1))
-"""Value that every gradient is filled with before each of the updates: large beside Adam's ε, and unlike in size and
-sign."""
+"""Values that fill every gradient before each of the updates: large beside Adam's ε, and unlike in size and sign."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Results of `STEPS` steps in one process."""
+    """Result of `STEPS` steps in one process."""
 
     losses: tuple[float, ...]
     parameters: dict[str, Tensor]
@@ -74,14 +72,14 @@ class Expected:
     """Results of one process, and how far a scheme may be from them."""
 
     gradients: Reference
-    """Gradients of one process; the places are those of `BATCHES`."""
+    """Reference whose places are those of `BATCHES`."""
     updates: Mapping[str, Tensor]
-    """Distances that each parameter moves in updates of `FILLED`; without those that are not used in both."""
+    """Movement of each parameter in updates of `FILLED`; without those that are not used in both."""
     trained: Trained
     loss_allowed: float
-    """Allowed error of a scheme's losses."""
+    """Tolerance of a scheme's losses, absolute."""
     update_allowed: float
-    """Allowed error of its parameters after `STEPS`, relative to how far they moved."""
+    """Tolerance of its parameters after `STEPS`, relative to how far they moved."""
     share_difference: float | None
     """Distance of the first batch's gradients from the mean of its shares', relative; None where that is random."""
 
@@ -233,8 +231,8 @@ def _trained_beside(
 
 
 def _share_difference(source: WorkloadSource, config: StepConfig, world_size: int) -> float | None:
-    """Rounding alone where a loss is a mean over as many terms in every share of a batch; None where random numbers
-    make a difference too, which a share draws for other rows."""
+    """Rounding alone, where a loss is a mean over as many terms in every share of a batch; None where random
+    numbers make a difference too, which a share draws for other rows."""
     seeds = itertools.chain(itertools.repeat(0, world_size + 1), itertools.repeat(1))
     step = TrainingStep(seeded(source.build(config), seeds), config)
     batch = step.next_batch()

@@ -1,8 +1,8 @@
 """Is a changed script the same training? Held against the script as it is: the first update's gradients, what models
 have made of their buffers by then, the loss of every update, and how far all weights have moved at the end.
 
-Gradients are compared as the judge of steps compares them (`bench.check.gradients`): per parameter, per row and by
-their scale. So are buffers (`bench.check.buffers`), but not in fp16, where a pass that overflows moves them once more,
+Gradients are compared as the check of steps compares them (`check.gradients`): per parameter, per row and by
+their scale. So are buffers (`check.buffers`), but not in fp16, where a pass that overflows moves them once more,
 and not those that the script does not repeat. What all may be off by is measured on the script itself: it is run again
 with results rounded once more at random (`RandomRounding`), all else being as the script has it. A change of precision
 is judged by the script with that change alone and random roundings on top, whose difference is what roundings in that
@@ -10,7 +10,7 @@ precision do; what the change itself is off by counts only where roundings expla
 rounding are allowed.
 
 An optimizer that gets the very gradients that it got before is held to its first update as well, at float32's
-tolerance (`bench.check.updates`): what it does otherwise shows there long before it shows in the weights at the end.
+tolerance (`check.updates`): what it does otherwise shows there long before it shows in the weights at the end.
 
 Roundings grow as training goes on, and so do the differences of the random runs: losses are held against those at the
 same update, and weights at the end. Where rounding alone moves what is compared by half of itself, nothing can be held
@@ -23,88 +23,39 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import torch
 
 from trainstep.base.precision import PrecisionName
-from trainstep.check import allowed_error, larger, one_rounding
+from trainstep.base.tolerance import (
+    DRAWS,
+    FLOAT32_LOSES,
+    NEAR,
+    REPEATS,
+    SCRIPT_DRAWS,
+    VACUOUS,
+    allowed_error,
+    headroom,
+    larger,
+    one_rounding,
+)
 from trainstep.check.buffers import NO_BUFFERS, unlike
-from trainstep.check.gradients import HEADROOM, VACUOUS, Deviation, Error, Rounding, compare
+from trainstep.check.gradients import Error, Rounding, compare
 from trainstep.check.parts import norm
-from trainstep.check.reference import DRAWS, FLOAT32_LOSES
-from trainstep.check.reproducible import REPEATS
-from trainstep.check.updates import UpdateError, compare_updates
-from trainstep.ladder.trial.capture import Captured
+from trainstep.check.updates import compare_updates, named
+from trainstep.check.verdict import Deviation, Part, Verdict
 
-NEAR = 4.0
-"""Gradients that are over their budget by at most this factor are judged again, with the roundings of further runs."""
-MORE_DRAWS = 8
-"""Runs with random roundings by then, in all."""
-_ONE_NUMBER = 1 + HEADROOM / math.sqrt(2)
-"""Allowed error of gradients of one element."""
+if TYPE_CHECKING:
+    from trainstep.ladder.trial.capture import Captured
 
-Draw = Callable[[PrecisionName, int | None], Captured]
+Draw = Callable[[PrecisionName, "int | None"], "Captured"]
 """Runs the script in a precision: without a seed as it is, with one under random roundings."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A value that is held against the reference's: how far it is off, and what is allowed, both relative."""
-
-    error: float
-    allowed: float
-
-    @property
-    def is_judged(self) -> bool:
-        """True if what is allowed says anything."""
-        return self.allowed < VACUOUS
-
-    @property
-    def is_right(self) -> bool:
-        """Within what is allowed; NaN never is. What cannot be judged is not wrong as long as it is finite."""
-        return self.error <= self.allowed or (not self.is_judged and math.isfinite(self.error))
-
-
-@dataclass(frozen=True)
-class ScriptVerdict:
-    """Findings on one run."""
-
-    gradients: Deviation
-    losses: Part
-    moved: Part
-    same_start: bool
-    """True if training begins at the reference's weights."""
-    update: UpdateError | None = None
-    """Error of the first update from equal gradients; None where they are not equal."""
-
-    @property
-    def is_right(self) -> bool:
-        """True if everything is within its budget."""
-        update = self.update is None or self.update.is_right
-        return self.same_start and self.gradients.is_right and self.losses.is_right and self.moved.is_right and update
-
-    @property
-    def is_judged(self) -> bool:
-        """True if the gradients' budget says anything."""
-        return not self.gradients.is_vacuous
-
-    def __str__(self) -> str:
-        """Say what is wrong."""
-        if not self.same_start:
-            return "training starts from other weights"
-        parts = [] if self.gradients.is_right else [f"the first update: {self.gradients}"]
-        if self.update is not None and not self.update.is_right:
-            off = f"off by {self.update.error:.2g} of {self.update.allowed:.2g}"
-            parts.append(f"the first update of {self.update.name} from equal gradients {off}")
-        for name, part in (("losses", self.losses), ("weights at the end", self.moved)):
-            if not part.is_right:
-                parts.append(f"{name} off by {part.error:.2g} of {part.allowed:.2g}")
-        return "; ".join(parts)
-
-
-@dataclass(frozen=True)
 class _Apart:
-    """Difference of one run from another; of a large model it takes a while to compute."""
+    """Differences of one run from another; of a large model they take a while to compute."""
 
     gradients: Rounding
     losses: list[float]
@@ -121,7 +72,7 @@ class _Apart:
 
 @dataclass
 class _Usual:
-    """Effects of rounding on the three, in one precision."""
+    """Error that rounding gives the three, in one precision."""
 
     draws: int = 0
     gradients: Rounding = field(default_factory=Rounding)
@@ -135,8 +86,8 @@ class _Usual:
         self.moved = larger(self.moved, apart.moved)
 
 
-class ScriptJudge:
-    """Judges runs of one script.
+class ScriptCheck:
+    """Checks runs of one script.
 
     Args:
         reference: the script as it is.
@@ -153,37 +104,38 @@ class ScriptJudge:
         self._changed: dict[PrecisionName, _Apart] = {}  # what a change of precision alone is off by
         self._repeated = [_Apart.between(each, self.reference) for each in self.repeats]
 
-    def of_repeat(self) -> ScriptVerdict:
-        """Verdict on the script run again: whether it repeats itself to within rounding."""
+    def of_repeat(self) -> Verdict:
+        """Check the script run again: it should repeat itself to within rounding."""
         verdicts = [self._verdict(each, self.own, self._measured(self.own, DRAWS)) for each in self.repeats]
-        return max(verdicts, key=lambda each: (not each.is_right, each.gradients.severity))
+        return max(verdicts, key=lambda each: (not each.is_right, _gradients(each).severity))
 
-    def judge(self, found: Captured, precision: PrecisionName, kept: Captured | None = None) -> ScriptVerdict:
-        """Verdict on a changed run.
+    def judge(self, found: Captured, precision: PrecisionName, kept: Captured | None = None) -> Verdict:
+        """Check a changed run.
 
         Args:
             kept: the run that it was changed from, whose first update it takes too where their gradients are equal;
                 the reference by default.
         """
-        update = _update(found, kept or self.reference)
-        return replace(self._judge(found, precision), update=update)
+        verdict, update = self._judge(found, precision), _update(found, kept or self.reference)
+        return verdict if update is None else replace(verdict, parts={"update": update, **verdict.parts})
 
-    def _judge(self, found: Captured, precision: PrecisionName) -> ScriptVerdict:
+    def _judge(self, found: Captured, precision: PrecisionName) -> Verdict:
         verdict = self._verdict(found, precision, self._with_repeats(precision, DRAWS))
-        is_near = verdict.gradients.worst <= NEAR * verdict.gradients.worst_allowed
-        if not verdict.is_right and verdict.same_start and is_near:
-            verdict = self._verdict(found, precision, self._with_repeats(precision, MORE_DRAWS))
+        gradients = _gradients(verdict)
+        is_near = gradients.worst <= NEAR * gradients.worst_allowed
+        if not verdict.is_right and not verdict.faults and is_near:
+            verdict = self._verdict(found, precision, self._with_repeats(precision, SCRIPT_DRAWS))
         return verdict
 
     def _with_repeats(self, precision: PrecisionName, draws: int) -> _Usual:
-        """Effects of rounding, and what the script does not repeat by itself."""
+        """Errors of rounding, and of the script where it does not repeat itself."""
         usual = self._measured(precision, draws)
         for each in self._repeated:
             usual.take(each)
         return usual
 
     def _measured(self, precision: PrecisionName, draws: int) -> _Usual:
-        """Effects of rounding in a precision, and what the change to it does where roundings explain that."""
+        """Errors of rounding in a precision, and of the change to it where roundings explain that."""
         if precision not in self._plain:
             self._plain[precision] = self._draw(precision, None)
         plain, drawn = self._plain[precision], self._usual.setdefault(precision, _Usual())
@@ -198,20 +150,32 @@ class ScriptJudge:
             usual.take(self._changed[precision])
         return usual
 
-    def _verdict(self, found: Captured, precision: PrecisionName, usual: _Usual) -> ScriptVerdict:
+    def _verdict(self, found: Captured, precision: PrecisionName, usual: _Usual) -> Verdict:
         one, factor = one_rounding(precision), FLOAT32_LOSES if precision == "fp32" else 1.0
         gradients = replace(found.gradients, buffers=NO_BUFFERS) if precision == "fp16" else found.gradients
         deviation = compare(gradients, self.reference.gradients, usual.gradients.times(factor), one)
-        losses = Part(0.0, one)
+        losses = Part(0.0, one, "losses")
         most = 0.0
         for apart, known in zip_longest(_losses_apart(found, self.reference), usual.losses, fillvalue=0.0):
             most = max(most, known)
-            part = Part(apart, allowed_error(factor * _ONE_NUMBER * most, one))
-            losses = max(part, losses, key=_severity)
+            losses = max(_part("losses", apart, factor * headroom(1) * most, one), losses, key=_severity)
         if len(found.losses) != len(self.reference.losses):
-            losses = Part(math.inf, 0.0)
-        moved = Part(_moved_apart(found, self.reference), allowed_error(factor * usual.moved, one))
-        return ScriptVerdict(deviation, losses, moved, found.weights == self.reference.weights)
+            losses = Part(math.inf, 0.0, "losses")
+        moved = _part("weights at the end", _moved_apart(found, self.reference), factor * usual.moved, one)
+        is_same = found.weights == self.reference.weights
+        faults = () if is_same else ("training starts from other weights",)
+        return Verdict(deviation, parts={"losses": losses, "moved": moved}, faults=faults)
+
+
+def _part(name: str, error: float, plain: float, rounding: float) -> Part:
+    """A quantity of a whole training; where roundings alone move it by half of itself, any finite one is right."""
+    allowed = allowed_error(plain, rounding)
+    return Part(error, allowed if allowed < VACUOUS else math.inf, name)
+
+
+def _gradients(verdict: Verdict) -> Deviation:
+    assert verdict.gradients is not None, "a script's are compared"
+    return verdict.gradients
 
 
 def _steady(reference: Captured, repeats: Iterable[Captured], tolerance: float) -> Captured:
@@ -221,18 +185,18 @@ def _steady(reference: Captured, repeats: Iterable[Captured], tolerance: float) 
     return replace(reference, gradients=replace(reference.gradients, buffers=own.without(names)))
 
 
-def _severity(part: Part) -> tuple[bool, float]:
+def _severity(part: Part) -> tuple[bool, float, float]:
     """Larger where it is worse: what is wrong, NaN first, then what uses more of its budget."""
-    return not part.is_right, math.inf if math.isnan(part.error) else part.error / part.allowed
+    return not part.is_right, part.share, part.error
 
 
-def _update(found: Captured, kept: Captured) -> UpdateError | None:
+def _update(found: Captured, kept: Captured) -> Part | None:
     own, other = found.gradients.by_name, kept.gradients.by_name
     if own.keys() != other.keys() or not all(torch.equal(own[name], other[name]) for name in own):
         return None
     if found.first_moved.keys() != kept.first_moved.keys():
         return None
-    return compare_updates(found.first_moved, kept.first_moved, kept.sizes)
+    return named(compare_updates(found.first_moved, kept.first_moved, kept.sizes), "the first update")
 
 
 def _losses_apart(found: Captured, reference: Captured) -> list[float]:
