@@ -24,10 +24,10 @@ def test_a_plain_step_that_does_not_fit_leaves_the_first_that_does_as_the_refere
     judge = StepCheck(WorkloadSource("big", build), BASE)
     for change in ({"attention": "sdpa"}, {"attention": "sdpa", "optimizer": "adamw-fused"}):
         verdict = judge.judge(dataclasses.replace(BASE, **change))
-        assert (verdict.is_right, verdict.not_in_float32) == (True, ""), "it is in float32 itself"
+        assert (verdict.is_right, verdict.notes) == (True, {}), "it is in float32 itself"
     assert judge.reference.config.attention == "sdpa"
     half = judge.judge(dataclasses.replace(BASE, attention="sdpa", precision="bf16"))
-    assert (half.is_right, half.not_in_float32, half.float32.is_right) == (True, "", True)
+    assert (half.is_right, half.notes.get("not_in_float32"), half.float32.is_right) == (True, None, True)
     assert half.columns()["reference"] == "the first step that fits, as the plain one ended with out of memory"
     assert judge.is_stood_in_for
     assert StepCheck(PLAIN, BASE).judge(BASE).columns().get("reference") is None
@@ -190,4 +190,4 @@ def test_where_only_16_bits_fit_it_is_said_why_nothing_was_judged_in_float32():
     for _ in range(2):
         verdict = judge.judge(narrow)
         assert verdict.is_right
-        assert verdict.not_in_float32 == "out of memory: CUDA out of memory"
+        assert verdict.notes["not_in_float32"] == "out of memory: CUDA out of memory"

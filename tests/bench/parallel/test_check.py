@@ -14,7 +14,7 @@ from trainstep.base.tolerance import DRAWS, allowed_error, one_rounding
 from trainstep.bench.parallel import ParallelCase
 from trainstep.check.gradients import Gradients
 from trainstep.check.one_process import MOVED, SHRUNK, STEPS, _places, expected
-from trainstep.check.ranks import _BITS, _checksum, compare_with_one_process
+from trainstep.check.ranks import _BITS, RANKS_DIFFER, _checksum, compare_with_one_process
 from trainstep.check.ranks import agreement as judge
 from trainstep.step.batches import share_of
 from trainstep.step.training_step import build_step
@@ -48,13 +48,17 @@ def test_wrong_schemes_are_found_wrong(wrong, precision):
 @pytest.mark.distributed
 def test_each_part_finds_what_the_others_cannot(wrong):
     scale, moments, narrow, apart = (wrong["bf16"][name] for name in PARTS)
-    assert (scale.optimizer.is_right, scale.update_error < scale.update_allowed) == (True, True)
+    assert (scale.parts["optimizer"].is_right, scale.parts["update"].is_right) == (True, True)
     assert not scale.gradients.scale <= scale.gradients.scale_allowed
-    assert (moments.gradients.is_right, moments.float32.is_right, moments.optimizer.is_right) == (True, True, False)
-    assert moments.update_error < moments.update_allowed, "too small for five steps in bf16"
+    assert (moments.gradients.is_right, moments.float32.is_right, moments.parts["optimizer"].is_right) == (
+        True,
+        True,
+        False,
+    )
+    assert moments.parts["update"].is_right, "too small for five steps in bf16"
     assert (narrow.gradients.is_right, narrow.float32.is_right) == (True, False)
-    assert apart.ranks_agree is False
-    assert (apart.gradients.is_right, apart.optimizer.is_right) == (True, True), "the first rank's are"
+    assert apart.faults == (RANKS_DIFFER,)
+    assert (apart.gradients.is_right, apart.parts["optimizer"].is_right) == (True, True), "the first rank's are"
     assert all(not wrong["bf16"][name].gradients.is_right for name in ONE_PASS)
     passes, steps = (wrong["bf16"][name] for name in LATE)
     assert (passes.gradients.is_right, passes.float32.is_right, passes.parts["optimizer"].is_right) == (

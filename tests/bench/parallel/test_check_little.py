@@ -19,8 +19,8 @@ from trainstep.base.config import StepConfig
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.schemes import SCHEMES
 from trainstep.base.tolerance import DRAWS
-from trainstep.bench.parallel import ParallelCase, check
-from trainstep.check import reference
+from trainstep.bench.parallel import ParallelCase
+from trainstep.check import ranks, reference
 from trainstep.check.one_process import STEPS, expected
 from trainstep.check.ranks import _checksum, compare_with_one_process
 from trainstep.check.ranks import agreement as judge
@@ -149,7 +149,7 @@ def test_steps_that_are_too_long_show_in_losses_and_in_how_far_parameters_move(a
     found = judged(alone, Planted(FLAT, optimizer=faster(1.05)))
     assert found.gradients.is_right
     assert found.optimizer.error == pytest.approx(0.05, rel=0.01)
-    assert found.update_error == pytest.approx(0.05, rel=0.1)
+    assert found.parts["update"].error == pytest.approx(0.05, rel=0.1)
     assert not found.parts["loss"].is_right, "the first loss is the same, and the others are not"
 
 
@@ -191,7 +191,7 @@ def test_compiled_or_not_a_scheme_is_held_against_one_process_that_computed_once
     cases = [ParallelCase(SOURCE, dataclasses.replace(CONFIG, compile=each), FLAT) for each in ("off", "blocks")]
     judged = {case: f"judged with compile {case.config.compile}" for case in cases}
     with (
-        mock.patch.object(check, "expected", side_effect=check.expected) as computed,
+        mock.patch.object(ranks, "expected", side_effect=ranks.expected) as computed,
         mock.patch.object(check, "agreement", side_effect=lambda case, wanted, process: judged[case]),
     ):
         found = compare_with_one_process(cases, alone)
