@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tests.ladder.changes.test_reasons import SETTINGS
-from tests.ladder.test_judge import PLAIN
+from tests.check.test_script import PLAIN
 from trainstep.ladder.change import all_changes
 from trainstep.ladder.ladder import Ladder
 from trainstep.ladder.scripts import MOST_ROUNDS, ScriptRunner

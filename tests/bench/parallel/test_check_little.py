@@ -192,7 +192,7 @@ def test_compiled_or_not_a_scheme_is_held_against_one_process_that_computed_once
     judged = {case: f"judged with compile {case.config.compile}" for case in cases}
     with (
         mock.patch.object(ranks, "expected", side_effect=ranks.expected) as computed,
-        mock.patch.object(check, "agreement", side_effect=lambda case, wanted, process: judged[case]),
+        mock.patch.object(ranks, "agreement", side_effect=lambda case, wanted, process: judged[case]),
     ):
         found = compare_with_one_process(cases, alone)
     assert found.cases == judged
@@ -309,7 +309,7 @@ def test_a_compiled_step_is_gone_before_the_next_is_built_or_gradients_are_compa
 
 def test_on_a_cpu_nothing_is_collected_between_steps_that_are_not_compiled(alone):
     """A collection takes longer than a small step."""
-    with mock.patch.object(check, "release_memory") as release:
+    with mock.patch.object(ranks, "release_memory") as release:
         assert judged(alone).holds
     assert not release.called
 
