@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.ladder.changes.test_reasons import SETTINGS
 from tests.check.test_script import PLAIN
+from tests.ladder.changes.test_reasons import SETTINGS
 from trainstep.ladder.change import all_changes
 from trainstep.ladder.ladder import Ladder
 from trainstep.ladder.scripts import MOST_ROUNDS, ScriptRunner
