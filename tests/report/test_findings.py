@@ -56,8 +56,8 @@ def said(rows, topic):
 
 
 def test_topics_have_an_order_and_every_finding_an_id_of_its_own():
-    rows = [step(0, step_mean_ms=150.0), step(forward_issue_ms=29.9), rung("baseline", "baseline"),
-            rung("x", "slower", False, gain=0.5), rung("y")]  # fmt: skip
+    rows = [step(0, n=2, first_step_ms=200.0, step_mean_ms=150.0), step(forward_issue_ms=29.9),
+            rung("baseline", "baseline"), rung("x", "slower", False, gain=0.5), rung("y")]  # fmt: skip
     every = findings(rows)
     assert [each.topic for each in every] == sorted((each.topic for each in every), key=list(TOPICS).index)
     told = [each.id for each in every]

@@ -50,6 +50,11 @@ def interval(low, high):
     return step(step_low_ms=low, step_high_ms=high)
 
 
+def cold(first, others=100.0, n=3):
+    """A run without warm-up: its first step, and what each of the others took."""
+    return step(0, n=n, first_step_ms=first, step_mean_ms=(first + (n - 1) * others) / n)
+
+
 def baseline(low, high):
     return rung("baseline", "baseline", step_low_ms=low, step_high_ms=high)
 
@@ -103,16 +108,18 @@ def piece(name, ms, tflop, gb_s=None):
         ("utilisation.beyond", [step(achieved_tflops=101.0), ceiling()], True),
         ("launches.bound", [step(forward_issue_ms=28.4)], False),
         ("launches.bound", [step(forward_issue_ms=28.5)], True),
-        ("warm-up.needed", [step(0, step_mean_ms=104.0), step(5)], False),
-        ("warm-up.needed", [step(0, step_mean_ms=106.0), step(5)], True),
-        ("warm-up.needed", [step(0, step_mean_ms=50.0), step(5)], False),
-        ("warm-up.needed", [step(0, step_mean_ms=106.0), step(2), step(5)], True),
-        ("warm-up.needed", [step(1, step_mean_ms=106.0), step(5)], False),
-        ("warm-up.needed", [step(0, step_mean_ms=106.0)], False),
-        ("warm-up.needed", [step(0, step_mean_ms=106.0, first_step_ms=102.0), step(5)], False),
-        ("warm-up.needed", [step(0, step_mean_ms=106.0, first_step_ms=102.1), step(5)], True),
-        ("warm-up.needed", [step(0, step_mean_ms=150.0), step(2), step(5, step_max_ms=105.0)], False),
-        ("warm-up.needed", [step(0, step_mean_ms=150.0), step(2, step_max_ms=105.0), step(5)], True),
+        ("warm-up.needed", [cold(110.0), step(5)], False),
+        ("warm-up.needed", [cold(116.0), step(5)], True),
+        ("warm-up.needed", [cold(50.0), step(5)], False),
+        ("warm-up.needed", [cold(116.0), step(2), step(5)], True),
+        ("warm-up.needed", [replace(cold(116.0), warmup=1), step(5)], False),
+        ("warm-up.needed", [cold(116.0)], False),
+        ("warm-up.needed", [cold(116.0, n=1), step(5)], False),
+        ("warm-up.needed", [cold(102.0, others=80.0), step(5)], False),
+        ("warm-up.needed", [cold(102.1, others=80.0), step(5)], True),
+        ("warm-up.needed", [cold(105.0, others=80.0), step(2), step(5, step_max_ms=105.0)], False),
+        ("warm-up.needed", [cold(105.0, others=80.0), step(2, step_max_ms=105.0), step(5)], True),
+        ("warm-up.needed", [cold(110.0), step(5, step_mean_ms=60.0, step_max_ms=61.0)], False),  # a slower process
         ("kernels.coverage", [replace(PROFILE, module_coverage=0.98)], False),
         ("kernels.coverage", [replace(PROFILE, module_coverage=0.97)], True),
         ("kernels.profiler-free", [replace(PROFILE, profiler_cost=RUN_SPREAD)], True),

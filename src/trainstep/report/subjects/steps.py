@@ -258,14 +258,16 @@ def launch_bound(rows: Sequence[Row]) -> list[Finding]:
 
 
 def cold_mean(rows: Sequence[Row]) -> list[Finding]:
-    """Says by how much the first step raises the mean, where it is slower than every warm step."""
+    """Says by how much the first step raises the mean of its own run, where it is slower than every warm step."""
     steps = {row.warmup: row for row in full_steps(rows)}
     if len(steps) < 2 or 0 not in steps:
         return []
     cold, warm = steps[0], steps[max(steps, key=numeric)]
-    excess = numeric(cold.times["step"].mean) / numeric(warm.times["step"].mean) - 1
-    is_outside = (cold.first_step_ms or 0) > (warm.times["step"].max or math.inf)
-    if excess < COLD_MEAN_EXCESS or not is_outside:  # within the warm steps, another process or noise made the excess
+    mean, first, n = numeric(cold.times["step"].mean), numeric(cold.first_step_ms), cold.n or 1
+    if n < 2 or first <= (warm.times["step"].max or math.inf):
+        return []
+    excess = mean / ((n * mean - first) / (n - 1)) - 1  # the other rows may be processes at another load
+    if excess < COLD_MEAN_EXCESS:
         return []
     said = (
         "Without warm-up the mean would be {excess:.0%} too high: the first step took {first_step_ms:ms}, a warm one "
