@@ -262,7 +262,7 @@ def test_schemes_train_them_as_one_process_does(two):
     for each in (found[name] for name in found if name not in refused):
         assert each.float32.gradient < each.float32.gradient_allowed < 1e-4
         assert each.gradients.gradient_allowed < 0.1
-        assert each.optimizer.error < 0.1
+        assert each.parts["optimizer"].error < 0.1
 
 
 def test_a_rank_is_planned_with_two_bytes_per_number():
