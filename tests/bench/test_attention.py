@@ -27,7 +27,7 @@ def test_no_time_for_a_wrong_answer(monkeypatch):
     monkeypatch.setattr(bench, "attention", wrong_scale)
     (row,) = run_cases([SMALL], device="cpu", warmup=1, passes=1)
     assert row.status == "wrong"
-    assert "o off by" in row.reason
+    assert "o in the worst row off by" in row.reason
     assert row.o_error > row.o_allowed > 0
     assert row.error_share > 1000
     assert not any(name.endswith("_ms") for name in row.values)
@@ -39,8 +39,8 @@ def test_no_time_where_one_row_of_one_gradient_is_wrong(monkeypatch):
     case = dataclasses.replace(SMALL, heads=4, seq=128)
     (row,) = run_cases([case], device="cpu", warmup=1, passes=1)
     assert row.status == "wrong"
-    assert row.reason.startswith("dq off by 0.")
-    assert not any(f"{right} off by" in row.reason for right in ("o", "dk", "dv"))
+    assert row.reason.startswith("dq in the worst row off by 0.")
+    assert not any(f"{right} in" in row.reason for right in ("o", "dk", "dv"))
     assert row.error_nearest == "dq in the worst row"
 
 

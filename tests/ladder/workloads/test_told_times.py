@@ -150,7 +150,7 @@ def test_a_step_of_which_nothing_can_be_said_gets_no_time(monkeypatch):
         def start(self, config):
             step, found = super().start(config)
             vague = dataclasses.replace(RIGHT, gradient_allowed=0.7)
-            return step, found if config == BASE else dataclasses.replace(found, own=vague)
+            return step, found if config == BASE else dataclasses.replace(found, gradients=vague)
 
     faked(monkeypatch, [100.0, 50.0, 100.0], [(100.0, 50.0)])
     monkeypatch.setattr(ladder, "StepCheck", Doubting)
