@@ -29,7 +29,7 @@ ROWS_ALONE = {"report": {"base", "rows"}, "plan": {"base", "rows"}}
 """Rooms that know numbers and no tensors: all that they may import."""
 APART = ("observe", "train")
 """Rooms that import no other room of their level: the instruments that two rooms use belong to `measure`."""
-MOST_LINES = {"src": 41_300, "tests": 47_010}
+MOST_LINES = {"src": 41_320, "tests": 47_060}
 """Lines of code without blanks, comments and docstrings, `tools` among `tests`; only a decision raises them."""
 
 NO_SUBJECT = {
@@ -237,6 +237,8 @@ def loaded_after(statement):
             "import trainstep.plan.rows, trainstep.plan.measured",
             {"torch", "numpy", "pandas", "bokeh"},
         ),
+        ("from trainstep.ladder.trial.trial import Trial", {"torch", "numpy"}),
+        ("from trainstep.ladder.change import all_changes; all_changes('script')", {"torch", "numpy"}),
         ("import trainstep.train.history, trainstep.commands.report, trainstep.report.page", {"torch", "triton"}),
         ("import trainstep.rows.records, trainstep.rows", {"torch", "numpy", "pandas", "bokeh"}),
         ("import trainstep.report.page", {"torch", "pandas", "bokeh"}),

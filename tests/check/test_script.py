@@ -201,7 +201,7 @@ def deviation(**changes):
     ],
 )
 def test_a_part_is_right_up_to_its_allowance_and_unjudged_from_a_half(error, allowed, is_judged, is_right):
-    part = _part("losses", error, allowed / 2, 0.0)
+    part = _part("losses", error, allowed)
     assert (math.isfinite(part.allowed), part.is_right) == (is_judged, is_right)
 
 
@@ -280,6 +280,12 @@ def test_a_wrong_loss_is_not_hidden_by_a_later_one_that_cannot_be_judged():
     assert not found.is_right
     assert str(found) == "losses off by 1.8e-07 of 1.2e-07"
     assert judge.judge(like(losses=(2.0, 4.0, 104.0)), "fp32").is_right, "nothing can be held against it"
+
+
+def test_a_loss_that_cannot_be_judged_does_not_hide_behind_one_that_is_right():
+    judge = judge_by(like(losses=(2.0, 4.0, 9.6)))
+    losses = judge.judge(like(losses=(2.0, 4.0 * (1 + 0.9 * FP32), 80.0)), "fp32").parts["losses"]
+    assert (losses.error, losses.allowed, losses.is_right) == (9.0, math.inf, True)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])

@@ -74,6 +74,8 @@ WRAPPERS = {
 
 def _train_and_drop(name):
     """Train two steps, and return what would show that the wrapper or the optimizer is still there."""
+    if name == "fsdp, unfinished":
+        return _raise_after_backward()
     wrap, make = WRAPPERS[name]
     module = wrap(Net())
     optimizer = _sharded_optimizer(module) if make is None else make(module.parameters())
@@ -82,6 +84,14 @@ def _train_and_drop(name):
         module.finish_gradient_synchronization()
         optimizer.step()
         optimizer.zero_grad()
+    return weakref.ref(module), weakref.ref(module.module), weakref.ref(optimizer)
+
+
+def _raise_after_backward():
+    """Leave a wrapper whose gradients nothing has synchronised, as an error in the loop does."""
+    module = FullyShardedDataParallel(Net())
+    optimizer = _adamw(module.parameters())
+    module(torch.randn(2, 8)).square().mean().backward()
     return weakref.ref(module), weakref.ref(module.module), weakref.ref(optimizer)
 
 
@@ -105,7 +115,7 @@ def _alive_after(process, name):
         gc.enable()
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", [*WRAPPERS, "fsdp, unfinished"])
 def test_memory_is_free_when_the_wrapper_goes(two, name):
     for alive, more in two.run(_alive_after, name):
         assert alive == [False, False, False]

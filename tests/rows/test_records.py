@@ -8,7 +8,7 @@ import resource
 import pytest
 
 from trainstep.base.errors import UsageError
-from trainstep.rows import ChangeRow, PeakRow, StepRow, records, row_of
+from trainstep.rows import ChangeRow, PeakRow, StepRow, SweepRow, records, row_of
 from trainstep.rows.records import (
     RecordWriter,
     SoFar,
@@ -108,6 +108,13 @@ def test_a_whole_number_stays_one_where_its_field_is_a_float(tmp_path):
     write_whole(tmp_path / "rows", [record(tokens_per_s=8, utilisation=8.0)])
     (found,) = read_records(tmp_path / "rows")
     assert [type(each) for each in (found.tokens_per_s, found.utilisation)] == [int, float]
+
+
+@pytest.mark.parametrize("several", [(1, 3), (0.5,), ("one", 2)])
+def test_columns_of_several_numbers_are_read(tmp_path, several):
+    row = SweepRow(command="bench collectives", flags={}, measured={"wrong_ranks": several})
+    write_whole(tmp_path / "results.jsonl", [row])
+    assert read_records(tmp_path / "results.jsonl") == [row]
 
 
 def test_what_is_written_whole_is_there_or_not(tmp_path):
@@ -332,6 +339,8 @@ def test_any_name_is_written_and_read_again(tmp_path, name):
         ('{"kind": "step", "case": {}, "status": "great"}', "status is 'great': Invalid enum value"),
         ('{"kind": "great", "case": {}}', "unknown kind of row 'great'"),
         ('{"kind": "step", "case": {"size": 1}}', "no 'size' among its case"),
+        ('{"kind": "step", "case": {}, "values": {"first_step_ms": 1, "first_step_low_ms": 1}}', "no 'first_step_low"),
+        ('{"kind": "step", "case": {}, "values": {"peak_gib": 1, "wait_ms_max_ms": 1}}', "no 'wait_ms_max_ms'"),
         ('{"kind": "step", "case": {"workload": {"a": 1}}}', "workload"),
         (
             '{"kind": "step", "case": {"batch": "four"}}',

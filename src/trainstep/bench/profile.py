@@ -117,9 +117,11 @@ def run_nvtx(source: WorkloadSource, config: StepConfig, *, warmup: int, steps: 
     """Run the step for an outside profiler: ranges to NVTX, the capture range by cudaProfilerStart and Stop.
 
     Raises:
-        UsageError: the device is no GPU.
+        UsageError: the device is no GPU, or no step warms up: the capture range begins after one.
     """
     device = resolve_device(config.device)
+    if warmup < 1:
+        raise UsageError(f"warmup is {warmup}; expected at least 1, after which the profiler begins to record")
     if device.type != "cuda":
         raise UsageError("NVTX ranges are for GPU profilers, and this would run on the CPU; use a machine with a GPU")
     runner = BatchedStep(build_step(source, config))

@@ -154,22 +154,22 @@ class ScriptCheck:
         one, factor = one_rounding(precision), FLOAT32_LOSES if precision == "fp32" else 1.0
         gradients = replace(found.gradients, buffers=NO_BUFFERS) if precision == "fp16" else found.gradients
         deviation = compare(gradients, self.reference.gradients, usual.gradients.times(factor), one)
-        losses = Part(0.0, one, "losses")
-        most = 0.0
+        most, each_loss = 0.0, [(0.0, one)]
         for apart, known in zip_longest(_losses_apart(found, self.reference), usual.losses, fillvalue=0.0):
             most = max(most, known)
-            losses = max(_part("losses", apart, factor * headroom(1) * most, one), losses, key=_severity)
+            each_loss.append((apart, allowed_error(factor * headroom(1) * most, one)))
+        losses = _part("losses", *max(each_loss, key=_severity))
         if len(found.losses) != len(self.reference.losses):
             losses = Part(math.inf, 0.0, "losses")
-        moved = _part("weights at the end", _moved_apart(found, self.reference), factor * usual.moved, one)
+        moved_allowed = allowed_error(factor * usual.moved, one)
+        moved = _part("weights at the end", _moved_apart(found, self.reference), moved_allowed)
         is_same = found.weights == self.reference.weights
         faults = () if is_same else ("training starts from other weights",)
         return Verdict(deviation, parts={"losses": losses, "moved": moved}, faults=faults)
 
 
-def _part(name: str, error: float, plain: float, rounding: float) -> Part:
+def _part(name: str, error: float, allowed: float) -> Part:
     """A quantity of a whole training; where roundings alone move it by half of itself, any finite one is right."""
-    allowed = allowed_error(plain, rounding)
     return Part(error, allowed if allowed < VACUOUS else math.inf, name)
 
 
@@ -185,9 +185,13 @@ def _steady(reference: Captured, repeats: Iterable[Captured], tolerance: float) 
     return replace(reference, gradients=replace(reference.gradients, buffers=own.without(names)))
 
 
-def _severity(part: Part) -> tuple[bool, float, float]:
-    """Larger where it is worse: what is wrong, NaN first, then what uses more of its budget."""
-    return not part.is_right, part.share, part.error
+def _severity(loss: tuple[float, float]) -> tuple[bool, float, float]:
+    """Larger where an error is worse for what it is allowed: what is wrong, NaN first, then what uses more of it.
+
+    A loss that says nothing uses its budget too. It must not hide behind one that is right.
+    """
+    error, allowed = loss
+    return not _part("losses", error, allowed).is_right, Part(error, allowed).share, error
 
 
 def _update(found: Captured, kept: Captured) -> Part | None:

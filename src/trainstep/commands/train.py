@@ -120,8 +120,8 @@ class Train(AnyModel):
             "weight_decay": "its own optimizer has one",
             "validation_fraction": "its Workload.validation has the batches to validate on",
         }
-        idle = [name for name in ("sample_tokens", "temperature") if name in given]
-        if given.get("samples") == 0 and idle:
+        idle = [name for name in ("sample_tokens", "temperature") if name in self.train]
+        if self.train.get("samples") == 0 and idle:
             raise UsageError(f"--{idle[0].replace('_', '-')} is for samples, and --samples is 0; leave one of them out")
         for name in given:
             flag = f"--{name.replace('_', '-')}"

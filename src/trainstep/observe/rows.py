@@ -316,8 +316,8 @@ def kernel_records(log: RankLog, rows: Sequence[Row], folder: Path) -> list[Row]
     timed = next((row for row in of_kind(rows, ScriptRow) if row.status == "ok"), None)
     if not profiled or timed is None:
         return []
-    from trainstep.base.config import PHASES  # with torch, which the script's rows do without
-    from trainstep.measure.profile.chrome import read_chrome_trace
+    from trainstep.base.config import PHASES
+    from trainstep.measure.profile.chrome import read_chrome_trace  # with torch, which the script's rows do without
     from trainstep.measure.profile.kernels import profiles_of
     from trainstep.measure.profile.rows import profile_rows, timing_values
     from trainstep.observe.instruments import trace_path

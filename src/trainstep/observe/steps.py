@@ -98,6 +98,8 @@ class Step:
     def logged(self) -> dict[str, Any]:
         """Fields of the step for the log, without those that are empty."""
         found = {name: value for name in _LOGGED if (value := getattr(self, name))}
+        if not any(found.get("stock", ())):
+            found.pop("stock", None)
         for clock in ("host", "device"):
             if clock in found:
                 found[clock] = [round(ms, 4) for ms in found[clock]]

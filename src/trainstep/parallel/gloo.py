@@ -50,9 +50,10 @@ def host_waits(group: dist.ProcessGroup, device: torch.device) -> bool:
     """
     found = _waits.setdefault(group, {})
     if device.type not in found:
-        found[device.type] = _backend(group, device.type) == "gloo"
-        if found[device.type]:
+        waits = _backend(group, device.type) == "gloo"
+        if waits:
             _backend(group, "cpu")  # where the copies are
+        found[device.type] = waits
     return found[device.type]
 
 
@@ -131,7 +132,8 @@ def all_gather(tensors: Sequence[Tensor], slices: Sequence[Tensor], group: dist.
     size = group.size()
     announce("all_gather", tensors, size)
     packed, parts = _to_host(slices)
-    gathered, rows = _host_room([packed] * size)
+    gathered = torch.empty(size * packed.numel(), dtype=packed.dtype, pin_memory=tensors[0].is_cuda)
+    rows = gathered.split(packed.numel())
     sizes = [part.numel() for part in parts]
     back = [
         (part, slice_of(tensor, other, size))

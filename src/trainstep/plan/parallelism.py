@@ -10,10 +10,10 @@ gradients of weights, each of the group's tokens · D · e bytes. Nothing hides 
 Data parallel communication hides behind computation as far as `sticking_out_s` says: gradients behind backward in
 buckets, gathered parameters behind the optimizer, FSDP's groups behind forward and behind backward. Between replicas
 (hsdp) each group's part of the gradients follows: over the network beside what goes on within nodes, and within a node
-after it, over the same connections; by copies, a group's gradients go among all ranks of the node, and means of parts
-between those that have the same. FSDP's gradients in half precision are exchanged, an all-to-all: every GPU sends to
-each one of the other nodes, by its own connection. What is hidden slows the computation that hides it, by
-`Machine.interference` of its own time.
+after it, over the same connections. In rows of 2026-11-27 a group's gradients go by copies among all ranks of the node,
+and means of parts between those that have the same. FSDP's gradients in half precision are exchanged, an all-to-all:
+every GPU sends to each one of the other nodes, by its own connection. What is hidden slows the computation that hides
+it, by `Machine.interference` of its own time.
 
 The host launches all of it, and a step takes no less than that; counted where schemes' launches were measured.
 

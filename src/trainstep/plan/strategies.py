@@ -41,7 +41,7 @@ class Layout:
     data: int = 1
     tensor: int = 1
     replicas: int = 1
-    by_copies: bool = False  # whether gradients of all its ranks go by copies, as between GPUs of one host
+    by_copies: bool = False  # whether gradients of all its ranks go by copies, as in rows of 2026-11-27
     blocks_per_group: int = 1  # that fsdp and hsdp gather together
 
     @property

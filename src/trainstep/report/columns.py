@@ -46,7 +46,7 @@ class Cell:
     @property
     def raw(self) -> str:
         """The value as the page's `data-value`."""
-        return ", ".join(self.value) if isinstance(self.value, tuple) else str(self.value)
+        return ", ".join(map(str, self.value)) if isinstance(self.value, tuple) else str(self.value)
 
     @property
     def plain(self) -> str:

@@ -7,7 +7,7 @@ training has made of the loss so far: a step that never updates is off by all of
 a single number, `tolerance.headroom` times one rounding, of the coarser of the two precisions.
 
 Losses within this budget are a necessary sign and no proof: the gradient of one parameter that is dropped, or a weight
-decay that is left out, may move them by less than rounding does. `bench.check.step` judges gradients and updates.
+decay that is left out, may move them by less than rounding does. `check.step` judges gradients and updates.
 """
 
 from __future__ import annotations

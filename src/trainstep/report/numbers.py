@@ -21,7 +21,7 @@ def number(value: Scalar, digits: int = 3) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, tuple):
-        return ", ".join(value)
+        return ", ".join(map(str, value))
     if isinstance(value, int) or abs(value) >= 10**digits:
         return f"{value:,.0f}"
     if value == 0:

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, dataclass_tra
 
 from trainstep.base.stats import Summary
 
-Scalar = str | int | float | bool | None | tuple[str, ...]
-"""Value of a row's column: a number, a word, or several words."""
+Entry = str | int | float | bool | None
+Scalar = Entry | tuple[str | int | float, ...]
+"""Value of a row's column: a number, a word, or several of them."""
 if TYPE_CHECKING:
     Sample = float
 else:
@@ -86,7 +87,7 @@ class Row:
     reason: str = field(default="", metadata={"section": ""})  # one line, empty where the status is ok
     # Machine, versions, commit, date.
     environment: Mapping[str, Scalar] = field(default_factory=dict, metadata={"section": "environment"})
-    series: Mapping[str, Sequence[Scalar]] = field(default_factory=dict, metadata={"section": "series"})
+    series: Mapping[str, Sequence[Entry]] = field(default_factory=dict, metadata={"section": "series"})
     """Columns too long for values of their own, such as a timeline's events; which belong together, the kind says."""
 
     def __init_subclass__(cls, kind: str | None = None) -> None:
@@ -220,7 +221,7 @@ def _places(kind: type[Row], section: str, names: tuple[str, ...]) -> _Places:
         phase, part = _part_of_times(name)
         if name in plain:
             found.plain.append(name)
-        elif found.times and f"{phase}_ms" in names:
+        elif found.times and f"{phase}_ms" in names and f"{phase}_ms" not in plain:
             found.phases.setdefault(phase, {})[part] = name
         elif found.open:
             found.further.append(name)

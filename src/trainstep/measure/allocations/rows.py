@@ -9,6 +9,7 @@ from trainstep.measure.allocations.timeline import OWNERS, Allocation, Group, Ti
 from trainstep.measure.memory import GIB, MIB
 from trainstep.rows import AllocationRow, MemoryTimelineRow, OwnerRow
 from trainstep.rows.records import Row, Scalar
+from trainstep.rows.row import Entry
 from trainstep.step.blocks import without_numbers
 
 NAMED_MODULES = 4  # whose activations have a colour of their own
@@ -39,7 +40,7 @@ def _timeline_row(
     blocks = [each.block for each, _ in drawn.kept]
     whats, what = interned([_what(each) for each, _ in drawn.kept])
     stacks, stack = interned([_stack(each) for each, _ in drawn.kept])
-    series: dict[str, Sequence[Scalar]] = {
+    series: dict[str, Sequence[Entry]] = {
         "start": [block.start for block in blocks],
         "end": [timeline.events + 1 if block.end is None else block.end for block in blocks],
         "bytes": [block.bytes for block in blocks],

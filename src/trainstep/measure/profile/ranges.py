@@ -35,8 +35,8 @@ RangeKind = (
     AnnouncedKind | Literal["profiler step", "named step", "node", "operator", "compiled", "collective", "other"]
 )
 """Kinds of ranges: one of ours, or by torch: a step of its profiler's schedule, a node of backward, an operator's call,
-a call of compiled code, a collective of Gloo or an exchange of messages on the thread that runs it (from when it begins
-there until all is received); or anybody's, of which those are told apart that are named as steps are."""
+a call of compiled code, a collective of Gloo on the thread that runs it (from when it begins there until all is
+received); or anybody's, of which those are told apart that are named as steps are."""
 Step = Callable[[PhaseContext], object]
 ROOT = "(model)"  # the name of the outermost module, whose own dotted name is empty
 WARMUP = 2  # steps under the profiler before those that are recorded: one to start it, one as it is when recording
@@ -195,7 +195,7 @@ def profiler_of_steps(steps: int, trace: Path, *, on_gpu: bool, shapes: bool) ->
 
 
 def _all_threads() -> _ExperimentalConfig | None:
-    """Between ranks on CPUs, messages run on threads that torch does not tell of the profiler by itself."""
+    """Between ranks on CPUs, Gloo runs on threads that torch does not tell of the profiler by itself."""
     return _ExperimentalConfig(profile_all_threads=True) if dist.is_available() and dist.is_initialized() else None
 
 

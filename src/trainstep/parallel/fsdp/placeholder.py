@@ -59,7 +59,7 @@ class Handle(RankRows):
 
     @property
     def grad(self) -> Tensor | None:
-        if self.sharing.waiting:
+        if self.sharing.is_waiting():
             self._refuse_gradient()
         gradient = self.plain.grad
         if gradient is None:
@@ -70,7 +70,7 @@ class Handle(RankRows):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        if self.sharing.waiting:
+        if self.sharing.is_waiting():
             self._refuse_gradient()
         self._gradient = None
         self.plain.grad = None if gradient is None else beside(self, gradient, "grad")
@@ -155,7 +155,10 @@ def stand_for_all(schedule: Schedule, process_group: dist.ProcessGroup) -> None:
     def may_read() -> bool:
         return (schedule := alive()) is not None and schedule.may_read
 
-    sharing = Sharing(process_group, from_first, schedule.used, schedule.hooked)
+    def is_waiting() -> bool:
+        return (schedule := alive()) is not None and not schedule.is_complete
+
+    sharing = Sharing(process_group, from_first, is_waiting, schedule.hooked)
     for number, (_, parameter) in enumerate(schedule.members):
         assert parameter.full is not None
         parameter.handle = Handle.for_shard(parameter, sharing, parameter.shard)

@@ -15,7 +15,7 @@ Of a replicated parameter every rank has the whole: nothing raises, and random n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat, zip_longest
@@ -37,13 +37,13 @@ class Sharing:
     Attributes:
         group: all ranks.
         from_first: gives tensors the first rank's values. All ranks call it.
-        waiting: the parameters whose gradients came and are not averaged yet.
+        is_waiting: says whether gradients came that are not averaged yet.
         hooked: the names of parameters that were given hooks.
     """
 
     group: dist.ProcessGroup | None
     from_first: Callable[[Sequence[Tensor]], None]
-    waiting: Set[Any]
+    is_waiting: Callable[[], bool]
     hooked: set[str]
 
 
@@ -148,7 +148,7 @@ class RankGradient(RankRows):
     def use(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         what = name_of(func)
         sharing = _first(_pytree.tree_leaves((args, kwargs))).sharing
-        if changes(what) and what != "requires_grad_" and sharing.waiting:
+        if changes(what) and what != "requires_grad_" and sharing.is_waiting():
             raise UsageError(
                 f"{what} on a gradient before finish_gradient_synchronization(): other gradients are still "
                 "on their way and would be left out; call it first"

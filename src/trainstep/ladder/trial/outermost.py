@@ -1,0 +1,64 @@
+"""The outermost training calls of a script's models, seen before they run.
+
+There a change to a model is made from outside, since the script has built it by then and has not used it yet.
+`nn.Module.__call__` is replaced until a few updates are done, and put back while an outermost call is under way. So
+what is compiled inside never sees this.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainstep.observe.untraced import when_eager
+
+
+class Outermost:
+    """Calls each of `on_first` with a model that is about to be called in training for the first time."""
+
+    def __init__(self) -> None:
+        self.on_first: list[Callable[[nn.Module], object]] = []
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._original: Callable[..., Any] = nn.Module.__call__
+        self._is_on = self._is_within = False
+
+    def install(self) -> None:
+        """Look from here on."""
+        self._is_on, original = True, self._original
+
+        def outermost(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_on or self._is_within:  # some class may have kept `looking` as its own
+                return original(module, *args, **kwargs)
+            self._is_within = True
+            self._put(original)
+            try:
+                if torch.is_grad_enabled() and module not in self._seen and _trains(module):
+                    self._seen.add(module)
+                    for tell in self.on_first:
+                        tell(module)
+                return original(module, *args, **kwargs)
+            finally:
+                self._is_within = False
+                if self._is_on:
+                    self._put(looking)
+
+        looking = when_eager(original, outermost)
+        self._put(looking)
+
+    def remove(self) -> None:
+        """Look no longer."""
+        if self._is_on:
+            self._is_on = False
+            self._put(self._original)
+
+    @staticmethod
+    def _put(call: Callable[..., Any]) -> None:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
