@@ -49,7 +49,8 @@ JUDGES = {
         *("tests/ladder/test_ladders.py", "tests/ladder/test_climb.py", "tests/ladder/test_larger.py"),
     ),
     "check/verdict.py": tuple(
-        f"tests/check/test_{name}.py" for name in ("gradients", "updates", "script", "reproducible", "attention")
+        f"tests/check/test_{name}.py"
+        for name in ("verdict", "gradients", "updates", "script", "reproducible", "attention")
     ),
     "check/attention.py": ("tests/check/test_attention.py",),
     "check/buffers.py": ("tests/check/test_buffers.py",),
@@ -64,7 +65,7 @@ JUDGES = {
     "check/ranks.py": ("tests/bench/parallel/test_check_little.py", "tests/bench/parallel/test_check.py"),
     "base/tolerance.py": (
         "tests/base/test_tolerance.py",
-        "tests/check/test_gradients.py",
+        *(f"tests/check/test_{name}.py" for name in ("gradients", "updates", "script", "reproducible", "buffers")),
         "tests/report/test_losses.py",
     ),
     "report/compare.py": ("tests/report/test_compare.py",),
