@@ -133,7 +133,7 @@ def all_gather(tensors: Sequence[Tensor], slices: Sequence[Tensor], group: dist.
     announce("all_gather", tensors, size)
     packed, parts = _to_host(slices)
     gathered = torch.empty(size * packed.numel(), dtype=packed.dtype, pin_memory=tensors[0].is_cuda)
-    rows = gathered.split(packed.numel())
+    rows = gathered.split([packed.numel()] * size)
     sizes = [part.numel() for part in parts]
     back = [
         (part, slice_of(tensor, other, size))

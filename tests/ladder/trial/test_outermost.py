@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from trainstep.ladder.trial.trial import Outermost
+from trainstep.ladder.trial.outermost import Outermost
 
 
 def test_models_are_seen_once_before_their_first_training_call():

@@ -20,7 +20,7 @@ def whole(shape=(5, 4), seed=0):
 
 def rows_of(value, rank, kind=RankRows, complete=True):
     """What one of two ranks has."""
-    sharing = Sharing(None, lambda values: None, set() if complete else {"one"}, set())
+    sharing = Sharing(None, lambda values: None, lambda: not complete, set())
     if value.dim() < 2:
         return kind.of(value.clone(), value.shape, None, sharing)
     each = -(-len(value) // RANKS)
