@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,47 +44,47 @@ class Data(Protocol):
     """Line that says why the run ends without samples of text, for those that could have some."""
 
     @property
+    @abstractmethod
     def parameters(self) -> str:
         """Say how many the model has."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def validates(self) -> bool:
         """True if there are batches to validate on."""
-        raise NotImplementedError
 
     @property
     def prompts(self) -> Tokens | None:
         """Tokens that are bytes of text, from which samples begin; None where there are none."""
         return None
 
+    @abstractmethod
     def check(self, process: Process) -> None:
         """Raise `AgreedError` on every rank where one cannot train on its part. All ranks call it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self) -> dict[str, Scalar]:
         """Identify the data: a run goes on only with the same."""
-        raise NotImplementedError
 
+    @abstractmethod
     def workload(self, step: StepConfig) -> Workload:
         """Build the workload. Its batches come from here."""
-        raise NotImplementedError
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Take notice of the optimizer that was built, before its first step."""
         return
 
+    @abstractmethod
     def training_parts(self, step: int, rank: int, world_size: int, batch: int) -> Sequence[Any]:
         """Draw a rank's part of update number `step`, pass by pass; those of a built-in model have `batch` sequences.
 
         Raises:
             UsageError: a user's batch cannot be drawn, or the ranks cannot divide its rows.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def validation_parts(self, rank: int, world_size: int, batch: int) -> Sequence[Any]:
         """Draw a rank's part of the validation, the same every time."""
-        raise NotImplementedError
 
     def flops(self, world_size: int) -> float | None:
         """Compute the FLOPs of a rank's part of an update; None where they have to be counted."""
