@@ -18,8 +18,9 @@ from tests.report.test_findings import rung, step
 from tests.report.test_summary import PROFILE, SHAPE, finding, first
 from trainstep.base import advice
 from trainstep.base.config import PHASES
-from trainstep.report.blocks import Cards, Claim, Headline
+from trainstep.report.blocks import Cards, Headline
 from trainstep.report.cards import cards
+from trainstep.report.findings import Claim
 from trainstep.report.headlines import headlines
 from trainstep.report.subjects import findings
 from trainstep.rows import (

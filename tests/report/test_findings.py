@@ -8,7 +8,7 @@ import pytest
 
 from tests.report.changes import carried, drifted, final
 from tests.report.page import Page
-from trainstep.report.blocks import TOPICS
+from trainstep.report.findings import TOPICS
 from trainstep.report.page import render
 from trainstep.report.subjects import RULES, findings
 from trainstep.report.subjects.climbs import climbs, recommended_flags

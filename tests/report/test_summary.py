@@ -13,9 +13,10 @@ from tests.report.subjects.test_kernels import records as profiled
 from tests.report.subjects.test_script_ladder import BASELINE as SCRIPT
 from tests.report.subjects.test_script_ladder import FUSED, TOP, ratio, row
 from trainstep.base.config import PHASES
-from trainstep.report.blocks import Advice, Breakdown, Cards, Claim, Finding, Headline, Sentences
+from trainstep.report.blocks import Advice, Breakdown, Cards, Headline, Sentences
 from trainstep.report.breakdown import BESIDE, IDLE, OTHERS, UNPLACED, breakdown
 from trainstep.report.cards import MOST, alarms, cards
+from trainstep.report.findings import Claim, Finding
 from trainstep.report.numbers import gib
 from trainstep.report.page import render
 from trainstep.report.subjects import SECTIONS, findings

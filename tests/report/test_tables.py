@@ -9,7 +9,7 @@ import pytest
 import rich.console
 from markdown_it import MarkdownIt
 
-from trainstep.report.blocks import found, literal
+from trainstep.report.findings import found, literal
 from trainstep.report.formats import to_csv, to_latex, to_markdown, to_typst, write_tables
 from trainstep.report.subjects import TABLES, make_tables
 from trainstep.report.subjects.sweep import axis_tables

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from string import Formatter
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from trainstep.base import advice
-from trainstep.base.errors import printable
 from trainstep.report.columns import Cell, median_cell
-from trainstep.report.numbers import as_float, gib, number, numeric, unit_of
+from trainstep.report.numbers import as_float, gib, number
 from trainstep.report.tables import Table
 from trainstep.rows.records import Row, Scalar
 
@@ -175,123 +172,10 @@ class Section:
     blocks: Sequence[Block]
 
 
-TOPICS: Mapping[str, str] = {
-    "gain": "Gain proven",
-    "ratio": "Between runs",
-    "loss": "Loss",
-    "training": "Training",
-    "script": "The script",
-    "data": "Waiting for data",
-    "waits": "Host waits",
-    "ranks": "Ranks",
-    "compiled": "Compiled again",
-    "phases": "What dominates",
-    "utilisation": "Utilisation",
-    "launches": "Launches",
-    "formulas": "Formulas",
-    "kernels": "Kernels",
-    "data parallel": "Data parallel",
-    "sweep": "Sweep",
-    "memory": "Memory",
-    "warm-up": "Warm-up",
-    "ladder": "Not used",
-    "kept for backward": "Kept for backward",
-    "checkpointing": "Checkpointing",
-    "precision": "Precision",
-    "plan": "Plan",
-    "noise": "Noise",
-}
-"""Topics of findings, in their order, and in the page's words."""
-_TOPIC_OF = {
-    "parallel": "data parallel",
-    "residuals": "kept for backward",
-    "fit": "checkpointing",
-}  # where an id begins with another word
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A finding as a card tells it: in few words, with its stake, its evidence and its action.
-
-    The stake is the time (`ms`) or the memory (`gib`) that the finding is about. No mend saves more. A finding whose
-    stake is unknown has no card, unless it is an alarm.
-    """
-
-    said: str = ""  # a template over the finding's figures
-    seen: tuple[str, ...] = ()  # tables or sections that show it; a card links to the first that the page has
-    ms: float | None = None
-    gib: float | None = None
-    is_part: bool = True  # whether the stake is part of the step, or of its peak, so that a card gives its share
-    severity: Literal["alarm", "cost", "aside"] = "cost"
-    """An alarm comes before all else and makes it worthless. An aside has a card where few costs have."""
-    verdict: str = ""  # the one word for a step that this finding explains, as `DATA-BOUND`
-    action: advice.Line | Literal[""] | None = None
-    """The line to write where no ladder tried a change that answers the finding; empty where the step has it."""
-
-    @property
-    def stake(self) -> float | None:
-        """In ms, or of memory in GiB."""
-        return self.ms if self.gib is None else self.gib
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A result of a rule. The terminal, the page and its cards tell it from here."""
-
-    topic: str  # a name in `TOPICS`
-    sentence: str
-    id: str  # which rule found what, as `gain.faster`
-    figures: Mapping[str, Scalar]  # what the sentence is made from, units in the names
-    claim: Claim = Claim()
-
-
-def found(id: str, template: str, claim: Claim | None = None, /, **figures: Scalar) -> Finding:
-    """A finding that says its figures: `{step_ms:ms}`, `{peak_gib:gib}`, `{names:list}`, `{rate:n}`, `{share:.0%}`."""
-    topic, claim = id.partition(".")[0], claim or Claim()
-    if claim.stake is not None or claim.severity == "alarm":  # of an unknown stake the figures may be unknown, too
-        claim = replace(claim, said=_say(claim.said, figures))
-    return Finding(_TOPIC_OF.get(topic, topic), _say(template, figures), id, figures, claim)
-
-
-def _say(template: str, figures: Mapping[str, Scalar]) -> str:
-    return printable(_Figures().vformat(template, (), figures)).replace("\n", " ")
-
-
-def literal(text: str) -> str:
-    """Text that is no template, for use in one."""
-    return text.replace("{", "{{").replace("}", "}}")
-
-
-def in_ms(value: object) -> str:
-    """`12.3 ms`."""
-    return f"{number(numeric(value))} ms"
-
-
-def in_gib(value: float) -> str:
-    """`1.23 GiB`, or MiB where that reads better."""
-    return f"{value:,.2f} GiB" if unit_of(value)[0] == "GiB" else gib(value)
-
-
-def listed(names: Sequence[str], joined: str = "and") -> str:
-    """`a, b and c`."""
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {joined} {names[-1]}"
-
-
-def percent(share: float) -> str:
-    """`12%`, or `1.2%` below ten."""
-    return f"{abs(share):.0%}" if abs(share) >= 0.1 else f"{abs(share):.1%}"
-
-
-_WRITTEN: Mapping[str, Callable[[Any], str]] = {
-    "ms": in_ms, "gib": in_gib, "n": number, "list": listed, "share": percent
-}  # fmt: skip
-
-
-class _Figures(Formatter):
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if isinstance(value, tuple):
-            format_spec = format_spec or "list"
-        return _WRITTEN[format_spec](value) if format_spec in _WRITTEN else str(format(value, format_spec))
+def section(name: str, short: str, title: str, lead: str, *blocks: Block | None) -> Section | None:
+    """Make a section of the blocks that are there and, of charts, not empty; None where there are none."""
+    there = [each for each in blocks if each is not None and (not isinstance(each, Charts) or each.charts)]
+    return Section(name, short, title, lead, there) if there else None
 
 
 _UNITS = {"ms": "ms", "gib": "GiB", "tflops": "TFLOP/s", "tflop": "TFLOP", "mhz": "MHz", "w": "W", "c": "°C"}

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from trainstep.base.config import PHASES
-from trainstep.report.blocks import Breakdown, Part, Stack, in_ms, percent, told_apart
-from trainstep.report.numbers import as_float
+from trainstep.report.blocks import Breakdown, Part, Stack, told_apart
+from trainstep.report.numbers import as_float, in_ms, percent
 from trainstep.report.subjects import run
 from trainstep.report.subjects.climbs import of_steps
 from trainstep.report.subjects.steps import analysed_step, is_same_step

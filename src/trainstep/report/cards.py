@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from trainstep.report.blocks import Card, Cards, Finding, Section, in_gib, in_ms, percent
-from trainstep.report.numbers import as_float
+from trainstep.report.blocks import Card, Cards, Section
+from trainstep.report.findings import Finding
+from trainstep.report.numbers import as_float, in_gib, in_ms, percent
 from trainstep.report.subjects.climbs import GAIN, changes, climbs, of_steps
 from trainstep.report.subjects.run import as_told
 from trainstep.report.subjects.steps import analysed_step

@@ -9,8 +9,9 @@ from functools import partial
 from typing import TypeVar
 
 from trainstep.base.stats import WITHIN_RUN
-from trainstep.report.blocks import Finding, Headline, listed, span, told_apart
+from trainstep.report.blocks import Headline, span, told_apart
 from trainstep.report.columns import Cell, ratio_cell
+from trainstep.report.findings import Finding, listed
 from trainstep.report.numbers import NONE, as_float, gib, number, numeric
 from trainstep.report.subjects import run, training
 from trainstep.report.subjects.climbs import Climb, after_precision, of_script, of_steps, times_agree

@@ -70,3 +70,18 @@ def numeric(value: object) -> float:
     """A record's value that is known to be a number."""
     assert isinstance(value, (int, float)), f"expected a number, got {value!r}"
     return float(value)
+
+
+def in_ms(value: object) -> str:
+    """`12.3 ms`."""
+    return f"{number(numeric(value))} ms"
+
+
+def in_gib(value: float) -> str:
+    """`1.23 GiB`, or MiB where that reads better."""
+    return f"{value:,.2f} GiB" if unit_of(value)[0] == "GiB" else gib(value)
+
+
+def percent(share: float) -> str:
+    """`12%`, or `1.2%` below ten."""
+    return f"{abs(share):.0%}" if abs(share) >= 0.1 else f"{abs(share):.1%}"

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.base.errors import UsageError
-from trainstep.report.blocks import Charts, Finding, in_ms
+from trainstep.report.blocks import Charts
 from trainstep.report.charts import COLOURS, embedded
+from trainstep.report.findings import Finding
 from trainstep.report.formats import write_tables
-from trainstep.report.numbers import typeset
+from trainstep.report.numbers import in_ms, typeset
 from trainstep.report.subjects import SECTIONS, findings
 from trainstep.report.subjects.climbs import recommended_flags
 from trainstep.report.summary import summary

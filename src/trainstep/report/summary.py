@@ -7,10 +7,11 @@ import re
 from collections.abc import Sequence
 
 from trainstep.base.stats import WITHIN_RUN
-from trainstep.report.blocks import TOPICS, Advice, Block, Finding, Flags, Line, Section, Sentences
+from trainstep.report.blocks import Advice, Block, Flags, Line, Section, Sentences
 from trainstep.report.breakdown import breakdown
 from trainstep.report.cards import alarms, cards
 from trainstep.report.columns import Cell, ratio_cell
+from trainstep.report.findings import TOPICS, Finding
 from trainstep.report.headlines import change_of, headlines
 from trainstep.report.numbers import gib
 from trainstep.report.subjects.climbs import Climb, climbs, credited, flags_of

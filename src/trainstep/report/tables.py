@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainstep.base.config import SHAPE_TITLE, shape_of
 from trainstep.base.errors import printable
 from trainstep.report.columns import Cell, Column, outcome_cell
-from trainstep.rows.records import Row
+from trainstep.rows.records import Row, of_kind
 
 if TYPE_CHECKING:
     import pandas
@@ -94,6 +94,12 @@ def make_table(definition: Definition, rows: Sequence[Row], place: Place = "file
         return replace(table, rows=lines)
     caption = f"{table.caption}; the first {shown} of {len(rows)} rows, the others in tables/{table.name}.csv"
     return replace(table, caption=caption, rows=lines[:shown])
+
+
+def page_table(definition: Definition, records: Sequence[Row], name: str = "") -> Table | None:
+    """Make the page's table of those of the records that are of its kind; None where there are none."""
+    rows = of_kind(records, definition.kind)
+    return make_table(definition, rows, "page", name=name) if rows else None
 
 
 def tabulate(name: str, caption: str, columns: Sequence[Column], rows: Sequence[Row], place: Place = "files") -> Table:

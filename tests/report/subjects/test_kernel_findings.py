@@ -9,7 +9,7 @@ import pytest
 
 from tests.report.changes import carried
 from tests.report.subjects.test_kernels import gpu_profile, records
-from trainstep.report.blocks import Finding
+from trainstep.report.findings import Finding
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.kernel_findings import brief_name
 from trainstep.rows import CeilingRow, ChangeRow, FamilyRow, ProfileRow

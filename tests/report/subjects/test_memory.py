@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.report.page import Page
-from trainstep.report.blocks import Finding
+from trainstep.report.findings import Finding
 from trainstep.report.page import render
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.memory import cache_findings

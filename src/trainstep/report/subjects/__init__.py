@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from trainstep.report.blocks import TOPICS, Finding, Section
+from trainstep.report.blocks import Section
+from trainstep.report.findings import TOPICS, Finding
 from trainstep.report.subjects import (
     attention,
     collectives,

@@ -10,9 +10,10 @@ from functools import partial
 from trainstep.base.config import CASE, PHASES, settings_with
 from trainstep.base.stats import RUN_SPREAD
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Claim, Finding, Section, found, listed, literal, told_apart
+from trainstep.report.blocks import Block, Chart, Charts, Section, section, told_apart
 from trainstep.report.charts.allocations import allocation_chart, layout_data, roles
 from trainstep.report.columns import Cell, Column
+from trainstep.report.findings import Claim, Finding, found, listed, literal
 from trainstep.report.numbers import as_float, gib, number, numeric, unit_of
 from trainstep.report.subjects.climbs import of_steps
 from trainstep.report.subjects.steps import analysed_step, is_same_step
@@ -105,10 +106,7 @@ TABLES = (TIMELINES, OWNERS, LARGEST)
 
 def allocations(records: Sequence[Row]) -> Section | None:
     """All memory timelines, where there are any."""
-    rows = of_kind(records, MemoryTimelineRow)
-    if not rows:
-        return None
-    blocks: list[Block] = []
+    rows, blocks = of_kind(records, MemoryTimelineRow), list[Block]()
     for place, row in enumerate(rows):
         title = told_apart(row, rows)
         if row.status != "ok":
@@ -128,7 +126,7 @@ def allocations(records: Sequence[Row]) -> Section | None:
         "the slider shows more."
     )
     is_drawn = any(isinstance(block, Charts) for block in blocks)
-    return Section("allocations", "Allocations", "Every allocation of the step", lead if is_drawn else "", blocks)
+    return section("allocations", "Allocations", "Every allocation of the step", lead if is_drawn else "", *blocks)
 
 
 SECTIONS = (allocations,)

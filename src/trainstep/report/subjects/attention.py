@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Section
+from trainstep.report.blocks import Chart, Charts, Section, section
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves
 from trainstep.report.numbers import number, typeset
-from trainstep.report.tables import define, make_table
+from trainstep.report.tables import define, page_table
 from trainstep.rows import AttentionRatioRow, AttentionRow
 from trainstep.rows.records import Row, of_kind
 
@@ -59,13 +59,11 @@ RATIOS = define(
 def attention(records: Sequence[Row]) -> Section | None:
     """All rows of attention, where there are any."""
     rows = of_kind(records, AttentionRow)
-    if not rows:
-        return None
     groups: dict[str, list[AttentionRow]] = {}
     for row in rows:
         groups.setdefault(", ".join(f"{name} {row.case[name]}" for name in SHAPE if name in row.case), []).append(row)
     impls = list(dict.fromkeys(row.impl for row in rows))
-    blocks: list[Block] = [
+    charts = [
         Charts([_chart(group, impls, shape, *what) for what in _CHARTS if any(map(what[-1], group))])
         for shape, group in groups.items()
         if len({row.seq for row in group if row.times}) > 1
@@ -76,10 +74,8 @@ def attention(records: Sequence[Row]) -> Section | None:
         f"before each pass{columns.issue_apart(rows)}; TFLOP/s counts causal attention as half, a window as the pairs "
         "in it, and backward as 2.5 forwards: five products against two, one of which computes the scores again."
     )
-    tables = [make_table(ATTENTION, rows, "page")]
-    if ratios := of_kind(records, AttentionRatioRow):
-        tables.append(make_table(RATIOS, ratios, "page", name="attention ratios"))
-    return Section("attention", "Attention", "Attention by implementation", lead, [*blocks, *tables])
+    tables = page_table(ATTENTION, rows), page_table(RATIOS, records, "attention ratios")
+    return section("attention", "Attention", "Attention by implementation", lead, *charts, *tables)
 
 
 def _both_ms(row: AttentionRow) -> float | None:

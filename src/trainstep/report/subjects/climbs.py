@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from trainstep.base.config import FORM, settings_with
 from trainstep.base.stats import Interval, Ratio, product
-from trainstep.report.blocks import listed, literal, told_apart
+from trainstep.report.blocks import told_apart
+from trainstep.report.findings import listed, literal
 from trainstep.report.numbers import numeric
 from trainstep.rows import BASELINE, FINAL, PATCHED, ChangeRow
 from trainstep.rows.records import Row, Scalar, of_kind

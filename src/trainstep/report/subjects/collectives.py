@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Section
+from trainstep.report.blocks import Chart, Charts, Section, section
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves
 from trainstep.report.numbers import number, typeset
-from trainstep.report.tables import define, make_table
+from trainstep.report.tables import define, page_table
 from trainstep.rows import CollectiveFitRow, CollectiveRow
 from trainstep.rows.records import Row, by_case, of_kind
 
@@ -51,26 +51,22 @@ FIT = define(
 def collectives(records: Sequence[Row]) -> Section | None:
     """Collectives: time and bandwidth against size, the fitted lines, and every measured case."""
     rows, fits = of_kind(records, CollectiveRow), of_kind(records, CollectiveFitRow)
-    if not rows:
-        return None
-    blocks: list[Block] = []
+    charts = list[Charts]()
     for group in by_case(rows, "collective", "size_mb"):
         measured = [row for row in group if row.status == "ok"]
         if len({row.size_mb for row in measured}) > 1:
             lines = [fit for fit in fits if _setting(fit) == _setting(measured[0])]
             times = _by_size("collective-time", "Time", measured, lambda row: row.times["time"].median, "ms", lines)
             rates = _by_size("collective-bus", "Bus bandwidth", measured, lambda row: row.bus_gb_s or 0, "GB/s")
-            blocks.append(Charts([times, rates]))
-    if fits:
-        blocks.append(make_table(FIT, fits, "page"))
+            charts.append(Charts([times, rates]))
     lead = (
         "Results are checked before anything is timed. All ranks are lined up before every call, and a call lasts as "
         "long as on its slowest rank. Size is that of the full tensor. Bus bandwidth is bytes on each link of a ring "
         "over time, so it can be compared between collectives and numbers of ranks. CPU is for how long a call keeps a "
         "rank's cores busy, all its threads together."
     )
-    blocks.append(make_table(COLLECTIVE, rows, "page", name="collectives"))
-    return Section("collectives", "Collectives", "Collectives by size", lead, blocks)
+    tables = page_table(FIT, fits), page_table(COLLECTIVE, rows, "collectives")
+    return section("collectives", "Collectives", "Collectives by size", lead, *charts, *tables)
 
 
 def _setting(row: CollectiveRow | CollectiveFitRow) -> str:

@@ -7,12 +7,13 @@ from functools import partial
 
 from trainstep.base.stats import ratio_of_medians
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal
+from trainstep.report.blocks import Chart, Charts, Section, section
 from trainstep.report.charts.lines import Series, key_of, lines
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Column
+from trainstep.report.findings import Finding, found, listed, literal
 from trainstep.report.numbers import gib, number, unit_of
-from trainstep.report.tables import define, make_table
+from trainstep.report.tables import define, page_table
 from trainstep.rows import FitRow
 from trainstep.rows.records import Row, by_case, of_kind
 
@@ -61,17 +62,13 @@ def _last_fits(study: Sequence[FitRow]) -> list[FitRow]:
 
 def fit(records: Sequence[Row]) -> Section | None:
     """Section on what was chosen, and what came of it."""
-    rows = of_kind(records, FitRow)
-    if not rows:
-        return None
-    studies = _studies(records)
-    charts = [chart for place, study in enumerate(studies) for chart in (_peaks(study, place), _times(study, place))]
-    blocks: list[Block] = [Charts(charts), make_table(FITS, rows, "page")]
+    studies = enumerate(_studies(records))
+    charts = [chart for place, study in studies for chart in (_peaks(study, place), _times(study, place))]
     lead = (
         "For each block it was chosen which activations are kept, computed again or sent to host memory, so that the "
         "step fits its budget at the least added time. All that the choice rests on was measured on this machine."
     )
-    return Section("fit", "Fit", "Memory that fits itself", lead, blocks)
+    return section("fit", "Fit", "Memory that fits itself", lead, Charts(charts), page_table(FITS, records))
 
 
 def _peaks(study: Sequence[FitRow], place: int) -> Chart:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trainstep.report import columns
-from trainstep.report.blocks import Section
-from trainstep.report.tables import define, make_table
+from trainstep.report.blocks import Section, section
+from trainstep.report.tables import define, page_table
 from trainstep.rows import FusedRatioRow, FusedRow
 from trainstep.rows.records import Row, of_kind
 
@@ -51,17 +51,13 @@ RATIOS = define(
 def fused(records: Sequence[Row]) -> Section | None:
     """All rows of fused operators, where there are any."""
     rows = of_kind(records, FusedRow)
-    if not rows:
-        return None
     lead = (
         "Every case is checked against float64 before it is timed. Times are medians, the cache overwritten before "
         f"each pass{columns.issue_apart(rows)}; memory is beside the inputs. Liger’s loss, and ours where it takes its "
         "tokens in chunks, compute their gradients in forward."
     )
-    tables = [make_table(FUSED, rows, "page")]
-    if ratios := of_kind(records, FusedRatioRow):
-        tables.append(make_table(RATIOS, ratios, "page", name="fused ratios"))
-    return Section("fused", "Fused operators", "Fused operators by implementation", lead, tables)
+    tables = page_table(FUSED, rows), page_table(RATIOS, records, "fused ratios")
+    return section("fused", "Fused operators", "Fused operators by implementation", lead, *tables)
 
 
 TABLES = (FUSED, RATIOS)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from trainstep.base import advice
 from trainstep.base.precision import PRECISIONS
 from trainstep.base.stats import RUN_SPREAD
-from trainstep.report.blocks import Claim, Finding, found, listed, literal
+from trainstep.report.findings import Claim, Finding, found, listed, literal
 from trainstep.report.numbers import as_float, numeric
 from trainstep.report.subjects.climbs import advised
 from trainstep.rows import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow

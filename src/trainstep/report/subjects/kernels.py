@@ -8,14 +8,14 @@ from functools import partial
 
 from trainstep.base.config import PHASES
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, told_apart
+from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, section, told_apart
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.charts.traces import FAMILY_ROLES, Point, roofline, timeline
 from trainstep.report.columns import Cell, Column, median_cell, value_cell
 from trainstep.report.numbers import NONE, as_float, count, number
 from trainstep.report.subjects import kernel_findings
 from trainstep.report.subjects.noise import BEYOND, SEEN
-from trainstep.report.tables import Definition, Table, TableRow, define, make_table, outcome_table
+from trainstep.report.tables import Definition, Table, TableRow, define, make_table, outcome_table, page_table
 from trainstep.rows import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
 from trainstep.rows.records import Row, belonging, of_kind
 
@@ -167,10 +167,7 @@ RULES = kernel_findings.RULES
 
 def kernels(records: Sequence[Row]) -> Section | None:
     """Every profile, one after the other."""
-    profiles = of_kind(records, ProfileRow)
-    if not profiles:
-        return None
-    blocks: list[Block] = []
+    profiles, blocks = of_kind(records, ProfileRow), list[Block | None]()
     for place, profile in enumerate(profiles):
         title = told_apart(profile, profiles)
         if profile.status == "ok":
@@ -182,35 +179,37 @@ def kernels(records: Sequence[Row]) -> Section | None:
         "whose forward made them. Times are those of the profiled steps; what the profiler itself cost stands beside "
         "them."
     )
-    return Section("kernels", "Kernels", "Which kernels run, and where", lead, blocks)
+    return section("kernels", "Kernels", "Which kernels run, and where", lead, *blocks)
 
 
 SECTIONS = (kernels,)
 
 
-def _blocks(records: Sequence[Row], profile: ProfileRow, title: str, suffix: str) -> list[Block]:
+def _blocks(records: Sequence[Row], profile: ProfileRow, title: str, suffix: str) -> list[Block | None]:
     rows, own = belonging(records, FamilyRow, profile), belonging(records, KernelRow, profile)
     ceilings = of_kind(records, CeilingRow)
     per = _of_steps([profile])
     charts = [_family_chart([row for row in rows if row.phase == "step"], title, suffix, per)]
     if roof := _roofline_chart(profile, ceilings, rows, title, suffix):
         charts.append(roof)
-    found: list[Block] = [Facts(_facts(profile), name=f"profile{suffix}"), Charts(charts)]
-    if lines := [row for row in belonging(records, TimelineRow, profile) if row.series]:
-        found.append(Charts([_timeline_chart(lines[0], title, suffix)]))
-    if sums := _phase_table(profile, title, suffix):
-        found.append(sums)
+    lines = [row for row in belonging(records, TimelineRow, profile) if row.series][:1]
     caption = (
         f"Kernel time by family, {per}: {title}. Within a phase, families below 1% are only in tables/family.csv; "
         "what comes from caches can exceed the limit of memory, and nothing that of arithmetic: clearly more than "
         "100% of it means that the machine was disturbed"
     )
     seen = [row for row in rows if row.phase == "step" or (row.share or 0) >= SEEN]
-    found.append(make_table(replace(families(ceilings), caption=caption), seen, "page", name=f"families{suffix}"))
-    if pieces := belonging(records, PieceRow, profile):
-        definition = replace(PIECES, caption=f"The pieces of attention, {per}: {title}")
-        found.append(make_table(definition, pieces, "page", name=f"pieces{suffix}"))
-    return [*found, _module_table(own, title, suffix, per), _kernel_table(own, title, suffix, per)]
+    of_pieces = replace(PIECES, caption=f"The pieces of attention, {per}: {title}")
+    return [
+        Facts(_facts(profile), name=f"profile{suffix}"),
+        Charts(charts),
+        Charts([_timeline_chart(row, title, suffix) for row in lines]),
+        _phase_table(profile, title, suffix),
+        make_table(replace(families(ceilings), caption=caption), seen, "page", name=f"families{suffix}"),
+        page_table(of_pieces, belonging(records, PieceRow, profile), f"pieces{suffix}"),
+        _module_table(own, title, suffix, per),
+        _kernel_table(own, title, suffix, per),
+    ]
 
 
 def _percent(row: Row, name: str, digits: int = 3) -> Cell:

@@ -9,25 +9,15 @@ from functools import partial
 
 from trainstep.base.stats import WITHIN_RUN
 from trainstep.report import columns
-from trainstep.report.blocks import (
-    Block,
-    Chart,
-    Charts,
-    Claim,
-    Finding,
-    Section,
-    found,
-    listed,
-    literal,
-    span,
-)
+from trainstep.report.blocks import Block, Chart, Charts, Section, section, span
 from trainstep.report.charts import SERIES
 from trainstep.report.charts.lines import Series, lines
 from trainstep.report.charts.rows import Fall, Outcome, waterfall
 from trainstep.report.columns import Cell, Column, ratio_cell, value_cell
+from trainstep.report.findings import Claim, Finding, found, listed, literal
 from trainstep.report.numbers import NONE, gib, number, numeric, power_of_ten, typeset
 from trainstep.report.subjects.climbs import Climb, after_precision, climbs, of_steps, times_agree
-from trainstep.report.tables import Definition, Place, Table, make_table
+from trainstep.report.tables import Definition, Place, Table, make_table, page_table
 from trainstep.rows import ANOTHER_STEP, BASELINE, FIRST_THAT_FITS, ChangeRow
 from trainstep.rows.records import Row, Scalar
 
@@ -221,22 +211,18 @@ _OF_SCRIPT = (
 
 def ladder(rows: Sequence[Row]) -> Section | None:
     """Section of changes one at a time, ladder by ladder, and what was measured again."""
-    every = climbs(rows)
-    if not every:
-        return None
-    blocks, leads = list[Block](), dict[str, None]()
+    every, blocks, leads = climbs(rows), list[Block](), dict[str, None]()
     for place, climb in enumerate(every):
         suffix = f"-{place}" if place else ""
         table = replace(LADDER, caption=f"{LADDER.caption}: {climb.name}") if climb.name else LADDER
         shown = [*climb.rows, *(each for each in (climb.final, climb.patched) if each is not None)]
-        chart = _waterfall(climb, suffix)
-        blocks += [Charts([chart])] if chart is not None else []
+        blocks += [Charts([_waterfall(climb, suffix)])]
         blocks.append(make_table(table, shown, "page", name=f"ladder{suffix}"))
         leads[_OF_SCRIPT if climb.is_script else _of_steps(every)] = None
     blocks += _drifts(rows, "page")
     lead = " ".join(leads)
     lead += "" if any(climb.accepted for climb in every) else " Nothing could run here."
-    return Section("ladder", "Ladder", "The ladder", lead, blocks)
+    return section("ladder", "Ladder", "The ladder", lead, *blocks)
 
 
 def _of_steps(every: Sequence[Climb]) -> str:
@@ -257,7 +243,7 @@ def _checks(every: Sequence[Climb]) -> str:
     )
 
 
-def _waterfall(climb: Climb, suffix: str) -> Chart | None:
+def _waterfall(climb: Climb, suffix: str) -> Chart:
     falls, before = [], 0.0
     # Each bar starts at the time accepted before it, so a rejected change leaves the level as it was.
     for row in climb.rows:
@@ -307,7 +293,7 @@ def _tip(row: ChangeRow) -> str:
 
 def correctness(rows: Sequence[Row]) -> Section | None:
     """Losses of what was accepted over the same batches, and how far gradients and updates are off; by ladder."""
-    every, blocks = climbs(rows), list[Block]()
+    every, blocks = climbs(rows), list[Block | None]()
     for place, climb in enumerate(every):
         suffix = f"-{place}" if place else ""
         # One checked row alone is the first step, which is held against nothing.
@@ -317,10 +303,8 @@ def correctness(rows: Sequence[Row]) -> Section | None:
             beside = dict.fromkeys(row.reference for row in checked if row.reference)
             of = [climb.name] * bool(climb.name) + [f"compared with {each}" for each in beside]
             table = replace(ERRORS, caption=": ".join([f"{ERRORS.caption}", *of]))
-            blocks += [Charts(_loss_charts(accepted, suffix))] if accepted else []
-            blocks += [make_table(table, checked, "page", name=f"errors{suffix}")] if checked else []
-    if not blocks:
-        return None
+            blocks += [Charts(_loss_charts(accepted, suffix)) if accepted else None]
+            blocks += [page_table(table, checked, f"errors{suffix}")]
     lead = "A step that computes something else is no faster."
     if own := [climb for climb in every if not climb.is_script]:
         lead += f" {_checks(own)}"
@@ -331,7 +315,7 @@ def correctness(rows: Sequence[Row]) -> Section | None:
             lead += (
                 " Allowed is twice what the plain step was measured to be off by in that precision, plus one rounding."
             )
-    return Section("correctness", "Correctness", "Is it still the same training?", lead, blocks)
+    return section("correctness", "Correctness", "Is it still the same training?", lead, *blocks)
 
 
 def _loss_charts(accepted: Sequence[ChangeRow], suffix: str) -> list[Chart]:

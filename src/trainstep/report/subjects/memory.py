@@ -10,35 +10,19 @@ from trainstep.base.advice import Line
 from trainstep.base.config import CASE, EVERY_BLOCK, settings_with
 from trainstep.base.stats import ratio_of_medians
 from trainstep.report import columns
-from trainstep.report.blocks import (
-    Block,
-    Chart,
-    Charts,
-    Claim,
-    Facts,
-    Finding,
-    Section,
-    fact,
-    found,
-    in_gib,
-    literal,
-)
+from trainstep.report.blocks import Chart, Charts, Facts, Section, fact, section
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves, key_of
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Column
-from trainstep.report.numbers import NONE, as_float, gib, number, unit_of
+from trainstep.report.findings import Claim, Finding, found, literal
+from trainstep.report.numbers import NONE, as_float, gib, in_gib, number, unit_of
 from trainstep.report.subjects import allocations
 from trainstep.report.subjects.allocations import phase_peaks
 from trainstep.report.subjects.climbs import changes
 from trainstep.report.subjects.steps import analysed_step
-from trainstep.report.tables import define, make_table
-from trainstep.rows import (
-    CheckpointingRow,
-    PeakRow,
-    ResidualRow,
-    WorkloadRow,
-)
+from trainstep.report.tables import define, page_table
+from trainstep.rows import CheckpointingRow, PeakRow, ResidualRow, WorkloadRow
 from trainstep.rows.records import Row, Scalar, by_case, of_kind
 
 AGREES = 0.05  # A prediction of the peak that is off by more than this share is remarked on
@@ -102,27 +86,24 @@ def memory(records: Sequence[Row]) -> Section | None:
         charts.append(
             Chart("memory-changes", "Peak by change", caption, partial(bars, drawn, unit, limit=limit), legend)
         )
-    blocks: list[Block] = [Charts(charts)]
+    facts = None
     if step is not None:
         known = ("parameters_gib", "optimizer_state_gib", "at_rest_gib", "peak_gib")
         source = {name: row.values[name] for row in (*of_kind(records, WorkloadRow)[:1], step) for name in row.values}
-        blocks.append(Facts([fact(name, source[name]) for name in known if source.get(name)], name="memory"))
-    return Section("memory", "Memory", "Where the memory goes", "", blocks)
+        facts = Facts([fact(name, source[name]) for name in known if source.get(name)], name="memory")
+    return section("memory", "Memory", "Where the memory goes", "", Charts(charts), facts)
 
 
 def peaks(records: Sequence[Row]) -> Section | None:
     """The peaks that were measured case by case: forward alone and full steps, by context and precision."""
     rows = of_kind(records, PeakRow)
-    if not rows:
-        return None
     contexts = sorted({row.context for row in rows if row.context is not None})
-    blocks: list[Block] = [Charts([_by_context(rows, contexts)])] if len(contexts) > 1 else []
-    blocks.append(make_table(PEAKS, rows, "page", name="peaks"))
+    chart = Charts([_by_context(rows, contexts)] if len(contexts) > 1 else [])
     lead = (
         "The most bytes in live tensors during one step, after steps that made the optimizer’s state. Predictions come "
         "from the model’s shape alone; they leave out what the CUDA libraries allocate for themselves."
     )
-    return Section("peaks", "Peaks", "Peak memory, case by case", lead, blocks)
+    return section("peaks", "Peaks", "Peak memory, case by case", lead, chart, page_table(PEAKS, rows, "peaks"))
 
 
 def _by_context(rows: Sequence[PeakRow], contexts: Sequence[int]) -> Chart:
@@ -143,17 +124,14 @@ def _by_context(rows: Sequence[PeakRow], contexts: Sequence[int]) -> Chart:
 
 def checkpointing(records: Sequence[Row]) -> Section | None:
     """The peak under each checkpointing policy, predicted and measured."""
-    rows = of_kind(records, CheckpointingRow)
-    if not rows:
-        return None
-    studies = by_case(rows, "checkpointing")
+    studies = by_case(of_kind(records, CheckpointingRow), "checkpointing")
     charts = Charts([_policies(study, place, len(studies) > 1) for place, study in enumerate(studies)])
     lead = (
         "Every K blocks keeps the input of every K blocks and runs the blocks again in backward. Every K costs one "
         "more forward of the blocks, so the K with the smallest peak is the best."
     )
-    blocks: list[Block] = [charts, make_table(CHECKPOINTING, rows, "page")]
-    return Section("checkpointing", "Checkpointing", "What checkpointing makes of it", lead, blocks)
+    table = page_table(CHECKPOINTING, records)
+    return section("checkpointing", "Checkpointing", "What checkpointing makes of it", lead, charts, table)
 
 
 def _policies(rows: Sequence[CheckpointingRow], place: int, is_told: bool) -> Chart:
@@ -317,10 +295,7 @@ RESIDUALS = define(
 
 def residuals(records: Sequence[Row]) -> Section | None:
     """Section of what forward saves, by module and operation."""
-    rows = of_kind(records, ResidualRow)
-    if not rows:
-        return None
-    charts = []
+    rows, charts = of_kind(records, ResidualRow), []
     for part, words in PARTS.items():
         own = [row for row in rows if row.part == part and row.mib is not None]
         has_precisions = len({row.precision for row in own}) > 1
@@ -328,13 +303,13 @@ def residuals(records: Sequence[Row]) -> Section | None:
             told = f"{words}, {group[0].precision}" if has_precisions else words
             charts.append(_residual_chart(f"{part}-{place}".replace(" ", "-"), told, group))
     groups = enumerate(by_case(rows, "part", *_GROUP))
-    tables = [make_table(RESIDUALS, own, "page", name=f"residuals-{place}") for place, own in groups]
-    blocks: list[Block] = [*([Charts(charts)] if charts else []), *tables]
+    tables = [page_table(RESIDUALS, own, f"residuals-{place}") for place, own in groups]
     lead = (
         "Tensors that autograd holds on to between forward and backward, without parameters, each storage once. These "
         "are the activations that a larger batch or context multiplies."
     )
-    return Section("residuals", "Kept for backward", "What forward keeps for backward", lead, blocks)
+    title = "What forward keeps for backward"
+    return section("residuals", "Kept for backward", title, lead, Charts(charts), *tables)
 
 
 def _residual_chart(name: str, words: str, rows: Sequence[ResidualRow]) -> Chart:

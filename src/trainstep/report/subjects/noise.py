@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from trainstep.report.blocks import Finding, found, in_ms, listed
-from trainstep.report.numbers import numeric
+from trainstep.report.findings import Finding, found, listed
+from trainstep.report.numbers import in_ms, numeric
 from trainstep.report.subjects.climbs import changes, of_steps
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.rows import (

@@ -7,12 +7,13 @@ from dataclasses import replace
 from functools import partial
 
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Claim, Finding, Section, found, told_apart
+from trainstep.report.blocks import Chart, Charts, Section, section, told_apart
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.charts.traces import LEGEND, overlap_chart
 from trainstep.report.columns import Cell, Column
+from trainstep.report.findings import Claim, Finding, found
 from trainstep.report.numbers import NONE, gib, number, numeric, unit_of
-from trainstep.report.tables import define, make_table
+from trainstep.report.tables import define, page_table
 from trainstep.rows import (
     ParallelFamilyRow,
     ParallelGatherRow,
@@ -277,26 +278,25 @@ def _waits_for_host(row: ParallelRow) -> bool:
 
 def parallel(records: Sequence[Row]) -> Section | None:
     """Schemes of data parallel training: each one's step beside one without communication, and what a rank holds."""
-    rows, traced = of_kind(records, ParallelRow), of_kind(records, ParallelTraceRow)
-    families = of_kind(records, ParallelFamilyRow)
-    if not rows and not traced:
-        return None
     lead = (
         "Each scheme first trained a few steps and was compared with one process on the whole batch. A step lasts as "
         "long as on its slowest rank. Its exposed communication is marked in the timed steps, wherever they wait."
     )
-    ratios, gathers = of_kind(records, ParallelRatioRow), of_kind(records, ParallelGatherRow)
-    blocks = [
-        *(_timed(rows) if rows else []),
-        *([make_table(RATIOS, ratios, "page", name="parallel ratios")] if ratios else []),
-        *([make_table(GATHERS, gathers, "page", name="parallel gathers")] if gathers else []),
-        *(_traced(traced) if traced else []),
-        *([make_table(FAMILIES, families, "page", name="parallel families")] if families else []),
-    ]
-    return Section("parallel", "Data parallel", "Data parallel training by scheme", lead, blocks)
+    blocks = (
+        _timed(of_kind(records, ParallelRow)),
+        page_table(SCHEMES, records),
+        page_table(RATIOS, records, "parallel ratios"),
+        page_table(GATHERS, records, "parallel gathers"),
+        *_traced(of_kind(records, ParallelTraceRow)),
+        page_table(TRACES, records, "parallel trace"),
+        page_table(FAMILIES, records, "parallel families"),
+    )
+    return section("parallel", "Data parallel", "Data parallel training by scheme", lead, *blocks)
 
 
-def _timed(rows: Sequence[ParallelRow]) -> list[Block]:
+def _timed(rows: Sequence[ParallelRow]) -> Charts | None:
+    if not rows:
+        return None
     names = [label_among(row, rows) for row in rows]
     steps = [_step_bar(*each) for each in zip(names, rows, strict=True)]
     legend = [("neutral", "the step without it"), ("accent", "exposed communication")]
@@ -306,7 +306,7 @@ def _timed(rows: Sequence[ParallelRow]) -> list[Block]:
         unit, scale = unit_of(max(row.peak_gib or 0 for row in rows))
         drawn = partial(bars, [_memory_bar(*each, scale) for each in zip(names, rows, strict=True)], unit)
         charts.append(Chart("parallel-memory", "Memory of a rank", "", drawn, legend))
-    return [Charts(charts), make_table(SCHEMES, rows, "page")]
+    return Charts(charts)
 
 
 def label_among(row: ParallelRow, rows: Sequence[ParallelRow]) -> str:
@@ -350,8 +350,8 @@ def _memory_bar(name: str, row: ParallelRow, scale: float) -> Bar:
     return Bar(name, peak * scale, gib(peak), tip, base=min(sum(kept.values()), peak) * scale)
 
 
-def _traced(rows: Sequence[ParallelTraceRow]) -> list[Block]:
-    """Steps below one another, a figure for each workload and number of ranks; and their sums."""
+def _traced(rows: Sequence[ParallelTraceRow]) -> list[Charts]:
+    """Draw steps below one another, a figure for each workload and number of ranks."""
     groups = by_case([row for row in rows if row.status == "ok" and row.bars], "scheme", "replicas", "blocks_per_group")
     charts = [
         Chart(
@@ -363,7 +363,7 @@ def _traced(rows: Sequence[ParallelTraceRow]) -> list[Block]:
         )
         for place, group in enumerate(groups)
     ]
-    return [*(Charts([chart]) for chart in charts), make_table(TRACES, rows, "page", name="parallel trace")]
+    return [Charts([chart]) for chart in charts]
 
 
 def _explained(rows: Sequence[ParallelTraceRow]) -> str:

@@ -10,12 +10,13 @@ from functools import partial
 
 from trainstep.base.config import CASE, settings_with
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Claim, Finding, Section, found
+from trainstep.report.blocks import Chart, Charts, Section, section
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves, key_of
 from trainstep.report.columns import Cell, Column, value_cell
+from trainstep.report.findings import Claim, Finding, found
 from trainstep.report.numbers import NONE, number, numeric, typeset
-from trainstep.report.tables import Definition, Table, TableRow, define, make_table
+from trainstep.report.tables import Table, TableRow, define, page_table
 from trainstep.rows import (
     PlanCheckRow,
     PlanFeedForwardRow,
@@ -214,11 +215,8 @@ def _nothing_fits(rows: Sequence[PlanRow]) -> Finding:
 def plan(records: Sequence[Row]) -> Section | None:
     """Everything that was predicted and not measured."""
     scaling = of_kind(records, PlanScalingRow)
-    tables = [*_made(TABLES[:-1], records), *scaling_table(records), *_made(TABLES[-1:], records)]
-    if not tables:
-        return None
+    *predicted, checks = (page_table(each, records) for each in TABLES)
     charts = [chart for each in (False, True) if (chart := _scaling(scaling, per_gpu=each)) is not None]
-    blocks: list[Block] = [Charts(charts)] if charts else []
     bases = dict.fromkeys(row.basis for row in of_kind(records, PlanMachineRow))
     lead = (
         "These are predictions, from the model’s shape and the rates below; nothing here was measured. "
@@ -227,11 +225,8 @@ def plan(records: Sequence[Row]) -> Section | None:
     if of_kind(records, PlanFeedForwardRow):
         lead = "These are counts of FLOPs and bytes, divided by the given rates. Nothing here was measured."
     lead = " ".join([lead, *(f"They stand on this: {basis}." for basis in bases)])
-    return Section("plan", "Plan", "Plan: predicted, not measured", lead, [*blocks, *tables])
-
-
-def _made(definitions: Sequence[Definition], records: Sequence[Row]) -> list[Table]:
-    return [make_table(each, rows, "page") for each in definitions if (rows := of_kind(records, each.kind))]
+    blocks = (Charts(charts), *predicted, *scaling_table(records), checks)
+    return section("plan", "Plan", "Plan: predicted, not measured", lead, *blocks)
 
 
 SECTIONS = (plan,)

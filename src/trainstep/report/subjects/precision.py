@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from trainstep.report import columns
-from trainstep.report.blocks import Finding, Section, found
+from trainstep.report.blocks import Section, section
 from trainstep.report.columns import Column, value_cell
+from trainstep.report.findings import Finding, found
 from trainstep.report.numbers import numeric
-from trainstep.report.tables import define, make_table
+from trainstep.report.tables import define, page_table
 from trainstep.rows import AccumulationRow, DtypeRow
 from trainstep.rows.records import Row, by_case, of_kind
 
@@ -107,23 +108,17 @@ RULES = (dtype_findings, script_dtypes, accumulation_findings)
 
 def dtypes(rows: Sequence[Row]) -> Section | None:
     """The dtypes that were seen, precision by precision."""
-    seen = of_kind(rows, DtypeRow)
-    if not seen:
-        return None
-    groups = enumerate(by_case(seen, "module"))
-    tables = [make_table(DTYPES, own, "page", name=f"dtypes-{place}") for place, own in groups]
+    groups = enumerate(by_case(of_kind(rows, DtypeRow), "module"))
+    tables = [page_table(DTYPES, own, f"dtypes-{place}") for place, own in groups]
     lead = "Autocast decides operation by operation, so these are read off the tensors as they passed."
-    return Section("dtypes", "Precision", "Which dtype everything had", lead, tables)
+    return section("dtypes", "Precision", "Which dtype everything had", lead, *tables)
 
 
 def accumulation(rows: Sequence[Row]) -> Section | None:
     """0.01 added a thousand times."""
-    sums = of_kind(rows, AccumulationRow)
-    if not sums:
-        return None
     lead = "Why sums, averages and the optimizer stay in float32 when the products do not."
-    table = make_table(ACCUMULATION, sums, "page")
-    return Section("accumulation", "Accumulation", "Adding in half precision", lead, [table])
+    table = page_table(ACCUMULATION, rows)
+    return section("accumulation", "Accumulation", "Adding in half precision", lead, table)
 
 
 SECTIONS = (dtypes, accumulation)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainstep.report import columns
-from trainstep.report.blocks import Finding, Section, found, literal
+from trainstep.report.blocks import Section, section
+from trainstep.report.findings import Finding, found, literal
 from trainstep.report.numbers import numeric
-from trainstep.report.tables import define, make_table
+from trainstep.report.tables import define, page_table
 from trainstep.rows import RatioRow
 from trainstep.rows.records import Row, of_kind
 
@@ -56,10 +57,8 @@ RULES = (between_runs,)
 
 def ratios(rows: Sequence[Row]) -> Section | None:
     """The table of all pairs."""
-    pairs = of_kind(rows, RatioRow)
     lead = "One process is one sample of an arm; the interval is Welch’s, for the logarithms of the runs’ medians."
-    blocks = [make_table(RATIOS, pairs, "page")]
-    return Section("ratios", "Between runs", "Arms against each other", lead, blocks) if pairs else None
+    return section("ratios", "Between runs", "Arms against each other", lead, page_table(RATIOS, rows))
 
 
 SECTIONS = (ratios,)

@@ -8,23 +8,12 @@ from functools import partial
 
 from trainstep.base import advice
 from trainstep.report import columns
-from trainstep.report.blocks import (
-    Block,
-    Chart,
-    Charts,
-    Claim,
-    Finding,
-    Headline,
-    Section,
-    found,
-    listed,
-    literal,
-    span,
-)
+from trainstep.report.blocks import Chart, Charts, Headline, Section, section, span
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell, Column, value_cell
+from trainstep.report.findings import Claim, Finding, found, listed, literal
 from trainstep.report.numbers import number
-from trainstep.report.tables import define, make_table
+from trainstep.report.tables import define, page_table
 from trainstep.rows import RecompilationRow, ScriptRow, WaitRow
 from trainstep.rows.records import Row, Scalar, Times, of_kind
 
@@ -352,13 +341,8 @@ def headline(rows: Sequence[Row]) -> Headline | None:
 
 def script(rows: Sequence[Row]) -> Section | None:
     """The steps of a script, phase by phase."""
-    every = of_kind(rows, ScriptRow)
-    if not every:
-        return None
-    drawn = first_rank(rows)
-    charts = [_chart(row, place) for place, row in enumerate(drawn)]
-    blocks: list[Block] = [*([Charts(charts)] if charts else []), make_table(SCRIPT, every, "page")]
-    lead = ""
+    drawn, lead = first_rank(rows), ""
+    charts = Charts([_chart(row, place) for place, row in enumerate(drawn)])
     if drawn:
         first = drawn[0]
         averages = "Means" if is_uneven(first) else "Medians"
@@ -377,7 +361,8 @@ def script(rows: Sequence[Row]) -> Section | None:
             f"{averages} of {number(first.n)} steps by {clock}, from the end of one optimizer step to the end of the "
             f"next; left out are {listed(left)}. The script: {first.ended}."
         )
-    return Section("script", "Script", "Where the script’s steps spend their time", lead, blocks)
+    title = "Where the script’s steps spend their time"
+    return section("script", "Script", title, lead, charts, page_table(SCRIPT, rows))
 
 
 def _chart(row: ScriptRow, place: int) -> Chart:
@@ -401,22 +386,16 @@ def _chart(row: ScriptRow, place: int) -> Chart:
 
 def waits(rows: Sequence[Row]) -> Section | None:
     """The lines that wait."""
-    lines = of_kind(rows, WaitRow)
-    if not lines:
-        return None
     lead = "A tensor that is read on the host is waited for: nothing more is issued until the device has computed it."
-    if not any(row.on_gpu for row in lines):
+    if not any(row.on_gpu for row in of_kind(rows, WaitRow)):
         lead += " These were counted on a CPU, where nothing is waited for."
-    return Section("waits", "Host waits", "Lines that wait for the device", lead, [make_table(WAITS, lines, "page")])
+    return section("waits", "Host waits", "Lines that wait for the device", lead, page_table(WAITS, rows))
 
 
 def recompilations(rows: Sequence[Row]) -> Section | None:
     """Section of what was compiled again."""
-    again = of_kind(rows, RecompilationRow)
-    if not again:
-        return None
-    table = make_table(RECOMPILATIONS, again, "page")
-    return Section("recompilations", "Compiled again", "Calls that were compiled again", "", [table])
+    table = page_table(RECOMPILATIONS, rows)
+    return section("recompilations", "Compiled again", "Calls that were compiled again", "", table)
 
 
 SECTIONS = (script, waits, recompilations)

@@ -11,13 +11,14 @@ from trainstep.base import advice
 from trainstep.base.config import PHASES
 from trainstep.base.precision import PRECISIONS
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Claim, Facts, Finding, Section, facts_of, found, span
+from trainstep.report.blocks import Chart, Charts, Facts, Section, facts_of, section, span
 from trainstep.report.charts.lines import Series, dots, lines
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell, Column, median_cell, value_cell
+from trainstep.report.findings import Claim, Finding, found
 from trainstep.report.numbers import number, numeric
 from trainstep.report.subjects.climbs import advised, changes, tried
-from trainstep.report.tables import Table, TableRow, define, make_table
+from trainstep.report.tables import Table, TableRow, define, page_table
 from trainstep.rows import CeilingRow, ChangeRow, FamilyRow, StepRow, WorkloadRow
 from trainstep.rows.records import Row, Scalar, Times, of_kind
 
@@ -310,12 +311,10 @@ def phases(rows: Sequence[Row]) -> Section | None:
     legend = [("accent", "time on the device"), ("neutral", "time to issue it")] if has_issue else []
     drawn = partial(bars, [_phase_bar(step, name, total) for name in names], "ms per step")
     facts = ("tokens_per_s", "achieved_tflops", "utilisation", "wait_ms", "batch_ms", "first_step_ms", "model_tflop")
-    blocks: list[Block] = [
-        Charts([Chart("phases", "Phases of one step", "", drawn, legend)]),
-        Table("The step and its phases", titles, table_rows, name="phases"),
-        Facts(facts_of(step, facts), name="step"),
-    ]
-    return Section("phases", "Phases", "Where the step’s time goes", lead, blocks)
+    chart = Charts([Chart("phases", "Phases of one step", "", drawn, legend)])
+    table = Table("The step and its phases", titles, table_rows, name="phases")
+    known = Facts(facts_of(step, facts), name="step")
+    return section("phases", "Phases", "Where the step’s time goes", lead, chart, table, known)
 
 
 def _phase_bar(step: StepRow, name: str, total: float) -> Bar:
@@ -371,8 +370,7 @@ def warmup(rows: Sequence[Row]) -> Section | None:
     caption = "A mean keeps what the first step cost; a median of enough steps does not. Lines are 95 % intervals."
     plot = partial(dots, counts, [mean, median], "warm-up steps", "ms")
     charts.append(Chart("warmup", title, caption, plot, [("accent", "median"), ("warn", "mean")]))
-    blocks: list[Block] = [Charts(charts), make_table(WARMUP, steps, "page")]
-    return Section("warm-up", "Warm-up", "What warm-up changes", "", blocks)
+    return section("warm-up", "Warm-up", "What warm-up changes", "", Charts(charts), page_table(WARMUP, steps))
 
 
 def grid(rows: Sequence[Row]) -> Section | None:
@@ -381,7 +379,7 @@ def grid(rows: Sequence[Row]) -> Section | None:
     others = [row for row in measured if step is None or {**row.case, "warmup": 0} != {**step.case, "warmup": 0}]
     if not others:
         return None
-    return Section("grid", "Grid", "All measured steps", "", [make_table(STEPS, measured, "page", name="grid")])
+    return section("grid", "Grid", "All measured steps", "", page_table(STEPS, measured, "grid"))
 
 
 SECTIONS = (phases, warmup, grid)

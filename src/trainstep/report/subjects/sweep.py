@@ -10,12 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal
+from trainstep.report.blocks import Block, Chart, Charts, Section, section
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves, dots, key_of, lines
 from trainstep.report.columns import Cell, Column, interval_cell
+from trainstep.report.findings import Finding, found, listed, literal
 from trainstep.report.numbers import NONE, as_float, count, number, numeric, unit_of
-from trainstep.report.tables import Definition, Table, TableRow, make_table, with_shapes
+from trainstep.report.tables import Definition, Table, TableRow, page_table, with_shapes
 from trainstep.rows import SweepRow
 from trainstep.rows.records import Row, Scalar, of_kind
 
@@ -216,13 +217,10 @@ RULES = (findings,)
 def sweep(records: Sequence[Row]) -> Section | None:
     """All cases of a sweep, where there are any."""
     rows = in_order(of_kind(records, SweepRow))
-    if not rows:
-        return None
     measures = measures_of(rows)
     blocks: list[Block] = []
     for axis in axes_of(rows):
-        charts = [chart for measure in measures for chart in _charts(axis, measure)]
-        blocks += [Charts(charts)] if charts else []
+        blocks += [Charts([chart for measure in measures for chart in _charts(axis, measure)])]
         blocks += [axis_table(axis, measure) for measure in measures[:1]]
     failed = sum(row.status != "ok" for row in rows)
     says = "times are predictions" if is_predicted(rows) else "whiskers are 95 % intervals of the median"
@@ -230,7 +228,7 @@ def sweep(records: Sequence[Row]) -> Section | None:
         f"Each case ran in a process of its own: {len(rows)} rows, {failed} without a result. Lines are the "
         f"combinations of all other settings; {says}."
     )
-    return Section("sweep", "Sweep", "The sweep", lead, [*blocks, make_table(TABLES[0], rows, "page")])
+    return section("sweep", "Sweep", "The sweep", lead, *blocks, page_table(TABLES[0], rows))
 
 
 def _charts(axis: Axis, measure: Measure) -> Iterator[Chart]:

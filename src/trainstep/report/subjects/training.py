@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any
 
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Facts, Finding, Headline, Section, found, told_apart
+from trainstep.report.blocks import Block, Chart, Charts, Facts, Headline, Section, section, told_apart
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Mark, Series, lines
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell
+from trainstep.report.findings import Finding, found
 from trainstep.report.numbers import number
-from trainstep.report.tables import Table, define, make_table, text_table
+from trainstep.report.tables import Table, define, page_table, text_table
 from trainstep.rows import TrainRow
 from trainstep.rows.records import Row, Scalar, of_kind
 
@@ -123,13 +124,8 @@ def headline(rows: Sequence[Row]) -> Headline | None:
 
 def training(rows: Sequence[Row]) -> Section | None:
     """Curves of runs whose metrics were read; the table of all."""
-    every = of_kind(rows, TrainRow)
-    if not every:
-        return None
-    drawn = [row for row in every if row.series.get("learning_rate")]
-    blocks: list[Block] = []
-    if drawn:
-        blocks.append(Charts([chart for chart in _curves(drawn) if chart is not None]))
+    drawn = [row for row in of_kind(rows, TrainRow) if row.series.get("learning_rate")]
+    blocks: list[Block] = [Charts(list(_curves(drawn)))] if drawn else []
     for place, row in enumerate(drawn):
         which = "" if len(drawn) == 1 else f": {_name(row, drawn)}"
         if (chart := _rank_chart(row, place, which)) is not None:
@@ -138,10 +134,9 @@ def training(rows: Sequence[Row]) -> Section | None:
             blocks.append(_starts(row, place, which))
         named = [("Run", Cell(_name(row, drawn)))] if which else []
         blocks.append(Facts([*named, *_facts(row)], f"training{f'-{place}' if place else ''}"))
-    blocks.append(make_table(RUNS, every, "page"))
     width = max((_width(row) for row in drawn), default=1)
     lead = f"Each point is of {width} updates: means, and medians of times." if width > 1 else ""
-    return Section("training", "Training", "Training runs", lead, blocks)
+    return section("training", "Training", "Training runs", lead, *blocks, page_table(RUNS, rows))
 
 
 def _width(row: TrainRow) -> int:
@@ -173,7 +168,7 @@ def _points(row: TrainRow, name: str, at: str = "step", scale: float = 1.0) -> t
     return [x for x, _ in known], [y for _, y in known]
 
 
-def _curves(rows: Sequence[TrainRow]) -> Iterator[Chart | None]:
+def _curves(rows: Sequence[TrainRow]) -> Iterator[Chart]:
     is_one = len(rows) == 1
     roles = ["accent"] if is_one else [KINDS[place % len(KINDS)] for place in range(len(rows))]
     names = ["training"] if is_one else [_name(row, rows) for row in rows]

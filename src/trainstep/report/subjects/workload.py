@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, fact, facts_of, label
+from trainstep.report.blocks import Chart, Charts, Facts, Section, fact, facts_of, label, section
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import number
 from trainstep.report.subjects.climbs import of_steps
 from trainstep.report.subjects.steps import analysed_step
-from trainstep.report.tables import define, make_table
+from trainstep.report.tables import define, page_table
 from trainstep.rows import CeilingRow, WorkloadRow
 from trainstep.rows.records import Row, of_kind
 
@@ -45,22 +45,18 @@ _FLOP_PARTS = ("projections", "feed_forward", "attention", "head")
 def workload(rows: Sequence[Row]) -> Section | None:
     """Section on what is trained, and what the device could do at best."""
     facts, ceilings = of_kind(rows, WorkloadRow), of_kind(rows, CeilingRow)
-    if not facts and not ceilings:
-        return None
-    blocks: list[Block] = []
-    charts, lead = [], ""
+    charts, lead, shape = list[Chart](), "", None
     if facts:
         flops = {name: facts[0].values.get(f"{name}_tflop") for name in _FLOP_PARTS}
         parts = {name: flop for name, flop in flops.items() if isinstance(flop, (int, float)) and flop}
         hidden = {*(f"{name}_tflop" for name in parts), "flops_counted"}
-        blocks.append(Facts(facts_of(facts[0], [name for name in facts[0].values if name not in hidden]), "workload"))
+        shape = Facts(facts_of(facts[0], [name for name in facts[0].values if name not in hidden]), "workload")
         charts += [_flop_chart(parts)] if parts else []
         lead = f"FLOPs counted: {facts[0].flops_counted}." if facts[0].flops_counted else ""
     if rates := [row for row in ceilings if row.tflops is not None]:
         charts.append(_ceiling_chart(rows, rates))
-    blocks += [Charts(charts)] if charts else []
-    blocks += [make_table(CEILINGS, ceilings, "page", name="ceilings")] if ceilings else []
-    return Section("workload", "Workload", "The workload and the device’s limits", lead, blocks)
+    blocks = shape, Charts(charts), page_table(CEILINGS, rows, "ceilings")
+    return section("workload", "Workload", "The workload and the device’s limits", lead, *blocks)
 
 
 def _flop_chart(parts: dict[str, int | float]) -> Chart:
@@ -116,8 +112,6 @@ def environment(rows: Sequence[Row]) -> Section | None:
         name: dict.fromkeys(row.environment[name] for row in rows if name in row.environment)
         for name in dict.fromkeys(name for row in rows for name in row.environment)
     }
-    if not found:
-        return None
     facts = []
     for name, values in found.items():
         words, cells = label(name)[0], [fact(name, value)[1] for value in values]
@@ -129,8 +123,8 @@ def environment(rows: Sequence[Row]) -> Section | None:
     state = facts_of(step, ("sm_clock_mhz", "power_w", "temperature_c", "throttled_by")) if step else []
     if state:
         lead += " The last four describe the GPU right after the analysed step."
-    facts_block = Facts([*facts, *state], name="environment")
-    return Section("environment", "Environment", "Where it was measured", lead, [facts_block])
+    block = Facts([*facts, *state], name="environment") if facts else None
+    return section("environment", "Environment", "Where it was measured", lead, block)
 
 
 SECTIONS = (workload, environment)
