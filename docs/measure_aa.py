@@ -47,10 +47,7 @@ def work(device: str, run: int, out: Path) -> None:
     """One run: load, wait for the word, measure every setting."""
     import torch
 
-    from trainstep.bench.step import BatchedStep, StepCase
-    from trainstep.measure.environment import describe
-    from trainstep.measure.timing import device_clock, time_steps
-    from trainstep.step.training_step import build_step
+    from trainstep.bench.step import StepCase, run_cases
     from trainstep.step.workload import builtin_source
 
     if device == "cpu":
@@ -59,16 +56,13 @@ def work(device: str, run: int, out: Path) -> None:
     sys.stdin.readline()
     rows = []
     for size, model, changes in random.Random(run).sample(SETTINGS[device], len(SETTINGS[device])):
-        source = builtin_source(size, model)
-        case = StepCase(source, StepConfig(device=device, **changes), warmup=WARMUP, steps=STEPS)  # type: ignore[arg-type]
-        step = build_step(source, case.config)
-        runner, clock = BatchedStep(step), device_clock(step.device)
-        timing = time_steps(runner.run, device=clock, warmup=WARMUP, steps=STEPS, after_step=runner.prepare_next)
-        samples = [sample.wall_ms for sample in timing.samples]
-        environment = {**describe(step.device), "load_average": round(os.getloadavg()[0], 2)}
+        config = StepConfig(device=device, **changes)  # type: ignore[arg-type]
+        case = StepCase(builtin_source(size, model), config, warmup=WARMUP, steps=STEPS)
+        (row,) = run_cases([case], check=False)
+        samples, environment = row.samples["step"], {**row.environment, "load_average": round(os.getloadavg()[0], 2)}
         times = {"step": Times.of(summarize(samples), spread=False)}
-        row = StepRow(**case.columns(), run=run, times=times, samples={"step": samples}, environment=environment)
-        rows.append(dataclasses.replace(row, repeat=None))
+        whole = {"times": times, "samples": {"step": samples}, "environment": environment}
+        rows.append(dataclasses.replace(row, run=run, repeat=None, **whole))
     write_whole(out, rows)
 
 

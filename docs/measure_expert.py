@@ -12,9 +12,7 @@ measured again takes the place of what was.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -25,7 +23,8 @@ from typing import Any
 
 import torch
 
-from measure_run import LIBRARIES, ROOT, Script, run
+from measure_run import DECLARED, Script, run_script, script_of
+from measuring import SAID_OF, keep, parser
 from tables import RESULTS
 from trainstep.base.stats import ratio_of_runs
 from trainstep.ladder.ladder import ratio_fields
@@ -34,7 +33,6 @@ from trainstep.rows import FINAL, ChangeRow, ScriptRow
 from trainstep.rows.records import Row, of_kind
 
 KEPT = RESULTS / "experts.json"
-SAID_OF = ("device", "torch", "date", "commit")
 COLUMNS = ("change", "status", "verdict", "accepted", "reason", "step_ms", "runs", "gain", "gain_low", "gain_high")
 COLUMNS += ("speedup", "speedup_low", "speedup_high", "gradient_error", "error_budget", "peak_gib")
 
@@ -44,44 +42,27 @@ class Pair:
     """A script as it is, and as an expert has it."""
 
     plain: Script
-    expert: tuple[str, ...]
+    expert: Sequence[str]
     """Its arguments then."""
     changes: str
     by_hand: str
     """What the expert's has."""
 
 
-NANOGPT = ("--eval_iters=10", "--gradient_accumulation_steps=4", "--max_iters=60")
-PAIRS = {
-    "llama_1b": Pair(
-        Script("Trainer, Llama of 1.2 B, 4 × 1,024 tokens", LIBRARIES / "llama_1b.py", ("FOLDER", "plain", "60")),
-        ("FOLDER", "expert", "60"),
-        "TF32 matmuls,fused optimizer,bf16 autocast,our FlashAttention,compiled blocks,compiled model,pinned memory",
-        "bf16, tf32, torch_compile, fused AdamW",
-    ),
-    "vit_large": Pair(
-        Script("plain loop, ViT-L/16 of timm, 64 images", LIBRARIES / "vit_large.py", ("plain", "60")),
-        ("expert", "60"),
-        "TF32 matmuls,fused optimizer,bf16 autocast,our FlashAttention,compiled blocks,compiled model,pinned memory,"
-        "late reads",
-        "TF32, bf16 autocast, fused AdamW, torch.compile, pinned memory, a loss read every ten steps",
-    ),
-    "nanogpt": Pair(
-        Script("nanoGPT's train.py, 124 M, 4 × 12 × 1,024 tokens", Path("train.py"), NANOGPT),
-        NANOGPT,
-        "TF32 matmuls,fused optimizer,bf16 autocast,our FlashAttention,compiled blocks,pinned memory,late reads",
-        "the script's own settings: bf16 autocast, TF32, SDPA, fused AdamW, torch.compile, pinned batches",
-    ),
-}
+def _pair(expert: Sequence[str], changes: str, by_hand: str, **script: Any) -> Pair:
+    return Pair(script_of(**script), expert, changes, by_hand)
 
 
-def rows_of(script: Script, out: Path, options: Sequence[str], until_s: float | None = None) -> list[Row]:
+PAIRS = {name: _pair(**fields) for name, fields in DECLARED["expert"].items()}
+
+
+def rows_of(script: Script, out: Path, options: Sequence[str], until_s: float | None = None) -> Sequence[Row]:
     """Run it under `trainstep run`: its rows.
 
     Raises:
         SystemExit: it left none.
     """
-    rows, last = run(script, out, script.path, options, until_s=until_s)
+    rows, last = run_script(script, out, script.path, options, until_s=until_s)
     if not rows:
         raise SystemExit(f"nothing was measured, and the last that was said is: {last}")
     return rows
@@ -136,29 +117,25 @@ def measure(
 
 def main() -> None:
     """Measure what was asked for, and keep it beside what is there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script", choices=PAIRS)
-    parser.add_argument("--steps", type=int, default=16, help="of each run")
-    parser.add_argument("--runs", type=int, default=2, help="of the expert's, before the ladder and again after it")
-    parser.add_argument("--changes", help="of the ladder, divided by commas; by default all that may help this script")
-    parser.add_argument("--at-once", action="store_true", help="try all changes together first")
-    parser.add_argument("--seconds", type=float, help="for the ladder, which is then interrupted; by default it ends")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="from which it is run")
-    parser.add_argument("--out", type=Path, help="what the runs leave; by default a temporary folder")
-    given = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("script", choices=PAIRS)
+    asked.add_argument("--steps", type=int, default=16, help="of each run")
+    asked.add_argument("--runs", type=int, default=2, help="of the expert's, before the ladder and again after it")
+    asked.add_argument("--changes", help="of the ladder, divided by commas; by default all that may help this script")
+    asked.add_argument("--at-once", action="store_true", help="try all changes together first")
+    asked.add_argument("--seconds", type=float, help="for the ladder, which is then interrupted; by default it ends")
+    asked.add_argument("--folder", type=Path, default=Path.cwd(), help="from which it is run")
+    asked.add_argument("--out", type=Path, help="what the runs leave; by default a temporary folder")
+    given = asked.parse_args()
     if given.runs < 1:
-        parser.error(f"--runs is {given.runs}; expected 1 or more, or there is nothing to hold the ladder against")
-    os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")))
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        asked.error(f"--runs is {given.runs}; expected 1 or more, or there is nothing to hold the ladder against")
     environment = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     with tempfile.TemporaryDirectory() as name:
         out = (given.out or Path(name)).resolve()
         pair = PAIRS[given.script]
         pair = replace(pair, plain=replace(pair.plain, folder=given.folder), changes=given.changes or pair.changes)
         cell = measure(pair, out, given.steps, given.runs, at_once=given.at_once, seconds=given.seconds)
-    kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
-    kept[given.script] = cell | {each: environment[each] for each in SAID_OF}
-    KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    keep(KEPT, given.script, cell | {each: environment[each] for each in ("device", *SAID_OF)}, PAIRS)
     print(json.dumps({name: value for name, value in cell.items() if name != "changes"}))
 
 

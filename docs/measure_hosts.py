@@ -11,7 +11,6 @@ copy, and steps. `docs/theory.md` holds the plan against them. Rows say in their
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from measuring import parser
 from tables import RESULTS
 from tables.hosts import MODEL, SHAPE
 from tests.hosts import Hosts
@@ -89,9 +89,9 @@ def main(asked: Sequence[int], only: str, before: Sequence[Row]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", default="1000,10000", help="bandwidths in Mbit/s, with commas between")
-    parser.add_argument("--only", choices=("collectives", "steps"), default="", help="leave the others as they are")
-    given = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--mbit", default="1000,10000", help="bandwidths in Mbit/s, with commas between")
+    asked.add_argument("--only", choices=("collectives", "steps"), default="", help="leave the others as they are")
+    given = asked.parse_args()
     kept = read_records(KEPT) if KEPT.exists() else []
     main([int(each) for each in given.mbit.split(",")], given.only, kept)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+import measuring  # noqa: F401 puts tests on the path
 from tables import RESULTS
 from tests.parallel.odd.runs import OURS, PEERS, outcome_of
 from tests.parallel.odd.scenarios import SCENARIOS

@@ -10,7 +10,6 @@ Rows say in their environment how many processes were `beside` them. What is mea
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import os
@@ -21,10 +20,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from measure_models import ROOT, run_cell
+from measuring import parser, run
 from tables import RESULTS
 from trainstep.rows import ChangeRow
-from trainstep.rows.records import Row, read_records, write_whole
+from trainstep.rows.records import Row, of_kind, read_records, write_whole
 
 MODELS = ("llama", "gpt2", "mixtral", "bert", "t5", "vit", "convnext", "mamba", "lora", "nanogpt", "nanochat")
 KEPT = RESULTS / "cpu-load.jsonl"
@@ -57,30 +56,25 @@ def other_work(processes: int) -> Iterator[None]:
 def ladder(model: str, beside: int, limit_s: float) -> list[Row]:
     """The changes of a model's ladder."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out"
-        words = ["bench", "ladder", "--workload", f"tests.realworld.models:{model}", "--out", str(out)]
+        words = ["bench", "ladder", "--workload", f"tests.realworld.models:{model}", "--out", folder]
         with other_work(beside):
-            ended, last = run_cell(words, out, Path(folder) / "said", limit_s)
-        rows = read_records(out / "results.jsonl") if (out / "results.jsonl").exists() else []
-    if ended != "rows":
-        print(f"{model}: {ended}: {last}", flush=True)
+            ended = run(words, Path(folder), limit_s=limit_s)
+    if ended.how != "rows":
+        print(f"{model}: {ended.how}: {ended.last}", flush=True)
     return [
         dataclasses.replace(row, samples={}, environment={**row.environment, "beside": beside})
-        for row in rows
-        if isinstance(row, ChangeRow)
+        for row in of_kind(ended.rows, ChangeRow)
     ]
 
 
 def main() -> None:
     """Measure what was asked for, and keep it beside what is there."""
     cores = os.cpu_count() or 1
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--beside", default=f"0,{cores}", help="processes of other work: 0 for none")
-    parser.add_argument("--seconds", type=float, default=900, help="of a ladder, after which it is ended")
-    given = parser.parse_args()
-    os.environ |= {"HF_HUB_OFFLINE": "1"}
-    os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")))
+    asked = parser(__doc__)
+    asked.add_argument("--models", default=",".join(MODELS))
+    asked.add_argument("--beside", default=f"0,{cores}", help="processes of other work: 0 for none")
+    asked.add_argument("--seconds", type=float, default=900, help="of a ladder, after which it is ended")
+    given = asked.parse_args()
     for beside in map(int, given.beside.split(",")):
         for model in given.models.split(","):
             start = time.monotonic()

@@ -9,26 +9,27 @@ Kept are the rows that the page shows, without timelines and without the kernels
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 
+from measuring import ROOT, run
 from tables import RESULTS
 from trainstep.report.subjects.climbs import recommended_flags
 from trainstep.rows import TourRow
-from trainstep.rows.records import RecordWriter, Row, read_records
+from trainstep.rows.records import RecordWriter, Row
 
 KINDS = ("change", "profile", "memory-timeline", "owner", "allocation")
 SLOW, FAST = "examples.tour.slow:workload", "examples.tour.fast:workload"
 
 
-def run(folder: str, *words: str) -> tuple[list[Row], float]:
-    """The records of one command, and the seconds it took."""
-    out = Path("results/tour") / folder
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "trainstep.commands.cli", *words, "--out", str(out)], check=True)
-    return read_records(out / "results.jsonl"), time.perf_counter() - start
+def rows_of(folder: str, *words: str) -> tuple[Sequence[Row], float]:
+    """The rows of one command, and the seconds it took."""
+    out, start = ROOT / "results/tour" / folder, time.perf_counter()
+    ended = run([*words, "--out", str(out)], out)
+    if ended.how != "rows":
+        raise SystemExit(f"{' '.join(words)}: {ended.last}")
+    return ended.rows, time.perf_counter() - start
 
 
 def is_shown(row: Row) -> bool:
@@ -43,12 +44,12 @@ def main(name: str = "cpu", *device: str) -> None:
     writer = RecordWriter(RESULTS / f"{name}-tour.jsonl")
     seconds = {}
     for folder, workload in (("slow", SLOW), ("fast", FAST)):
-        analysis, seconds[folder] = run(folder, "analyze", "--workload", workload, *device)
+        analysis, seconds[folder] = rows_of(folder, "analyze", "--workload", workload, *device)
         for row in filter(is_shown, analysis):
             writer.write(dataclasses.replace(row, series={}))
     flags = recommended_flags(analysis).split()
     for folder, workload, words in (("before", SLOW, []), ("after", FAST, flags)):
-        rows, seconds[folder] = run(folder, "bench", "step", "--workload", workload, *words, *device)
+        rows, seconds[folder] = rows_of(folder, "bench", "step", "--workload", workload, *words, *device)
         for row in rows:
             writer.write(row)
     writer.write(TourRow(**{f"{folder}_s": each for folder, each in seconds.items()}))

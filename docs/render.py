@@ -10,29 +10,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
-from tables import (
-    RESULTS,
-    NotMeasuredError,
-    attention,
-    experts,
-    facts,
-    faults,
-    fused,
-    hosts,
-    limits,
-    load,
-    models,
-    mutants,
-    parallel,
-    plan,
-    profile,
-    refuse_dirty,
-    run,
-    steps,
-    trust,
-)
+from tables import RESULTS, NotMeasuredError, declared, refuse_dirty
 from trainstep.report.formats import to_markdown
 from trainstep.report.page import write_html
 from trainstep.report.tables import Table, with_shapes
@@ -40,21 +21,9 @@ from trainstep.rows.records import read_records
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
-REPORTS = {
-    "h200-parallel.html": ("h200-parallel", "h200-parallel-trace", "h200-collectives"),
-    "h200-parallel-4gpus.html": ("h200-parallel-rounds-4gpus",),
-    "h200-parallel-hybrid-4gpus.html": ("h200-parallel-hybrid-by-two-4gpus",),
-    "h200-attention.html": ("h200-attention-naive", "h200-attention-flash"),
-    "h200-memory.html": ("h200-memory", "h200-residuals", "h200-checkpointing", "h200-allocations"),
-    "h200-profile-2.7B.html": ("h200-profile-2.7B",),
-    "h200-2.7B.html": ("h200-analyze-2.7B",),
-}
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
-SUBJECTS = (
-    *(facts, steps, attention, parallel, limits, models, profile, plan, trust, load, mutants),
-    *(experts, faults, fused, hosts, run),
-)
-TABLES = {name: table for subject in SUBJECTS for name, table in subject.TABLES.items()}
+SUBJECTS = [import_module(f"tables.{path.stem}") for path in sorted(DOCS.glob("tables/[a-z]*.py"))]
+TABLES = {name: table for each in SUBJECTS for name, table in getattr(each, "TABLES", {}).items()}
 """Name in a page → what makes the table."""
 
 
@@ -88,7 +57,7 @@ def main() -> None:
         sys.exit(1 if stale else 0)
     for page in stale:
         page.write_text(made[page], encoding="utf-8")
-    for report, names in REPORTS.items():
+    for report, names in declared.DECLARED["reports"].items():
         rows = []
         for file in (RESULTS / f"{name}.jsonl" for name in names):
             if file.exists():
@@ -97,7 +66,7 @@ def main() -> None:
                 rows += own
             else:
                 print(f"{report} goes without {file.name}: not measured yet")
-        write_html([parallel.planned_anew(row) for row in rows], DOCS / "examples" / report)
+        write_html([declared.planned_anew(row) for row in rows], DOCS / "examples" / report)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainstep.base.stats import in_rounds, ratio_of_rounds
-from trainstep.report import columns
-from trainstep.report.columns import Column
+from trainstep.base.stats import Ratio, in_rounds, ratio_of_rounds
 from trainstep.report.subjects import TABLES
 from trainstep.report.subjects.workload import where as where
-from trainstep.report.tables import Table, make_table, tabulate
+from trainstep.report.tables import Table, make_table
 from trainstep.rows import AttentionRow
 from trainstep.rows.records import AnyRow, Row, Scalar, of_kind, read_records
 
@@ -20,10 +20,6 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 KEPT_THOUGH_DIRTY = frozenset({"0ebe030279+"})
 """Of files measured before this was refused; each goes when its file is measured again."""
-
-SIZE = Column("size", columns.case("size", "workload").cell)
-CHANGE = Column("change", lambda row: str(row.case["change"]))
-OUTCOME = Column("outcome", lambda row: row.status)
 
 
 def results(name: str, kind: type[AnyRow]) -> list[AnyRow]:
@@ -48,6 +44,32 @@ def refuse_dirty(name: str, rows: Sequence[Row]) -> None:
             f"docs/results/{name} has rows of {', '.join(dirty)}, a commit with changes (+): nobody can run that code "
             "again. Commit, measure again and keep those rows"
         )
+
+
+def kept(name: str) -> Any:
+    """The contents of docs/results/NAME.
+
+    Raises:
+        NotMeasuredError: nothing was measured yet.
+        DirtyError: a part of it is of a commit with changes.
+    """
+    path = RESULTS / name
+    if not path.exists():
+        raise NotMeasuredError(name)
+    text = path.read_text(encoding="utf-8")
+    if dirty := re.findall(r'"commit": "(\w+\+)"', text):
+        raise DirtyError(f"docs/results/{name} is of {dirty[0]}, a commit with changes (+): commit, and measure again")
+    return json.loads(text)
+
+
+def origin(cells: Iterable[Mapping[str, Any]]) -> str:
+    """Torch, date and commit of cells that were measured in parts."""
+    return "; ".join(sorted({f"torch {each['torch']}, {each['date']}, commit {each['commit']}" for each in cells}))
+
+
+def beginning(text: str, longest: int) -> str:
+    """The first words of a text, where it is longer than so many characters."""
+    return text if len(text) <= longest else f"{text[: longest - 3].rsplit(' ', 1)[0]} …"
 
 
 def one(name: str, kind: type[AnyRow], without: Sequence[str] = (), /, **case: Scalar) -> AnyRow:
@@ -77,23 +99,17 @@ def times_as_long(over: AttentionRow, under: AttentionRow, phase: str = "both") 
     """`1.55× [1.52–1.58]`: one time over another of the same run, by rounds where there were several."""
     both = [in_rounds(row.samples[phase], row.rounds or 1) for row in (over, under)]
     ratio = ratio_of_rounds(*both)
-    within = "" if ratio.interval is None else f" [{ratio.interval.low:.2f}–{ratio.interval.high:.2f}]"
-    return f"{ratio.value:.2f}×{within}"
+    return as_times(ratio)
 
 
-def of_rows(
-    files: str | Sequence[str],
-    kind: type[AnyRow],
-    *wanted: Column,
-    caption: str = "",
-    only: Callable[[AnyRow], bool] | None = None,
-    key: Callable[[AnyRow], Any] | None = None,
-) -> Table:
-    """These columns of the rows of one kind in docs/results/: those for which `only` is true, in the order of `key`."""
-    files = [files] if isinstance(files, str) else files
-    rows = [row for name in files for row in results(name, kind) if only is None or only(row)]
-    rows = rows if key is None else sorted(rows, key=key)
-    return tabulate("rows", f"{caption}; {where(rows)}" if caption else where(rows), wanted, rows)
+def as_times(ratio: Ratio) -> str:
+    """`1.55× [1.52–1.58]`, without the interval where there is none."""
+    return in_times(ratio.value, ratio.interval and ratio.interval.low, ratio.interval and ratio.interval.high)
+
+
+def in_times(value: float, low: float | None, high: float | None) -> str:
+    """The same of a ratio's figures."""
+    return f"{value:.2f}×" + (f" [{low:.2f}–{high:.2f}]" if low is not None else "")
 
 
 def plain(name: str, kind: type[AnyRow], *, brief: bool = True) -> Table:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from trainstep.base.schemes import SCHEMES
 from trainstep.report import columns
-from trainstep.report.columns import Cell, Column
+from trainstep.report.columns import Column
 from trainstep.report.numbers import number
 from trainstep.rows import ParallelRow
 from trainstep.rows.records import Row
@@ -42,13 +43,9 @@ def communication(rows: Sequence[ParallelRow]) -> Sequence[Column]:
         exposed = columns.value("communication, exposed (ms)", "exposed_communication_ms")
         return exposed, columns.value("in all (ms)", "all_communication_ms")
 
-    def alone(row: Row) -> Cell:
-        assert isinstance(row, ParallelRow)
-        return Cell(number(alone_ms(row, rows)))
+    def beyond(row: Row) -> str:
+        value, step = alone_ms(cast("ParallelRow", row), rows), row.values.get("step_ms")
+        return number(None if value is None or step is None or row.case["scheme"] == "single" else step - value)
 
-    def beyond(row: Row) -> Cell:
-        assert isinstance(row, ParallelRow)
-        value, step = alone_ms(row, rows), row.step_ms
-        return Cell(number(None if value is None or step is None or row.scheme == "single" else step - value))
-
-    return Column("without communication (ms)", alone), Column("beyond that (ms)", beyond)
+    alone = Column("without communication (ms)", lambda row: number(alone_ms(cast("ParallelRow", row), rows)))
+    return alone, Column("beyond that (ms)", beyond)

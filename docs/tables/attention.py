@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from tables import OUTCOME, of_rows, results, times_as_long, where
+from tables import results, times_as_long, where
 from trainstep.attention.tuned import CHOICES, ChoiceCase
 from trainstep.base.stats import WITHIN_RUN
-from trainstep.report import columns
-from trainstep.report.columns import Column
 from trainstep.report.numbers import NONE, number
 from trainstep.report.tables import Table, text_table
 from trainstep.rows import AttentionRow, CeilingRow
@@ -17,6 +16,7 @@ from trainstep.rows.records import Scalar, by_case
 
 OURS = "flash-triton"
 PARTS = ("forward", "backward", "both")
+SHAPE = ("batch", "heads", "seq", "head_dim", "causal")
 
 
 PEERS = ("h200-attention-peers", "h200-attention-autotune")
@@ -39,7 +39,6 @@ def by_shape() -> list[Beside]:
 
 def peers() -> Table:
     """Our kernels beside the others, shape by shape."""
-    shape = ("batch", "heads", "seq", "head_dim", "causal")
     every = by_shape()
     others = [impl for impl in dict.fromkeys(impl for found in every for impl in found) if impl != OURS]
     ceiling = ceiling_tflops()
@@ -49,18 +48,22 @@ def peers() -> Table:
         of_ceiling = [f"{100 * rate / ceiling:.0f}" for rate in (ours.forward_tflops, ours.backward_tflops)]
         reached = (passes(ours), number(ours.both_tflops), " / ".join(of_ceiling))
         beside = (beside_ours(*found[impl]) if impl in found else "not run" for impl in others)
-        lines.append((*(number(ours.case[name]) for name in shape), *reached, *beside))
+        lines.append((*(number(ours.case[name]) for name in SHAPE), *reached, *beside))
     wanted = (
-        *shape,
+        *SHAPE,
         "ours: forward / backward / both (ms)",
         "TFLOP/s",
         f"of the matrix ceiling of {ceiling:.0f} TFLOP/s (%): forward / backward",
         *(f"{impl} (ms, times ours [95 %])" for impl in others),
     )
-    rows = [row for found in every for row, _ in found.values()]
-    packages = sorted({row.package for row in rows if row.package})
     caption = f"bf16, forward and backward; intervals {WITHIN_RUN}, and flex-max-autotune had a run of its own"
-    return text_table("peers", "; ".join([caption, *packages, where(rows)]), wanted, lines)
+    return text_table("peers", _caption(caption, (row for found in every for row, _ in found.values())), wanted, lines)
+
+
+def _caption(said: str, rows: Iterable[AttentionRow]) -> str:
+    """With the packages and the origin of the rows."""
+    every = list(rows)
+    return "; ".join([said, *sorted({row.package for row in every if row.package}), where(every)])
 
 
 def beside_ours(row: AttentionRow, ours: AttentionRow) -> str:
@@ -97,17 +100,14 @@ def windows() -> Table:
         for row in group:
             times = NONE if row is ours else times_as_long(row, ours)
             lines.append((f"{row.window:,}", row.impl, passes(row), number(row.both_tflops), times))
-    rows = [row for group in groups for row in group]
-    packages = sorted({row.package for row in rows if row.package})
-    case = rows[0]
+    case = groups[0][0]
     setting = f"bf16, causal, {case.batch} × {case.heads} × {case.seq:,} × {case.head_dim}; intervals {WITHIN_RUN}"
     wanted = ("window", "implementation", "forward / backward / both (ms)", "TFLOP/s", "times ours [95 %]")
-    return text_table("windows", "; ".join([setting, *packages, where(rows)]), wanted, lines)
+    return text_table("windows", _caption(setting, itertools.chain(*groups)), wanted, lines)
 
 
 def deterministic() -> Table:
     """Our pair of kernels beside the others under `torch.use_deterministic_algorithms`."""
-    shape = ("batch", "heads", "seq", "head_dim", "causal")
     groups = by_case(results("h200-attention-deterministic", AttentionRow), "impl")
     others = [row.impl for row in groups[0] if row.impl != OURS]
     lines = []
@@ -115,13 +115,11 @@ def deterministic() -> Table:
         by_impl = {row.impl: row for row in group}
         ours = by_impl[OURS]
         beside = (beside_ours(by_impl[impl], ours) for impl in others)
-        lines.append((*(number(ours.case[name]) for name in shape), passes(ours), number(ours.both_tflops), *beside))
-    rows = [row for group in groups for row in group]
-    packages = sorted({row.package for row in rows if row.package})
-    wanted = (*shape, "ours: forward / backward / both (ms)", "TFLOP/s")
+        lines.append((*(number(ours.case[name]) for name in SHAPE), passes(ours), number(ours.both_tflops), *beside))
+    wanted = (*SHAPE, "ours: forward / backward / both (ms)", "TFLOP/s")
     wanted += tuple(f"{impl} (ms, times ours [95 %])" for impl in others)
     caption = f"bf16, the same bits every time; intervals {WITHIN_RUN}"
-    return text_table("deterministic", "; ".join([caption, *packages, where(rows)]), wanted, lines)
+    return text_table("deterministic", _caption(caption, itertools.chain(*groups)), wanted, lines)
 
 
 def naive() -> Table:
@@ -137,14 +135,9 @@ def naive() -> Table:
         formula = f"{number(eager.predicted_before_backward_gib)} / {number(eager.predicted_peak_gib)}"
         lines.append((number(head_dim), f"{seq:,}", *times, *held, formula))
     wanted = (
-        *(
-            "head_dim",
-            "sequence",
-            "eager: forward / backward / both (ms)",
-            "compiled (ms)",
-            f"compiled is faster by [95 %, {WITHIN_RUN}]",
-        ),
-        *("eager: before backward / peak (GiB)", "compiled (GiB)", "eager by formula (GiB)"),
+        *("head_dim", "sequence", "eager: forward / backward / both (ms)", "compiled (ms)"),
+        *(f"compiled is faster by [95 %, {WITHIN_RUN}]", "eager: before backward / peak (GiB)", "compiled (GiB)"),
+        "eager by formula (GiB)",
     )
     return text_table("naive", f"fp32, batch 8, no heads, full, intervals {WITHIN_RUN}; {where(rows)}", wanted, lines)
 
@@ -207,20 +200,5 @@ TABLES: Mapping[str, Callable[[], Table]] = {
         for dtype in ("bf16", "fp32")
         for head_dim in (16, 64, 128)
     },
-    "attention-memory": partial(
-        of_rows,
-        ("h200-attention-flash", "h200-attention-naive"),
-        AttentionRow,
-        Column("implementation", lambda row: str(row.case["impl"])),
-        *columns.named("dtype", "causal", "batch", "seq"),
-        *columns.values(
-            {"before backward (GiB)": "before_backward_gib", "by formula": "predicted_before_backward_gib"}
-        ),
-        *columns.values({"peak (GiB)": "peak_gib", "peak by formula": "predicted_peak_gib"}),
-        columns.value("score matrices at the peak", "score_matrices_at_peak"),
-        OUTCOME,
-        caption="head_dim 128",
-        only=lambda row: row.predicted_peak_gib is not None and row.head_dim == 128 and row.seq >= 16384,
-    ),
     "headline-attention": headline,
 }

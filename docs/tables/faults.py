@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tables import RESULTS, NotMeasuredError
+from tables import kept
 from trainstep.report.tables import Table, text_table
 
 KINDS = {
@@ -21,13 +20,7 @@ KINDS = {
     "two": "a second trainer comes",
 }
 COLUMNS = (
-    "fault",
-    "came",
-    "schemes",
-    "what was said, once",
-    "made again, at most",
-    "lost",
-    "said after (s)",
+    *("fault", "came", "schemes", "what was said, once", "made again, at most", "lost", "said after (s)"),
     "going on after (s)",
 )
 
@@ -38,18 +31,15 @@ def faults_table() -> Table:
     Raises:
         NotMeasuredError: there was no campaign yet.
     """
-    path = RESULTS / "faults.json"
-    if not path.exists():
-        raise NotMeasuredError(path.name)
-    kept = json.loads(path.read_text(encoding="utf-8"))
+    found = kept("faults.json")
     by_kind: dict[str, list[dict[str, Any]]] = {}
-    for each in kept["faults"]:
+    for each in found["faults"]:
         by_kind.setdefault(each["kind"], []).append(each)
     rows = [_row(KINDS[kind], by_kind[kind]) for kind in KINDS if kind in by_kind]
-    about = kept["about"]
-    beside = f", and {len(kept['failed'])} that came to something else than was expected" if kept["failed"] else ""
+    about = found["about"]
+    beside = f", and {len(found['failed'])} that came to something else than was expected" if found["failed"] else ""
     title = (
-        f"{len(kept['faults'])} faults{beside}, in runs of 60 updates on two hosts, timeout 3 s, "
+        f"{len(found['faults'])} faults{beside}, in runs of 60 updates on two hosts, timeout 3 s, "
         f"seed {about['seed']}; "
         f"{about['hardware']}, torch {about['torch']}, Python {about['python']}, {about['date']}, "
         f"commit {about['commit']}"

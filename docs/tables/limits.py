@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from tables import RESULTS, DirtyError, NotMeasuredError
+from tables import beginning, kept, origin
 from trainstep.report.tables import Table, text_table
 
 OURS = ("ddp", "sharded optimizer", "fsdp")
@@ -16,17 +15,10 @@ Cell = Mapping[str, Any]
 
 def _kept() -> tuple[str, dict[str, dict[str, Cell]]]:
     """Where and when it was measured, and the cells: what is odd → wrapper → outcome."""
-    path = RESULTS / "cpu-limits.json"
-    if not path.exists():
-        raise NotMeasuredError(path.name)
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    environment = kept["environment"]
-    if str(environment["commit"]).endswith("+"):
-        raise DirtyError(f"docs/results/{path.name} is of a commit with changes; commit, and measure again")
-    said = f"two processes over Gloo, torch {environment['torch']}, {environment['date']}"
-    cells = {row["odd"]: row["outcomes"] for row in kept["scenarios"].values()}
-    assert len(cells) == len(kept["scenarios"]), "two scenarios have one description"
-    return f"{said}, commit {environment['commit']}", cells
+    found = kept("cpu-limits.json")
+    cells = {row["odd"]: row["outcomes"] for row in found["scenarios"].values()}
+    assert len(cells) == len(found["scenarios"]), "two scenarios have one description"
+    return f"two processes over Gloo, {origin([found['environment']])}", cells
 
 
 def outcomes() -> Table:
@@ -44,7 +36,7 @@ def errors() -> Table:
         said: dict[str, list[str]] = {}
         for scheme in OURS:
             if row[scheme]["what"] == "raises":
-                said.setdefault(_beginning(row[scheme]["detail"]), []).append(scheme)
+                said.setdefault(beginning(row[scheme]["detail"].partition(": ")[2], 160), []).append(scheme)
         lines += [(name, ", ".join(schemes), text) for text, schemes in said.items()]
     return text_table("limits errors", where, ("what is odd", "wrapper", "error"), lines)
 
@@ -64,12 +56,6 @@ def _in_words(cell: Cell) -> str:
     if cell["what"] == "raises":
         return "says what to do" if cell["is_named"] else "error of torch's"
     return str(cell["what"])
-
-
-def _beginning(detail: str) -> str:
-    """The error's first clause, without its class."""
-    text = detail.partition(": ")[2]
-    return text if len(text) <= 160 else f"{text[:157].rsplit(' ', 1)[0]} …"
 
 
 TABLES = {"limits": outcomes, "limits-errors": errors, "limits-counts": counts}

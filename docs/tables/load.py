@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tables import RESULTS, NotMeasuredError, refuse_dirty, where
+from tables import results, where
 from trainstep.base.stats import Interval, Ratio, verdict
 from trainstep.report.columns import ratio_cell
 from trainstep.report.numbers import NONE, number
 from trainstep.report.subjects.climbs import Climb, climbs
 from trainstep.report.tables import Table, text_table
 from trainstep.rows import ChangeRow
-from trainstep.rows.records import Row, read_records
 
 
 @dataclass(frozen=True)
@@ -21,19 +20,14 @@ class Pair:
     """The ladder of one model, climbed alone and beside other work."""
 
     model: str
-    alone: Sequence[Row]
-    beside: Sequence[Row]
+    alone: Sequence[ChangeRow]
+    beside: Sequence[ChangeRow]
 
 
 def all_pairs() -> list[Pair]:
     """The ladders of docs/results/cpu-load.jsonl by model."""
-    path = RESULTS / "cpu-load.jsonl"
-    if not path.exists():
-        raise NotMeasuredError(path.name)
-    rows = read_records(path)
-    refuse_dirty(path.name, rows)
-    found: dict[str, tuple[list[Row], list[Row]]] = {}
-    for row in rows:
+    found: dict[str, tuple[list[ChangeRow], list[ChangeRow]]] = {}
+    for row in results("cpu-load", ChangeRow):
         name = str(row.case["workload"]).rpartition(":")[2]
         found.setdefault(name, ([], []))[row.environment["beside"] != 0].append(row)
     return [Pair(name, *both) for name, both in found.items()]
@@ -57,7 +51,7 @@ def _where(pairs: Sequence[Pair]) -> str:
     return where([row for pair in pairs for row in (*pair.alone, *pair.beside)])
 
 
-def claim(rows: Sequence[Row]) -> str:
+def claim(rows: Sequence[ChangeRow]) -> str:
     """`1.31× [1.25–1.40]`, or that nothing is claimed."""
     climb = _climb(rows)
     if not climb.accepted:
@@ -67,7 +61,7 @@ def claim(rows: Sequence[Row]) -> str:
     return ratio_cell(climb.accepted[-1], "speedup").plain if len(climb.accepted) > 1 else "nothing accepted"
 
 
-def _climb(rows: Sequence[Row]) -> Climb:
+def _climb(rows: Sequence[ChangeRow]) -> Climb:
     return climbs(rows)[0]
 
 
@@ -75,7 +69,7 @@ def _change(row: ChangeRow) -> dict[str, object]:
     return {name: row.case.get(name) for name in ("precision", "attention", "optimizer", "compile", "loss")}
 
 
-def _unpaired(rows: Sequence[Row]) -> str:
+def _unpaired(rows: Sequence[ChangeRow]) -> str:
     """What two runs one after the other would have said: the baseline's median over the top's, each as it was tried."""
     accepted = _climb(rows).accepted
     if len(accepted) < 2 or not (accepted[0].step_ms and accepted[-1].step_ms):
@@ -105,7 +99,7 @@ def changes_of(pairs: Sequence[Pair]) -> Iterator[Change]:
                 yield Change(pair.model, busy.change, _gain(quiet), _gain(busy), before.step_ms / busy.step_ms)
 
 
-def _tried(rows: Sequence[Row]) -> Iterator[tuple[tuple[object, ...], tuple[ChangeRow, ChangeRow]]]:
+def _tried(rows: Sequence[ChangeRow]) -> Iterator[tuple[tuple[object, ...], tuple[ChangeRow, ChangeRow]]]:
     """What tells a try apart, its step and the one it was tried on → what was accepted before it, and its own row."""
     before: ChangeRow | None = None
     for row in _climb(rows).rows:
@@ -148,10 +142,8 @@ def changes() -> Table:
         "the opposite",
         "worst",
     )
-    caption = (
-        f"Gains beside other work against those alone; intervals of {len(apart)} of {len(found)} changes in turns "
-    )
-    caption += f"have nothing in common with those alone; {_where(pairs)}"
+    caption = "Gains beside other work against those alone; intervals of "
+    caption += f"{len(apart)} of {len(found)} changes in turns have nothing in common with those alone; {_where(pairs)}"
     return text_table("load changes", caption, wanted, lines)
 
 

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from tables import RESULTS, DirtyError, NotMeasuredError
+from tables import beginning, kept, origin
 from trainstep.report.tables import Table, text_table
 
-COMMANDS = (
-    *("analyze", "profile", "dtypes", "timeline", "residuals", "checkpointing", "peaks", "bench step"),
-    *("bench parallel", "plan"),
-)
+COMMANDS = [
+    "analyze",
+    "profile",
+    "dtypes",
+    "timeline",
+    "residuals",
+    "checkpointing",
+    "peaks",
+    "bench step",
+    "bench parallel",
+    "plan",
+]
 
 
 def _kept() -> tuple[str, dict[str, dict[str, Any]]]:
     """Where and when they were measured, and the models with their cells."""
-    path = RESULTS / "cpu-models.json"
-    if not path.exists():
-        raise NotMeasuredError(path.name)
-    models = json.loads(path.read_text(encoding="utf-8"))
-    said = set()
-    for cell in (cell for model in models.values() for cell in model["cells"].values()):
-        if str(cell["commit"]).endswith("+"):
-            raise DirtyError(f"docs/results/{path.name} is of a commit with changes; commit, and measure again")
-        said.add(f"torch {cell['torch']}, {cell['date']}, commit {cell['commit']}")
-    return f"CPU, {'; '.join(sorted(said))}", models
+    models = kept("cpu-models.json")
+    return f"CPU, {origin(cell for model in models.values() for cell in model['cells'].values())}", models
 
 
 def outcomes() -> Table:
@@ -44,9 +43,9 @@ def reasons() -> Table:
     said: dict[tuple[str, str, str], list[str]] = {}
     for name, model in models.items():
         for command in COMMANDS:
-            cell = model["cells"].get(command)
-            for text in cell["said"] if cell is not None and cell["what"] != "right" else ():
-                said.setdefault((command, cell["what"], _beginning(text)), []).append(name)
+            cell = model["cells"].get(command, {"what": "right"})
+            for text in cell["said"] if cell["what"] != "right" else ():
+                said.setdefault((command, cell["what"], beginning(text, 200)), []).append(name)
     lines = [(command, what, ", ".join(names), text) for (command, what, text), names in said.items()]
     return text_table("models reasons", where, ("command", "outcome", "models", "what was said"), lines)
 
@@ -54,20 +53,10 @@ def reasons() -> Table:
 def counts() -> Table:
     """How many models came to what under each command."""
     where, models = _kept()
-    kinds = list(dict.fromkeys(["right", "limit", *sorted(_outcomes(models))]))
-    lines = []
-    for command in COMMANDS:
-        found = [model["cells"][command]["what"] for model in models.values() if command in model["cells"]]
-        lines.append((command, *(str(found.count(kind)) for kind in kinds)))
+    found = {name: [model["cells"].get(name, {}).get("what") for model in models.values()] for name in COMMANDS}
+    kinds = dict.fromkeys(["right", "limit", *sorted({what for each in found.values() for what in each if what})])
+    lines = [(name, *(str(each.count(kind)) for kind in kinds)) for name, each in found.items()]
     return text_table("models counts", where, ("command", *kinds), lines)
-
-
-def _outcomes(models: dict[str, dict[str, Any]]) -> set[str]:
-    return {cell["what"] for model in models.values() for cell in model["cells"].values()}
-
-
-def _beginning(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:197].rsplit(' ', 1)[0]} …"
 
 
 TABLES = {"models": outcomes, "models-reasons": reasons, "models-counts": counts}

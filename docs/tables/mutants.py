@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 
-from tables import RESULTS, NotMeasuredError
+from tables import kept
 from trainstep.report.tables import Table, text_table
 
 COLUMNS = ("file", "mutants", "judged", "killed", "of those judged", "equivalent", "on a GPU only", "commit", "date")
@@ -17,11 +16,8 @@ def mutants_table() -> Table:
     Raises:
         NotMeasuredError: nothing was judged yet.
     """
-    path = RESULTS / "mutants.json"
-    if not path.exists():
-        raise NotMeasuredError(path.name)
     rows = []
-    for file, found in json.loads(path.read_text(encoding="utf-8")).items():
+    for file, found in kept("mutants.json").items():
         counts = [str(found[name]) for name in ("mutants", "judged", "killed", "equivalent", "gpu")]
         share = f"{found['killed'] / found['judged']:.1%}"
         rows.append((file, *counts[:3], share, *counts[3:], found["commit"], found["date"]))

@@ -29,10 +29,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
 
 from tables import RESULTS, results
-from trainstep.base.errors import UsageError
 from trainstep.plan import machine
 from trainstep.plan.communication import Link, collective_seconds
 from trainstep.plan.feed_forward import FeedForward, feed_forward_records
@@ -81,18 +79,10 @@ class FeedForwardStack:
         return (self.static_bytes + activations / 2) / shards + activations / 2
 
     def shards_to_fit(self, device_bytes: float, tokens: int = 0) -> int:
-        """The fewest shards with less than `device_bytes` on a device.
-
-        Raises:
-            UsageError: the half of the activations that is not sharded does not fit alone.
-        """
+        """The fewest shards with less than `device_bytes` on a device."""
         activations = tokens * self.activation_bytes_per_token
         room = device_bytes - activations / 2
-        if room <= 0:
-            raise UsageError(
-                f"{tokens} tokens leave {activations / 2:.3g} bytes of activations on every device, which has "
-                f"{device_bytes:.3g}: no number of shards is enough"
-            )
+        assert room > 0, "the half of the activations that is not sharded does not fit alone"
         return math.floor((self.static_bytes + activations / 2) / room) + 1
 
 
@@ -111,60 +101,38 @@ def compute_bound_tokens(*, overlapped: bool) -> float:
     return mesh_tokens(alpha, XXL.d_ff, TENSOR_RANKS, **axes, overlapped=overlapped)
 
 
-AlternateRing = Literal["all to all", "reduce, then broadcast"]
-
-
-def alternate_passes(way: AlternateRing, world_size: int) -> int:
-    """Hand-overs of the full tensor that follow one another.
-
-    Raises:
-        UsageError: no ranks.
-    """
-    if world_size < 1:
-        raise UsageError(f"world_size is {world_size}; expected at least 1")
+def alternate_passes(way: str, world_size: int) -> int:
+    """Hand-overs of the full tensor that follow one another."""
     return (1 if way == "all to all" else 2) * (world_size - 1)
 
 
-def alternate_bytes_sent(way: AlternateRing, payload: int, world_size: int) -> int:
-    """Bytes sent by all ranks together."""
-    senders = world_size if way == "all to all" else 1  # in each pass
-    return alternate_passes(way, world_size) * senders * payload
-
-
-def alternate_seconds(way: AlternateRing, payload: float, world_size: int, bytes_per_s: float) -> float:
+def alternate_seconds(way: str, payload: float, world_size: int, bytes_per_s: float) -> float:
     """Time of one all-reduce, calls and hand-overs costing nothing."""
     return alternate_passes(way, world_size) * payload / bytes_per_s
 
 
-CALIBRATION = ("h200-calibration",)
 CHECKED: Mapping[str, type[Row]] = {
     "h200-step-sizes": StepRow,
     "h200-analyze-2.7B": ChangeRow,
     "h200-memory": PeakRow,
     "h200-checkpointing": CheckpointingRow,
-    "h200-parallel": ParallelRow,
-    "h200-parallel-4gpus": ParallelRow,
-    "h200-parallel-peers-4gpus": ParallelRow,
-    "h200-parallel-compiled-4gpus": ParallelRow,
-    "h200-parallel-sustained-4gpus": ParallelRow,
-    "h200-parallel-pinned-4gpus": ParallelRow,
-    "h200-parallel-rounds-4gpus": ParallelRow,
-    "h200-parallel-compiled-rounds-4gpus": ParallelRow,
-    "h200-parallel-hybrid-averaged-4gpus": ParallelRow,
-    "h200-parallel-hybrid-4gpus": ParallelRow,
-    "h200-parallel-hybrid-blocks-4gpus": ParallelRow,
-    "h200-parallel-hybrid-by-two-4gpus": ParallelRow,
-    "h200-parallel-hybrid-eager-4gpus": ParallelRow,
-}  # Files whose rows of a kind are predicted; those that are not there yet are left out
+} | {
+    f"h200-parallel{run}": ParallelRow
+    for run in (
+        *("", "-4gpus", "-peers-4gpus", "-compiled-4gpus", "-sustained-4gpus", "-pinned-4gpus", "-rounds-4gpus"),
+        *("-compiled-rounds-4gpus", "-hybrid-averaged-4gpus", "-hybrid-4gpus", "-hybrid-blocks-4gpus"),
+        *("-hybrid-by-two-4gpus", "-hybrid-eager-4gpus"),
+    )
+}
+"""Files whose rows of a kind are predicted."""
 
 
 def predictions() -> dict[str, list[Row]]:
-    """File → its measured rows beside predictions from `CALIBRATION`."""
-    files = (*CALIBRATION, *(path.stem for path in sorted(RESULTS.glob("h200-collectives*.jsonl"))))
+    """File → its measured rows beside predictions from a calibration."""
+    files = ("h200-calibration", *(path.stem for path in sorted(RESULTS.glob("h200-collectives*.jsonl"))))
     rated = calibrated([row for name in files for row in results(name, Row)])
-    kept = {name: kind for name, kind in CHECKED.items() if (RESULTS / f"{name}.jsonl").exists()}
     found = {}
-    for name, kind in kept.items():
+    for name, kind in CHECKED.items():
         found[name] = list(checked(results(name, kind), rated))
         if launches := scheme_launches(results(name, Row)):
             machine = dataclasses.replace(rated, scheme_launch_s=launches)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from tables import RESULTS, DirtyError, NotMeasuredError
+from tables import NotMeasuredError, in_times, kept, origin
 from trainstep.report.subjects.run import PHASES
 from trainstep.report.tables import Table, text_table
 
@@ -14,27 +13,20 @@ SHOWN = 0.05
 """Phases of at least this share of all phases' medians are named."""
 
 
-def kept(name: str) -> tuple[str, dict[str, dict[str, Any]]]:
+def scripts_of(name: str) -> tuple[str, dict[str, dict[str, Any]]]:
     """Where and when they were measured, and the scripts with what came out."""
-    path = RESULTS / name
-    if not path.exists():
-        raise NotMeasuredError(path.name)
-    scripts = json.loads(path.read_text(encoding="utf-8"))
-    said = set()
-    for cell in (each for script in scripts.values() for each in (script, script.get("ladder")) if each):
-        if str(cell["commit"]).endswith("+"):
-            raise DirtyError(f"docs/results/{path.name} is of a commit with changes; commit, and measure again")
-        said.add(f"torch {cell['torch']}, {cell['date']}, commit {cell['commit']}")
+    found = kept(name)
     devices = {
         cell["device"] if "device" in cell else f"a CPU of {cell['cores']} cores that other work shared"
-        for cell in scripts.values()
+        for cell in found.values()
     }
-    return f"{', '.join(sorted(devices))}; {'; '.join(sorted(said))}", scripts
+    cells = (each for script in found.values() for each in (script, script.get("ladder")) if each)
+    return f"{', '.join(sorted(devices))}; {origin(cells)}", found
 
 
 def scripts(name: str) -> Table:
     """Each script's steps, phases and findings, and how far phases are from the same script's timers by hand."""
-    where, found = kept(name)
+    where, found = scripts_of(name)
     lines = []
     for script in found.values():
         if "failed" in script:
@@ -68,9 +60,8 @@ def _ladder(cell: Mapping[str, Any] | None) -> str:
 def _change(row: Mapping[str, Any]) -> str:
     if row["speedup"] is None:
         return f"{row['change']}: {row['verdict']}{' (' + row['reason'] + ')' if row['reason'] else ''}"
-    low, high = row["speedup_low"], row["speedup_high"]
-    within = f" [{low:.2f}–{high:.2f}]" if low is not None else ""
-    return f"{row['change']}: {row['speedup']:.2f}×{within}, {'accepted' if row['accepted'] else 'rejected'}"
+    gain = in_times(row["speedup"], row["speedup_low"], row["speedup_high"])
+    return f"{row['change']}: {gain}, {'accepted' if row['accepted'] else 'rejected'}"
 
 
 def on_gpu() -> Table | None:

@@ -5,30 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables import CHANGE, SIZE, of_rows, plain, results, where
-from trainstep.base.config import PHASES
-from trainstep.base.stats import Ratio
+from tables import as_times, in_times, results, where
 from trainstep.report import columns
+from trainstep.report.columns import Column
 from trainstep.report.compare import compare, comparison_table, repeatability
 from trainstep.report.numbers import NONE, number, numeric
 from trainstep.report.subjects.climbs import Climb, after, climbs
 from trainstep.report.tables import Table, tabulate, text_table, with_shapes
-from trainstep.rows import FINAL, ChangeRow, StepRow, TrainRow
+from trainstep.rows import ChangeRow, StepRow, TrainRow
 
-MEANS = tuple(columns.mean(f"{name} (ms)", name) for name in (*PHASES, "step"))
+CHANGE = Column("change", lambda row: str(row.case["change"]))
 RATES = (columns.value("TFLOP/s", "achieved_tflops"), columns.value("utilisation (%)", "utilisation"))
-
-
-def sizes(precision: str, compiled: str) -> Table:
-    """Phases of every size in one precision, eager or compiled."""
-    form = "eager" if compiled == "off" else "blocks compiled"
-    return of_rows(
-        "h200-step-sizes",
-        StepRow,
-        *(SIZE, *MEANS, *RATES, columns.value("peak (GiB)", "peak_gib")),
-        caption=f"{precision}, {form}: mean ± std of 10 steps after 5",
-        only=lambda row: (row.precision, row.compile) == (precision, compiled),
-    )
 
 
 def repeat() -> Table:
@@ -50,21 +37,6 @@ def limits(size: str) -> Table:
 
 
 ACROSS = ("workload", "precision", "compile", "attention", "optimizer")
-
-
-def ladder(name: str, form: str) -> Table:
-    """The changes of one form."""
-    return of_rows(
-        f"{name}-tour",
-        ChangeRow,
-        CHANGE,
-        columns.median("step (ms) [95 %]", "step"),
-        *columns.values({"speed-up": "speedup", "peak (GiB)": "peak_gib"}),
-        *columns.values({"gradients off by": "gradient_error", "allowed": "error_budget"}, digits=2),
-        columns.value("verdict", "verdict"),
-        caption=f"{form}.py",
-        only=lambda row: row.workload == f"examples.tour.{form}:workload" and row.change != FINAL,
-    )
 
 
 def compared(name: str) -> Table:
@@ -105,15 +77,12 @@ def headline() -> Table:
         assert again is not None, f"no final configuration of {size}"
         times, peaks = ([number(row.values[name]) for row in (first, last)] for name in ("step_ms", "peak_gib"))
         half = next((row for row in accepted[:3] if row.change == "bf16 autocast"), None)
-        since = NONE if half is None else _times(after(half, accepted))
+        since = NONE if half is None else as_times(after(half, accepted))
         tf32 = next(row for row in accepted if row.change == "TF32 matmuls")
         first_rows.append(first)
-        speedups = (
-            f"{again.speedup:.2f}× [{again.speedup_low:.2f}–{again.speedup_high:.2f}]",
-            f"{last.speedup:.2f}× [{last.speedup_low:.2f}–{last.speedup_high:.2f}]",
-        )
+        speedups = (in_times(each.speedup, each.speedup_low, each.speedup_high) for each in (again, last))
         error = f"{last.gradient_error:.2g} of {last.error_budget:.2g}"
-        cells.append((size, *times, *speedups, _times(after(tf32, accepted)), since, *peaks, error))
+        cells.append((size, *times, *speedups, as_times(after(tf32, accepted)), since, *peaks, error))
     wanted = (
         *("size", "fp32 without TF32, eager (ms)", "final configuration (ms)"),
         *("faster, both in turns [95 %]", "product of the gains [95 %]"),
@@ -124,33 +93,10 @@ def headline() -> Table:
     return text_table("headline-ladder", f"{caption}; {where(first_rows)}", wanted, cells)
 
 
-def _times(gain: Ratio) -> str:
-    low_to_high = f" [{gain.interval.low:.2f}–{gain.interval.high:.2f}]" if gain.interval else ""
-    return f"{gain.value:.2f}×{low_to_high}"
-
-
 TABLES: Mapping[str, Callable[[], Table]] = {
-    "sizes-fp32": partial(sizes, "fp32", "off"),
-    "sizes-bf16": partial(sizes, "bf16", "off"),
-    "sizes-fp32-compiled": partial(sizes, "fp32", "blocks"),
-    "sizes-bf16-compiled": partial(sizes, "bf16", "blocks"),
-    "warmup": partial(
-        of_rows,
-        [f"h200-warmup-{size}" for size in ("small", "large", "2.7B")],
-        StepRow,
-        *(SIZE, columns.case("warm-up", "warmup"), *MEANS, columns.median("step, median [95 %]", "step")),
-        columns.value("first step (ms)", "first_step_ms"),
-        caption="fp32, eager, each row in a fresh process",
-    ),
     "repeat": repeat,
     "limits-large": partial(limits, "large"),
-    **{
-        f"ladder-{size}": partial(plain, f"h200-analyze-{size}", ChangeRow)
-        for size in ("small", "large", "2.7B", "2.7B-4096")
-    },
-    **{f"tour-{form}-{name}": partial(ladder, name, form) for name in ("cpu", "h200") for form in ("slow", "fast")},
     **{f"tour-compare-{name}": partial(compared, name) for name in ("cpu", "h200")},
-    "train": partial(plain, "h200-train", TrainRow),
     "train-curves": curves,
     "headline-ladder": headline,
 }

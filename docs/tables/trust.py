@@ -6,7 +6,6 @@ The rules of the other tools are written from their documents, each cited; none 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tables import RESULTS, NotMeasuredError, refuse_dirty, where
+from tables import RESULTS, NotMeasuredError, kept, where
 from trainstep.base.stats import ratio_of_medians, ratio_of_runs, run_deviation, smallest_found, verdict
 from trainstep.report.numbers import NONE, number
 from trainstep.report.tables import Table, text_table
@@ -188,13 +187,8 @@ Case = Mapping[str, Any]
 
 def planted() -> tuple[list[Case], str]:
     """What `python -m tools.trust.planted` kept, and where it ran."""
-    path = RESULTS / "planted.json"
-    if not path.exists():
-        raise NotMeasuredError(path.name)
-    kept = json.loads(path.read_text("utf-8"))
-    rows = [StepRow(environment=kept["environment"])]
-    refuse_dirty(path.name, rows)
-    return kept["cases"], where(rows)
+    found = kept("planted.json")
+    return found["cases"], where([StepRow(environment=found["environment"])])
 
 
 def is_large(case: Case) -> bool:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from measure_run import ROOT, SCRIPTS, cannot_run, difference, of_phases, told
+from measure_run import SCRIPTS, cannot_run, difference, of_phases, told
+from measuring import ROOT
 from tables import run as table_of
 from tests.observe.by_hand import COMMENT, Clock, instrumented
 from tests.observe.measuring import measure
@@ -147,7 +148,7 @@ def test_on_a_gpu_scripts_are_larger_and_see_one_each(monkeypatch):
 
 
 def test_the_table_of_a_gpu_is_there_once_it_was_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(table_of, "RESULTS", tmp_path)
+    monkeypatch.setattr("tables.RESULTS", tmp_path)
     assert table_of.on_gpu() is None
     cells = json.loads((ROOT / "docs/results/cpu-run.json").read_text())
     kept = {"gan": cells["gan"] | {"device": "NVIDIA H200"}, "unet": cells["unet"] | {"device": "NVIDIA H200"}}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import measure_models
-from measure_models import outcome, peaks_disagree, run_cell
+import measuring
+from measure_models import outcome, peaks_disagree
+from measuring import Ended, keep, run
 from trainstep.check.reference import OWN_ARITHMETIC
 from trainstep.rows import CheckpointingRow, MemoryTimelineRow, ParallelRow, PeakRow, StepRow
-from trainstep.rows.records import Row, Status
+from trainstep.rows.records import Row, Status, write_whole
 
 
 def step(status: Status = "ok", reason: str | None = None, **values: Any) -> StepRow:
@@ -48,11 +48,11 @@ def wrong(scheme: str) -> ParallelRow:
     ],
 )
 def test_a_cell_is_the_worst_of_its_rows(rows: list[Row], what: str, said: list[str]) -> None:
-    assert outcome(rows, "rows", "") == {"what": what, "rows": len(rows), "said": said}
+    assert outcome(Ended("rows", "", rows)) == {"what": what, "rows": len(rows), "said": said}
 
 
 def test_what_ended_without_rows_says_its_last_line() -> None:
-    assert outcome([], "refused", "trainstep: no such thing") == {
+    assert outcome(Ended("refused", "trainstep: no such thing")) == {
         "what": "refused",
         "rows": 0,
         "said": ["no such thing"],
@@ -74,17 +74,18 @@ def test_peaks_of_one_step_are_one_figure() -> None:
 
 
 def test_a_command_that_hangs_or_crashes_ends_its_cell_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stuck(words: list[str], said: Path) -> None:
-        measure_models.os.setsid()
-        said.write_text("one\ntrainstep: two\nthree\n")
-        measure_models.time.sleep(60 if words == ["hang"] else 0)
-        sys.exit(int(words[0]))
+    script = "print('one\\ntrainstep: two\\nthree'); time.sleep(int(sys.argv[1])); sys.exit(int(sys.argv[2]))"
+    monkeypatch.setattr(measuring, "LAUNCH", ("-c", f"import sys, time; {script}"))
+    assert run(["60", "0"], tmp_path, limit_s=1) == Ended("hangs", "longer than 1 s")
+    assert run(["0", "2"], tmp_path) == Ended("refused", "trainstep: two")
+    assert run(["0", "0"], tmp_path) == Ended("crashes", "trainstep: two")
+    write_whole(tmp_path / "results.jsonl", [StepRow()])
+    for code, how in (("1", "rows"), ("70", "crashes")):
+        ended = run(["0", code], tmp_path)
+        assert (ended.how, ended.last, len(ended.rows)) == (how, "trainstep: two", 1)
 
-    monkeypatch.setattr(measure_models, "_command", stuck)
-    said = tmp_path / "said"
-    assert run_cell(["hang"], tmp_path, said, 1) == ("hangs", "longer than 1 s")
-    assert run_cell(["2"], tmp_path, said, 30) == ("refused", "trainstep: two")
-    assert run_cell(["0"], tmp_path, said, 30) == ("crashes", "trainstep: two")
-    (tmp_path / "results.jsonl").touch()
-    assert run_cell(["1"], tmp_path, said, 30) == ("rows", "trainstep: two")
-    assert run_cell(["70"], tmp_path, said, 30) == ("crashes", "trainstep: two")
+
+def test_a_measured_cell_takes_the_place_of_its_earlier_self(tmp_path: Path) -> None:
+    for name, cell in (("b", 1), ("a", 2), ("b", 3), ("gone", 4)):
+        keep(tmp_path / "kept.json", name, cell, order=("a", "b"))
+    assert (tmp_path / "kept.json").read_text() == '{\n "a": 2,\n "b": 3\n}\n'

@@ -1,0 +1,118 @@
+"""Tables that are nothing but columns of rows, as `docs/tables.toml` declares them."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tables import plain, results, setting, where
+from tables.alone import communication
+from trainstep.base.config import SIZES
+from trainstep.bench.parallel.planned import copies_of, moments, planned_bytes, scheme_of
+from trainstep.report import columns
+from trainstep.report.columns import Cell, Column, value_cell
+from trainstep.report.numbers import number
+from trainstep.report.subjects import fit
+from trainstep.report.subjects.kernel_findings import brief_name
+from trainstep.report.subjects.memory import residual_name
+from trainstep.report.tables import Table, tabulate
+from trainstep.rows import KINDS, ParallelRow
+from trainstep.rows.records import Row
+
+DECLARED = tomllib.loads(Path(__file__).parents[1].joinpath("tables.toml").read_text("utf-8"))
+SENT = {
+    "bucketed-25": ("all-reduced", "–", "8P(n − 1)/n"),
+    "sharded-optimizer": ("reduce-scattered", "gathered", "8P(n − 1)/n"),
+    "sharded-optimizer-1000": ("reduce-scattered", "gathered", "8P(n − 1)/n"),
+    "torch-zero": ("all-reduced", "broadcast", "12P(n − 1)/n"),
+}
+"""Scheme → how gradients and updated parameters travel, and how much a rank sends."""
+README_NAMES = {
+    "single": "one GPU, no communication",
+    "torch-ddp": "DistributedDataParallel, torch's",
+    "bucketed-25": "DistributedDataParallel, ours",
+    "torch-ddp-1000": "the same in buckets of 1,000 MB, torch's",
+    "bucketed-1000": "the same in buckets of 1,000 MB, ours",
+    "torch-zero": "sharded optimizer, torch's",
+    "sharded-optimizer": "sharded optimizer, ours",
+    "torch-fsdp2": "fully sharded, torch's FSDP2",
+    "fsdp": "fully sharded, ours",
+}
+FORMS: Mapping[str, Callable[[Row, str], Cell | str]] = {
+    "plain": lambda row, name: columns.case(name, name).of(row),
+    "thousands": lambda row, name: value_cell(row, name, lambda value: number(1e3 * value)),  # type: ignore[operator,arg-type]
+    "kernel": lambda row, name: brief_name(str(row.values[name])),
+    "code": lambda row, name: "eager" if row.case[name] == "off" else "compiled",
+    "residual": lambda row, _: residual_name(row),
+    "fit": lambda row, _: fit.form_of(row),
+    "outcome": lambda row, _: row.status,
+    "stem": lambda row, name: Path(str(row.case.get(name, "none"))).stem,
+    "readme": lambda row, name: README_NAMES[str(row.case[name])],
+    "gradients": lambda row, name: SENT[str(row.case[name])][0],
+    "updated": lambda row, name: SENT[str(row.case[name])][1],
+    "sent": lambda row, name: SENT[str(row.case[name])][2],
+}
+"""Form in `docs/tables.toml` → the cell; those of `trainstep.report.columns` go by their names."""
+
+
+def planned_anew(row: Row) -> Row:
+    """A scheme's row with today's plan; rows of other kinds as they are."""
+    if not isinstance(row, ParallelRow):
+        return row
+    model, scheme = SIZES[str(row.workload)], scheme_of(row)
+    settings = {"precision": row.precision, "optimizer": row.optimizer}
+    plan = planned_bytes(scheme, model.num_parameters, row.world_size, model=model, **settings, **copies_of(row))
+    return dataclasses.replace(row, **moments(plan))
+
+
+def table(name: str, spec: Mapping[str, Any]) -> Table:
+    """The table of a group's settings and its own."""
+    kind: type[Row] = KINDS[spec["kind"]]
+    if "columns" not in spec:
+        return plain(*spec["files"], kind, brief=spec["brief"])
+    rows = [row for file in spec["files"] for row in results(file, kind) if _is_shown(row, spec)]
+    for by, order in reversed(spec.get("order", {}).items()):
+        rows.sort(key=lambda row: order.index(row.case[by]) if order else row.case[by])
+    if spec.get("planned"):
+        rows = [planned_anew(row) for row in rows]
+    caption = spec["caption"] if "caption" in spec else setting(rows) if spec["kind"] == "parallel" else ""
+    wanted = [column for line in spec["columns"].strip().splitlines() for column in _columns(line, rows)]
+    return tabulate(name, f"{caption}; {where(rows)}" if caption else where(rows), wanted, rows)
+
+
+def _is_shown(row: Row, spec: Mapping[str, Any]) -> bool:
+    fields = {**row.values, **row.case, "status": row.status}
+    only = {**spec.get("order", {}), **spec.get("only", {})}
+    return (
+        all(fields.get(name) in values for name, values in only.items() if values)
+        and all(fields.get(name) not in values for name, values in spec.get("without", {}).items())
+        and all((fields.get(name) or 0) >= value for name, value in spec.get("least", {}).items())
+    )
+
+
+def _columns(line: str, rows: Sequence[Any]) -> Iterator[Column]:
+    """The columns of a line of a group's `columns`."""
+    title, _, words = line.rpartition(" = ")
+    if words == "communication":
+        yield from communication(rows)
+    elif not title:
+        yield from columns.named(*words.split(", "))
+    else:
+        *forms, name = words.split()
+        name, _, digits = name.partition(":")
+        form = forms[0] if forms else "value"
+        if form in FORMS:
+            yield Column(title, lambda row: FORMS[form](row, name))
+        elif digits:
+            yield columns.value(title, name, int(digits))
+        else:
+            yield getattr(columns, form)(title, name)
+
+
+TABLES: Mapping[str, Callable[[], Table]] = {
+    name: partial(table, name, group | own) for group in DECLARED["group"] for name, own in group["table"].items()
+}
