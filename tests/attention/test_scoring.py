@@ -58,7 +58,7 @@ def test_no_implementation_is_left_to_scale_behind_the_mask(
         return capped.masked_fill(scores.isneginf(), -torch.inf).softmax(-1) @ v
 
     monkeypatch.setattr(api, "_BY_NAME", dict.fromkeys(api._BY_NAME, behind))
-    monkeypatch.setattr(api, "_WITH_MORE", frozenset(api._BY_NAME))
+    monkeypatch.setattr(api, "_ONLY_PLAIN", frozenset())
     q, k, v, do = Case(30, 30, 8).inputs(torch.float32)
     named = dict(zip(("window", "cu_seqlens", "softcap"), band, strict=True))
     actual = value_and_gradients(lambda *t: attention(*t, is_causal=True, scale=scale, impl=impl, **named), q, k, v, do)

@@ -12,8 +12,9 @@ from trainstep.attention.scoring import Scoring
 from trainstep.base.errors import UsageError
 from trainstep.base.stats import ratio_of_rounds
 from trainstep.bench import turns
-from trainstep.bench.attention import run_cases
+from trainstep.bench.attention import AttentionTurns, run_cases
 from trainstep.bench.cases import GRIDS, LISTS, AttentionCase, grid_cases, listed_cases, named_grid
+from trainstep.check.verdict import Part, Verdict
 from trainstep.measure import outcome
 from trainstep.rows import AttentionRow
 
@@ -47,11 +48,11 @@ def test_no_time_where_one_row_of_one_gradient_is_wrong(monkeypatch):
 def test_the_rows_of_a_shape_come_before_the_next_shape_starts(monkeypatch):
     started = []
 
-    def measured(cases, *_):
+    def measured(self, cases, *_):
         started.append(cases[0].seq)
         return [AttentionRow(**dataclasses.asdict(case)) for case in cases]
 
-    monkeypatch.setattr(bench, "_measure_in_turns", measured)
+    monkeypatch.setattr(AttentionTurns, "_in_turns", measured)
     cases = [dataclasses.replace(SMALL, seq=seq, impl=impl) for seq in (16, 32) for impl in ("sdpa", "flash-triton")]
     rows, seen = run_cases(cases, device="cpu", warmup=1, passes=3, rounds=3), []
     for row in rows:
@@ -129,12 +130,13 @@ def test_without_a_gpu_our_kernels_name_the_interpreter(monkeypatch, changes):
 
 @pytest.mark.thorough
 def test_implementations_of_a_shape_are_timed_in_turns(monkeypatch):
-    order, timed = [], bench._time
-    monkeypatch.setattr(
-        bench,
-        "_time",
-        lambda implementation, *rest: order.append((implementation, rest)) or timed(implementation, *rest),
-    )
+    order, timed = [], AttentionTurns._time_round
+
+    def noted(self, checked, *rest):
+        order.append((checked.implementation, rest))
+        timed(self, checked, *rest)
+
+    monkeypatch.setattr(AttentionTurns, "_time_round", noted)
     other = dataclasses.replace(SMALL, seq=32)
     impls = ("sdpa", "eager", "flash-triton")
     cases = [dataclasses.replace(case, impl=impl) for impl in impls for case in (SMALL, other)]
@@ -162,7 +164,7 @@ def test_ours_stands_beside_each_other_by_rounds():
     ours = _timed("flash-triton", 3, 1.0, 1.0, 1.1, 1.1, 1.05, 1.05)
     theirs = _timed("sdpa", 3, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0)
     failed = dataclasses.replace(_timed("flex", None), status="failed")
-    (row,) = bench.ratio_rows([theirs, ours, failed])
+    (row,) = AttentionTurns("cpu").ratios([theirs, ours, failed])
     assert (row.impl, row.peer, row.seq, row.rounds) == ("flash-triton", "sdpa", 64, 3)
     wanted = ratio_of_rounds([[1.0], [1.1], [1.05]], [[2.0]] * 3)
     assert (row.both, row.both_low, row.both_high) == (wanted.value, wanted.interval.low, wanted.interval.high)
@@ -172,7 +174,7 @@ def test_ours_stands_beside_each_other_by_rounds():
 
 def test_without_rounds_the_ratio_is_of_all_samples():
     """As in rows of before there were any."""
-    (row,) = bench.ratio_rows([_timed("flash-triton", None, *[1.0] * 8), _timed("sdpa", None, *[2.0] * 8)])
+    (row,) = AttentionTurns("cpu").ratios([_timed("flash-triton", None, *[1.0] * 8), _timed("sdpa", None, *[2.0] * 8)])
     assert (row.both, row.rounds) == (0.5, None)
     assert row.both_low == pytest.approx(0.5 / 1.02)
 
@@ -226,8 +228,11 @@ def test_the_cache_is_overwritten_before_each_pass(monkeypatch):
         return attention_eager(q, k, v, Scoring(True, 1 / math.sqrt(q.shape[-1])))
 
     monkeypatch.setitem(turns.FLUSH_BYTES, "cpu", 12345)
+    monkeypatch.setattr(AttentionTurns, "implementation", lambda self, case: implementation)
+    monkeypatch.setattr(bench, "check", lambda *_, **__: Verdict(parts={f"{name} all": Part() for name in bench.NAMES}))
+    case = dataclasses.replace(SMALL, impl="eager-compiled")  # whose memory is not followed on a CPU
     with order:
-        bench._time(implementation, SMALL, turns.flush_for(torch.device("cpu")), 1, 3)
+        list(run_cases([case], device="cpu", warmup=1, passes=3))
     assert order.events == [12345, "forward"] * 4
 
 
@@ -236,15 +241,15 @@ def test_garbage_is_looked_for_after_cases_and_failures_but_not_after_rounds(mon
     looked, timed = [], []
     monkeypatch.setattr(outcome, "release_memory", lambda **options: looked.append("case"))
     monkeypatch.setattr(turns, "release_memory", lambda **options: looked.append(options))
-    original = bench._time_round
+    original = AttentionTurns._time_round
 
-    def fails_later(checked, case, *arguments):
+    def fails_later(self, checked, case, *arguments):
         timed.append(case.impl)
         if case.impl == "sdpa" and timed.count("sdpa") == 3:
             raise torch.OutOfMemoryError("no room")
-        original(checked, case, *arguments)
+        original(self, checked, case, *arguments)
 
-    monkeypatch.setattr(bench, "_time_round", fails_later)
+    monkeypatch.setattr(AttentionTurns, "_time_round", fails_later)
     cases = [dataclasses.replace(SMALL, impl=impl) for impl in ("eager", "sdpa")]
     rows = list(run_cases(cases, device="cpu", warmup=1, passes=5, rounds=5))
     assert [row.status for row in rows] == ["ok", "out of memory"]
@@ -264,9 +269,9 @@ def test_the_cache_is_overwritten_on_a_gpu():
         order.events.append("forward")
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
-    flush = turns.flush_for(torch.device("cuda"))
+    flush = torch.empty(flushed, dtype=torch.int8, device="cuda")
     with order:
-        bench._time(implementation, SMALL, flush, 1, 2)
+        turns.time_passes(AttentionTurns("cuda").step(SMALL, implementation), flush, 1, 2)
     assert order.events.count("forward") == 3
     before = [order.events[place - 1] for place, each in enumerate(order.events) if each == "forward"]
     assert before == [flushed] * 3

@@ -3,20 +3,21 @@
 import pytest
 
 from tests.fused.places import DEVICE, HERE
-from trainstep.bench.cases import FUSED_IMPLS, FusedCase
-from trainstep.bench.fused.run import run_cases
+from trainstep.base.operators import FUSED
+from trainstep.bench.cases import FusedCase
+from trainstep.bench.fused import run_cases
 
 pytestmark = HERE
 
 
-@pytest.mark.parametrize("operator", FUSED_IMPLS)
+@pytest.mark.parametrize("operator", FUSED)
 def test_ours_is_right(operator) -> None:
-    cases = [FusedCase(impl, operator, "tiny", "fp32") for impl in ("eager", "ours")]
+    cases = [FusedCase(impl, operator, "tiny", "fp32") for impl in ("eager", "ours") if impl in FUSED[operator].forms]
     found = list(run_cases(cases, device=DEVICE, warmup=1, passes=1))
     rows = [row for row in found if row.kind == "fused operator"]
-    assert [row.status for row in rows] == ["ok", "ok"], [row.reason for row in rows]
+    assert {row.status for row in rows} == {"ok"}, [row.reason for row in rows]
     if DEVICE == "cpu":
         assert rows == found, "no ratio of an interpreter's times"
-        assert (rows[1].not_timed, rows[1].samples) == ("checked in Triton's interpreter, no time", {})
-        assert rows[0].not_timed is None
-        assert rows[0].samples
+        for row in rows:
+            not_timed = "checked in Triton's interpreter, no time" if row.impl == "ours" else None
+            assert (row.not_timed, bool(row.samples)) == (not_timed, not_timed is None)

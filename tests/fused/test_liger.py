@@ -28,9 +28,9 @@ def test_settings(monkeypatch) -> None:
     ops = Recorded(result=("first", "second"))
     monkeypatch.setattr(liger, "installed", lambda: ("liger-kernel 0", ops))
     x, w = torch.ones(2, 4), torch.ones(4)
-    cos, sin = liger.rope_tables(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
-    assert cos.tolist() == [[[1.0, 2.0, 1.0, 2.0]]]
-    liger.rope(x, x, cos, sin)
+    tables = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])
+    assert liger.rope_tables(*tables)[0].tolist() == [[[1.0, 2.0, 1.0, 2.0]]]
+    liger.rope(x, x, *tables)
     assert liger.linear_cross_entropy(x, x, w) == "first"
     assert ops.calls["LigerRopeFunction"][2].shape == (1, 1, 4)
     loss = ops.calls["LigerFusedLinearCrossEntropyFunction"]

@@ -1,8 +1,7 @@
 """`attention`: checks the inputs, then runs the implementation named. An explicit name never falls back.
 
-A new implementation is a function of checked inputs (q, k, v, scoring → o in q's shape; UsageError for what it cannot
-run here), its entry in `_BY_NAME` and its name in `config.AttentionImpl`, from which flags are made. One that takes a
-plain scoring alone is left out of `_WITH_MORE`.
+An implementation is a function of checked inputs (q, k, v, scoring → o in q's shape; UsageError for what it cannot
+run here) and its entry in `base.operators.ATTENTION`, from which flags are made.
 """
 
 from __future__ import annotations
@@ -10,49 +9,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainstep.attention import flash_attn, flex, sdpa, tuned
-from trainstep.attention.eager import attention_eager
+from trainstep.attention import tuned
 from trainstep.attention.scoring import Scoring, checked, with_positive_scale
 from trainstep.base.errors import UnsupportedError, UsageError
+from trainstep.base.operators import ATTENTION, function_at
 
 
-def _flash_reference(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-    from trainstep.attention.reference import FlashAttentionReference
-
-    settings = scoring.is_causal, scoring.scale, scoring.window, scoring.cu_seqlens, scoring.softcap
-    return cast(Tensor, FlashAttentionReference.apply(q, k, v, *settings))  # type: ignore[no-untyped-call]
-
-
-def _flash_triton(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+def attention_triton(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    """Our kernels, imported once they are called, since Triton may not be there."""
     from trainstep.attention.flash import attention_flash
 
     return attention_flash(q, k, v, scoring)
 
 
+# Looked up here and not at a call, through which torch.compile could not trace.
 _BY_NAME: dict[str, Callable[..., Tensor]] = {
-    "eager": attention_eager,
-    "eager-compiled": sdpa.attention_eager_compiled,
-    "flash-reference": _flash_reference,
-    "flash-triton": _flash_triton,
-    "sdpa": sdpa.attention_sdpa,
-    **{name: partial(sdpa.attention_sdpa_backend, impl=name) for name in sdpa.BACKENDS},
-    "sdpa-flash": sdpa.attention_sdpa_flash,
-    "flex": flex.attention_flex,
-    "flex-max-autotune": flex.attention_flex_max_autotune,
-    "flash-attn": flash_attn.attention_flash_attn,
+    name: function_at(f"attention.{each.home}") for name, each in ATTENTION.items()
 }
+_ONLY_PLAIN = frozenset(name for name, each in ATTENTION.items() if each.only_plain)
 
 IMPLEMENTATIONS: tuple[str, ...] = (*_BY_NAME, "auto")
-
-_WITH_MORE = frozenset(_BY_NAME) - {"sdpa", "sdpa-cudnn", "sdpa-efficient", "sdpa-math"}
-"""Implementations that take a scoring beyond the plain one: a window, documents or a softcap."""
 
 
 def attention(
@@ -98,12 +79,12 @@ def attention(
         q, k, v, is_causal=is_causal, scale=scale, window=window, cu_seqlens=cu_seqlens, softcap=softcap
     )
     name = choose(q, k, v, is_causal, is_plain=scoring.is_plain) if impl == "auto" else impl
-    if not scoring.is_plain and name not in _WITH_MORE:
+    if not scoring.is_plain and name in _ONLY_PLAIN:
         asked = next(each for each in ("window", "cu_seqlens", "softcap") if getattr(scoring, each) is not None)
         raise UnsupportedError(
             f"impl={name!r} takes no {asked}: PyTorch's scaled_dot_product_attention has no softcap, and windows "
             "and documents as a mask of all queries by all keys alone, which its flash kernels do not take; use one of "
-            f"{', '.join(sorted(_WITH_MORE))}"
+            f"{', '.join(sorted(_BY_NAME.keys() - _ONLY_PLAIN))}"
         )
     q, scale = with_positive_scale(q, scoring.scale)
     return _BY_NAME[name](q, k, v, replace(scoring, scale=scale))

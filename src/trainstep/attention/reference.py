@@ -8,7 +8,7 @@ are multiplied as they are and accumulated in float32, as matrix units do.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -70,6 +70,12 @@ class FlashAttentionReference(torch.autograd.Function):
         # The heads of a group read one key head: its gradient is the sum over them.
         dk, dv = (d.sum(2).to(k.dtype).reshape(k.shape) for d in (dk, dv))
         return dq.reshape(q.shape), dk, dv, None, None, None, None, None
+
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    """`FlashAttentionReference` of what `checked` returns."""
+    settings = scoring.is_causal, scoring.scale, scoring.window, scoring.cu_seqlens, scoring.softcap
+    return cast(Tensor, FlashAttentionReference.apply(q, k, v, *settings))  # type: ignore[no-untyped-call]
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ heuristics and FlashAttention-2's own choices are what their authors ship.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -56,6 +56,11 @@ def attention_sdpa_backend(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, *,
                 f"{why}; impl='sdpa' lets PyTorch pick a backend that can"
             ) from error
         raise
+
+
+attention_sdpa_cudnn = partial(attention_sdpa_backend, impl="sdpa-cudnn")
+attention_sdpa_efficient = partial(attention_sdpa_backend, impl="sdpa-efficient")
+attention_sdpa_math = partial(attention_sdpa_backend, impl="sdpa-math")
 
 
 def attention_sdpa_flash(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from trainstep.base.config import AttentionImpl, check_value
+from trainstep.base.config import check_value
 from trainstep.base.errors import UsageError
+from trainstep.base.operators import ATTENTION
 
 if TYPE_CHECKING:
     FASTEST: dict[tuple[str, str, int, bool], tuple[tuple[int, str], ...]]
@@ -86,8 +87,8 @@ class Choice:
 
     def __post_init__(self) -> None:
         lengths = [length for length, _ in self.by_length]
-        known = set(typing.get_args(AttentionImpl)) - {"auto"}
-        if lengths[:1] != [0] or lengths != sorted(set(lengths)) or not {impl for _, impl in self.by_length} <= known:
+        known = all(impl in ATTENTION for _, impl in self.by_length)
+        if lengths[:1] != [0] or lengths != sorted(set(lengths)) or not known:
             raise ValueError(f"by_length must hold [length, implementation] ascending from 0, got {self.by_length}")
 
 

@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from trainstep.base.errors import UsageError
+from trainstep.base.operators import AttentionImpl as AttentionImpl
 from trainstep.base.precision import PrecisionName
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 CompileMode = Literal["off", "blocks", "blocks-recompute", "model"]
-TorchAttention = Literal["sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math"]
-PeerAttention = Literal[TorchAttention, "flex", "flex-max-autotune", "flash-attn"]
-AttentionImpl = Literal["auto", "eager", "eager-compiled", "flash-reference", "flash-triton", PeerAttention]
 LossImpl = Literal["dense", "chunked", "fused"]
 FusedParts = Literal["none", "rope"]
 OptimizerImpl = Literal["adamw-foreach", "adamw-fused", "sgd"]

@@ -1,39 +1,22 @@
 """`trainstep bench attention`: time and memory of attention, forward and backward, case by case over a grid.
 
-Each case is first checked (see `check.attention`); a wrong one gets no time. Then the implementations of one shape are
-timed in turns, so that what drifts reaches all alike. Before every pass the L2 cache is overwritten, which also keeps
-the device busy while the host launches the pass. Compilation is timed apart, and a compilation that happens during the
-timed passes is counted and shown.
+`check.attention` checks each case, and `bench.turns` times the implementations of one shape in turns.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from trainstep.attention import attention, flash_attn
 from trainstep.base.config import PhaseContext
 from trainstep.base.errors import UnsupportedError
-from trainstep.base.stats import summarize
+from trainstep.base.operators import ATTENTION
 from trainstep.bench.cases import AttentionCase
-from trainstep.bench.turns import (
-    IN_INTERPRETER,
-    Checked,
-    by_problem,
-    compilations,
-    flush_for,
-    is_interpreted,
-    pass_columns,
-    ratio_columns,
-    require_interpretable,
-    take_turns,
-    time_passes,
-)
+from trainstep.bench.turns import IN_INTERPRETER, Pass, Turns, is_interpreted, require_interpretable
 from trainstep.check.attention import (
     NAMES,
     STATISTICS,
@@ -43,16 +26,12 @@ from trainstep.check.attention import (
     random_inputs,
 )
 from trainstep.check.verdict import Verdict
-from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
-from trainstep.measure.outcome import Failure, failed_row
-from trainstep.measure.timing import Timing
 from trainstep.plan.flops import attention_flops
 from trainstep.plan.memory import eager_memory, flash_memory
 from trainstep.rows import AttentionRatioRow, AttentionRow
-from trainstep.rows.records import Scalar, make_row
+from trainstep.rows.records import Scalar
 from trainstep.step.casting import DTYPES
-from trainstep.step.workload import resolve_device
 
 BACKWARD_FLOPS = 2.5
 """Backward over forward: five matrix products for two, the scores recomputed."""
@@ -64,111 +43,76 @@ INTERPRETED_SCORE_S = 1e-5
 LONGEST_S = 60.0
 """Longest time of one pass in the interpreter."""
 
-COMPILED_IMPLS = ("eager-compiled", "flex", "flex-max-autotune")
-"""Made by torch.compile, so that on a CPU their allocations cannot be followed."""
+
+class AttentionTurns(Turns[AttentionCase]):
+    """`bench attention`: the implementations of one shape in turns."""
+
+    row, ratio, ours = AttentionRow, AttentionRatioRow, OURS
+
+    def problem(self, case: AttentionCase) -> Hashable:
+        return case.shape, case.causal, case.reach, case.dtype, case.deterministic
+
+    def columns(self, case: AttentionCase) -> Mapping[str, Scalar]:
+        return asdict(case) | {"window": case.reach, "deterministic": "yes" if case.is_deterministic else None}
+
+    def implementation(self, case: AttentionCase) -> Implementation:
+        if case.impl == OURS and is_interpreted(self.device):
+            require_interpretable(case.dtype)
+            _require_small(case)
+        return lambda q, k, v: attention(q, k, v, is_causal=case.is_causal, window=case.reach, impl=case.impl)
+
+    def verdict(self, case: AttentionCase, implementation: Implementation) -> Verdict:
+        dtype, bits = DTYPES[case.dtype], case.is_deterministic
+        return check(
+            implementation, case.shape, dtype, self.device, is_causal=case.is_causal, window=case.reach,
+            is_deterministic=bits,
+        )  # fmt: skip
+
+    def errors(self, verdict: Verdict) -> dict[str, Scalar]:
+        return {f"{each}_error": verdict.parts[f"{each} all"].error for each in NAMES} | super().errors(verdict)
+
+    def wrong(self, verdict: Verdict) -> tuple[Mapping[str, Scalar], str]:
+        """Each result that is wrong, with the statistic that is furthest beyond what is allowed."""
+        allowed: dict[str, Scalar] = {f"{name}_allowed": verdict.parts[f"{name} all"].allowed for name in NAMES}
+        parts = [[verdict.parts[f"{name} {each}"] for each in STATISTICS] for name in NAMES]
+        worst = {part.name: part for each in parts if (part := max(each, key=lambda part: part.share))}
+        return self.errors(verdict) | allowed, str(Verdict(parts=worst, faults=verdict.faults))
+
+    def values(self, case: AttentionCase, implementation: Implementation) -> Mapping[str, Scalar]:
+        package = flash_attn.installed()[0] if case.impl == "flash-attn" else None
+        if case.impl == OURS and is_interpreted(self.device):
+            return {"not_timed": IN_INTERPRETER}
+        return {**_memory_values(implementation, case, self.device), "package": package}
+
+    def predicted(self, case: AttentionCase) -> Mapping[str, Scalar]:
+        return _predicted(case, self.device)
+
+    def rates(self, case: AttentionCase, name: str, milliseconds: float) -> Mapping[str, Scalar]:
+        sizes = (case.batch, max(case.heads, 1), case.seq, case.seq, case.head_dim)
+        forward = attention_flops(*sizes, is_causal=case.is_causal, window=case.reach)
+        factor = {"forward": 1, "backward": BACKWARD_FLOPS, "both": 1 + BACKWARD_FLOPS}[name]
+        return {f"{name}_tflops": factor * forward / milliseconds / 1e9}
+
+    def step(self, case: AttentionCase, implementation: Implementation) -> Pass:
+        q, k, v, do = random_inputs(case.shape, DTYPES[case.dtype], self.device, seed=2)
+
+        def step(phase: PhaseContext) -> None:
+            with phase("forward"):
+                o = implementation(q, k, v)
+            with phase("backward"):
+                torch.autograd.grad(o, (q, k, v), do)
+
+        return step
+
+    def around(self, case: AttentionCase) -> AbstractContextManager[None]:
+        return deterministic(case.is_deterministic)
 
 
 def run_cases(
     cases: Iterable[AttentionCase], *, device: str, warmup: int, passes: int, rounds: int = 1
 ) -> Iterator[AttentionRow | AttentionRatioRow]:
-    """Measure shape by shape and yield the rows of each when they are known; a case that fails, or is wrong, is a row.
-
-    Args:
-        warmup: passes before the timed ones, in each round.
-        passes: timed passes of a case, divided among the rounds.
-        rounds: turns that the implementations of one shape take, each round in an order drawn anew.
-    """
-    target = resolve_device(device)
-    for rows in by_problem(
-        cases,
-        lambda case: (case.shape, case.causal, case.reach, case.dtype, case.deterministic),
-        lambda alike, rounds: _measure_in_turns(alike, target, warmup, passes, rounds),
-        warmup=warmup,
-        passes=passes,
-        rounds=rounds,
-    ):
-        yield from rows
-        yield from ratio_rows(rows)
-
-
-def _measure_in_turns(
-    cases: Sequence[AttentionCase], device: torch.device, warmup: int, passes: int, rounds: int
-) -> list[AttentionRow]:
-    """The rows of cases of one shape."""
-    flush = flush_for(device)
-    found = take_turns(
-        cases,
-        partial(_check, device=device),
-        lambda checked, case, count: _time_round(checked, case, flush, warmup, count),
-        passes,
-        rounds,
-    )
-    return [_row(case, result, device, rounds) for case, result in found.items()]
-
-
-def _row(case: AttentionCase, result: Checked | Verdict | Failure, device: torch.device, rounds: int) -> AttentionRow:
-    asked = "yes" if case.is_deterministic else None
-    columns, environment = asdict(case) | {"window": case.reach, "deterministic": asked}, describe(device)
-    row = partial(make_row, AttentionRow, columns, environment=environment)
-    if isinstance(result, Failure):  # a case that did not fit is shown beside what it would have needed
-        return failed_row(AttentionRow, columns, result, environment, _predicted(case, device))
-    if isinstance(result, Verdict):
-        allowed: dict[str, Scalar] = {f"{name}_allowed": result.parts[f"{name} all"].allowed for name in NAMES}
-        return row(_error_values(result) | allowed, status="wrong", reason=_what_is_wrong(result))
-    if not result.is_timed:
-        return row(result.values | _predicted(case, device))
-    samples, values = pass_columns(result.passes)
-    values |= {"rounds": rounds, "recompilations_timed": result.recompilations}
-    return row(_time_values(case, samples) | values | result.values | _predicted(case, device), samples=samples)
-
-
-def ratio_rows(rows: Sequence[AttentionRow]) -> Iterator[AttentionRatioRow]:
-    """Our kernels over each other implementation, for rows of one shape and run."""
-    timed = [row for row in rows if row.status == "ok" and row.not_timed is None]
-    for ours, theirs in ((a, b) for a in timed for b in timed if a.impl == OURS != b.impl):
-        values: dict[str, Scalar] = {"rounds": ours.rounds}
-        for name in ours.samples:
-            values |= ratio_columns(name, ours, theirs)
-        yield make_row(AttentionRatioRow, {**ours.case, "peer": theirs.impl}, values, environment=ours.environment)
-
-
-def _error_values(found: Verdict) -> dict[str, Scalar]:
-    in_all: dict[str, Scalar] = {f"{each}_error": found.parts[f"{each} all"].error for each in NAMES}
-    return in_all | {"error_share": found.nearest.share, "error_nearest": found.nearest.name}
-
-
-def _what_is_wrong(found: Verdict) -> str:
-    """Each result that is wrong, with the statistic that is furthest beyond what is allowed."""
-    worst = [max((found.parts[f"{name} {each}"] for each in STATISTICS), key=lambda part: part.share) for name in NAMES]
-    return str(Verdict(parts={part.name: part for part in worst}, faults=found.faults))
-
-
-def _check(case: AttentionCase, device: torch.device) -> Checked | Verdict:
-    def implementation(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, is_causal=case.is_causal, window=case.reach, impl=case.impl)
-
-    if interpreted := case.impl == OURS and is_interpreted(device):
-        require_interpretable(case.dtype)
-        _require_small(case)
-    compiled_before = compilations()
-    start = time.perf_counter()
-    errors = check(
-        implementation, case.shape, DTYPES[case.dtype], device, is_causal=case.is_causal, window=case.reach,
-        is_deterministic=case.is_deterministic,
-    )  # fmt: skip
-    check_s = time.perf_counter() - start
-    compiled = compilations() - compiled_before
-    if not errors.is_right:
-        return errors
-    values: dict[str, Scalar] = {
-        **({} if interpreted else _memory_values(implementation, case, device)),
-        "not_timed": IN_INTERPRETER if interpreted else None,
-        "check_s": check_s,
-        "compilations": compiled,
-        "package": flash_attn.installed()[0] if case.impl == "flash-attn" else None,
-        **_error_values(errors),
-    }
-    return Checked(implementation, values)
+    """`Turns.run` of these cases."""
+    return AttentionTurns(device).run(cases, warmup=warmup, passes=passes, rounds=rounds)
 
 
 def _require_small(case: AttentionCase) -> None:
@@ -179,30 +123,9 @@ def _require_small(case: AttentionCase) -> None:
         raise UnsupportedError(f"in Triton's interpreter a pass takes about {told}; choose --seq 128 --heads 2 there")
 
 
-def _time_round(checked: Checked, case: AttentionCase, flush: Tensor, warmup: int, passes: int) -> None:
-    compiled_before = compilations()
-    checked.passes += _time(checked.implementation, case, flush, warmup, passes).samples
-    checked.recompilations += compilations() - compiled_before
-    checked.values |= gpu_state(flush.device)
-
-
-def _time(implementation: Implementation, case: AttentionCase, flush: Tensor, warmup: int, passes: int) -> Timing:
-    device = flush.device
-    q, k, v, do = random_inputs(case.shape, DTYPES[case.dtype], device, seed=2)
-
-    def step(phase: PhaseContext) -> None:
-        with phase("forward"):
-            o = implementation(q, k, v)
-        with phase("backward"):
-            torch.autograd.grad(o, (q, k, v), do)
-
-    with deterministic(case.is_deterministic):
-        return time_passes(step, flush, warmup, passes)
-
-
 def _memory_values(implementation: Implementation, case: AttentionCase, device: torch.device) -> dict[str, Scalar]:
     """Memory of one pass with all that it owns allocated inside, so that what was there before can be taken off."""
-    if device.type == "cpu" and case.impl in COMPILED_IMPLS:
+    if device.type == "cpu" and case.impl != "auto" and ATTENTION[case.impl].is_compiled:
         return {}
 
     def step(phase: PhaseContext) -> None:
@@ -221,19 +144,6 @@ def _memory_values(implementation: Implementation, case: AttentionCase, device: 
         "before_backward_gib": (peaks.after["forward"] - peaks.before) / GIB,
         "peak_gib": (passes - peaks.before) / GIB,
     }
-
-
-def _time_values(case: AttentionCase, samples: Mapping[str, list[float]]) -> dict[str, Scalar]:
-    heads = max(case.heads, 1)
-    forward = attention_flops(
-        case.batch, heads, case.seq, case.seq, case.head_dim, is_causal=case.is_causal, window=case.reach
-    )
-    flops = {"forward": forward, "backward": BACKWARD_FLOPS * forward, "both": (1 + BACKWARD_FLOPS) * forward}
-    values: dict[str, Scalar] = {}
-    for name, milliseconds in samples.items():
-        summary = summarize(milliseconds)
-        values |= {**summary.columns(name), f"{name}_tflops": flops[name] / summary.median / 1e9}
-    return values
 
 
 def _predicted(case: AttentionCase, device: torch.device) -> dict[str, Scalar]:

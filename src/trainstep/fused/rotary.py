@@ -37,6 +37,11 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = Fal
     return cast(tuple[Tensor, Tensor], _Rope.apply(q, k, cos, sin, in_place))  # type: ignore[no-untyped-call]
 
 
+def rope_over_views(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`rope` in place of tensors that may be leaves, as `bench fused` has them."""
+    return rope(q.view_as(q), k.view_as(k), cos, sin, in_place=True)
+
+
 def _check_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     what = None
     if not (q.ndim == k.ndim == 4 and q.numel() and k.numel()):

@@ -56,9 +56,10 @@ from trainstep.base.config import (
     keeps_whole_blocks,
 )
 from trainstep.base.errors import UnsupportedError
+from trainstep.base.operators import ATTENTION
 from trainstep.base.precision import PRECISIONS, PrecisionName
 
-FUSED_ATTENTION = ("auto", "flash-reference", "flash-triton", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
+FUSED_ATTENTION = ("auto", *(name for name, each in ATTENTION.items() if each.memory == "linear"))
 """Implementations that keep q, k, v, the result and the log-sum-exp."""
 
 BEFORE_BACKWARD = ("loss", "log-softmax")

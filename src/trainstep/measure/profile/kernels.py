@@ -15,8 +15,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
+from trainstep.base.operators import ATTENTION, FUSED
 from trainstep.measure.costs import UNKNOWN_LISTS, Cost, Lists, operator_cost
 from trainstep.measure.profile.trace import Placed, Range, Stream, Trace, WorkKind, attribute, owner_of, parents_of
 
@@ -30,8 +31,6 @@ TRANSFER: Family = "transfer"
 """Copies between host and device. They are no kernels: no kernel time, and nothing that a better kernel would save."""
 GRAPH: Family = "CUDA graph"
 """A whole graph, where the profiler recorded no more of it than when it ran."""
-
-_OUR_KERNELS = {f"{each}_kernel" for each in ["forward", "delta", "dq", "dkdv", "backward", "prepare_dq", "finish_dq"]}
 
 _TRITON_COPIES = "to_copy|copy|clone|unsafe_view|view|transpose|t|permute|expand|cat|slice|unsqueeze|squeeze"
 _CPU_LIBRARY = "(aten|mkldnn|mkl|onednn)::_?"
@@ -56,15 +55,14 @@ _GPU: tuple[tuple[Family, str], ...] = (
     ("tensor-core matmul", r"_(h|fp16_s|bf16_s|tf32_?s?)\d*(884|1688|16816)|16816gemm|1688gemm|cutlass.*gemm"),
     ("tensor-core matmul", r"nvjet|wgmma|tensorop|xmma_gemm|[ish]\d{3,5}gemm|bf16gemm|gemm::|Gemm|GemmUniversal"),
     ("tensor-core matmul", r"cutlass_\d+|sm\d+_gemm|cublasLt|triton_tem_\w*(mm|conv)|(^|_)gemm"),
-    ("softmax", r"soft_?max|SoftMax|triton_\w*softmax|^(whole_row_)?cross_entropy_kernel$"),
+    ("softmax", r"soft_?max|SoftMax|triton_\w*softmax"),
     ("normalisation", r"layer_?norm|LayerNorm|rms_?norm|RMSNorm|batch_norm|BatchNorm|group_norm|GroupNorm|GammaBeta"),
     ("normalisation", r"RowwiseMoments|cuComputeGradInput|cuComputePartGrad|bn_(fw|bw)|triton_(red|per)_\w*rsqrt"),
     ("copy", r"copy_kernel|CatArrayBatchedCopy|copy_device_to_device|transpose_kernel"),
     ("copy", rf"triton_poi_fused_(_?({_TRITON_COPIES})_)+\d+$"),
     ("reduction", r"reduce_kernel|nll_loss_\w+_reduce|ReduceOp|DeviceReduce|DeviceScan|cub::.*(Reduce|Scan)"),
-    ("reduction", r"triton_(red|per)_|segment_reduce|^count_targets_kernel$"),
+    ("reduction", r"triton_(red|per)_|segment_reduce"),
     ("elementwise", r"elementwise_kernel|elementwise|FillFunctor|triton_(poi|for)_|dropout|masked_fill|triu_tril"),
-    ("elementwise", r"^(rope|scale)_kernel$"),
 )
 _CPU: tuple[tuple[Family, str], ...] = (
     ("communication", r"^(c10d::|gloo:|nccl:|trainstep_exchanges::)|_c10d_functional"),
@@ -92,9 +90,10 @@ _CPU: tuple[tuple[Family, str], ...] = (
 @functools.cache
 def kernel_family(name: str, operator: str = "") -> Family:
     """The family of a GPU kernel, copy or fill, from its demangled name and the operator that launched it."""
-    if re.search(r"(flash|efficient|cudnn)_attention|scaled_dot_product", operator) or name in _OUR_KERNELS:
+    if re.search(r"(flash|efficient|cudnn)_attention|scaled_dot_product", operator):
         return "fused attention"
-    return _first_found(_GPU, name)
+    ours = next((each.kernels[name] for each in (*ATTENTION.values(), *FUSED.values()) if name in each.kernels), None)
+    return _first_found(_GPU, name) if ours is None else cast(Family, ours)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from trainstep.base import operators
 from trainstep.base.config import CASE, PHASES, settings_with
 from trainstep.base.stats import RUN_SPREAD
 from trainstep.report import columns
@@ -31,7 +32,7 @@ _TRIED = {
 }
 """Advice → what changes that try it answer, whose result then takes its place."""
 UNFUSED_OPTIMIZER = (None, "adamw-foreach")  # None: a user's own, whose form is not known
-UNFUSED = ("eager", "eager-compiled", "sdpa-math")  # Attention that keeps its scores for backward
+UNFUSED = [name for name, each in operators.ATTENTION.items() if each.memory == "scores"]
 ATTENTION = frozenset({"attention", "Softmax"})
 LOSS = frozenset({"(loss)", "head", "NllLoss", "LogSoftmax"})
 """Modules of our models and autograd nodes that hold scores, or logits; activations that only the loss made."""

@@ -48,13 +48,11 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", table.clone(), persistent=False)
 
     def init_weights(self) -> None:
-        """Fill the tables, in float64 so that late positions keep their angle."""
+        """Fill the tables."""
         positions, half = self.cos.shape
-        exponents = torch.arange(half, dtype=torch.float64, device=self.cos.device) / half
-        places = torch.arange(positions, dtype=torch.float64, device=self.cos.device)
-        angles = torch.outer(places, self.theta**-exponents)  # (S, K/2)
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
+        cos, sin = eager.rotary_tables(positions, 2 * half, self.theta, self.cos.device)
+        self.cos.copy_(cos)
+        self.sin.copy_(sin)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., S, K) → (..., S, K), turned in float32 and returned in x's dtype."""
@@ -213,3 +211,8 @@ def chunked_cross_entropy(
     slices = zip(states.split(chunk_tokens), ids.split(chunk_tokens), strict=True)
     total = sum(checkpoint(slice_sum, *pair, use_reentrant=False, preserve_rng_state=False) for pair in slices)
     return total / (ids != ignore_index).sum() if reduction == "mean" else total
+
+
+def chunked_weight_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """`chunked_cross_entropy` of a head's weight (V, D), as `bench fused` has it beside the fused loss."""
+    return chunked_cross_entropy(hidden, lambda states: states @ weight.T, targets)
