@@ -19,10 +19,10 @@ from tests.report.test_summary import PROFILE, SHAPE, finding, first
 from trainstep.base import advice
 from trainstep.base.config import PHASES
 from trainstep.report.blocks import Cards, Headline
-from trainstep.report.cards import cards
 from trainstep.report.findings import Claim
 from trainstep.report.headlines import headlines
 from trainstep.report.subjects import findings
+from trainstep.report.summary import cards
 from trainstep.rows import (
     AttentionRow,
     ChangeRow,

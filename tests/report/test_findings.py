@@ -352,8 +352,6 @@ def test_both_ends_that_drifted_are_named():
     both = drifted("first", *changed) | drifted("top", *changed, "bf16 autocast")
     rows = [BASELINE, bf16(), final(SETTINGS | {"precision": "bf16"}, **both)]
     assert [each.figures["change"] for each in found(rows, "noise")] == ["baseline", "bf16 autocast"]
-    table = render(rows).partition('data-table="drift"')[2].partition("</table>")[0]
-    assert [name in table for name in ("baseline", "bf16 autocast")] == [True, True]
 
 
 def test_a_grid_of_steps_is_not_one_analysed_step():

@@ -6,7 +6,7 @@ import pytest
 
 from trainstep.commands.compare import Compare
 from trainstep.commands.output import NOTHING_RAN
-from trainstep.report.matching import other_conditions, unmatched
+from trainstep.report.compare import other_conditions, unmatched
 from trainstep.rows import row_of
 from trainstep.rows.records import write_whole
 

@@ -55,7 +55,7 @@ def test_sections_without_records_are_left_out() -> None:
     def sections(kinds: set[str]) -> list[str]:
         return Page(render([row for row in records if row.kind in kinds])).anchors
 
-    assert sections({"change"}) == ["#summary", "#ladder", "#correctness", "#memory", "#environment"]
+    assert sections({"change"}) == ["#summary", "#ladder", "#correctness", "#environment"]
     assert sections({"step"}) == ["#summary", "#phases", "#warm-up", "#memory", "#environment"]
     assert sections({"workload"}) == ["#workload", "#environment"]
     assert sections(set()) == []

@@ -15,13 +15,12 @@ from tests.report.subjects.test_script_ladder import FUSED, TOP, ratio, row
 from trainstep.base.config import PHASES
 from trainstep.report.blocks import Advice, Breakdown, Cards, Headline, Sentences
 from trainstep.report.breakdown import BESIDE, IDLE, OTHERS, UNPLACED, breakdown
-from trainstep.report.cards import MOST, alarms, cards
 from trainstep.report.findings import Claim, Finding
 from trainstep.report.numbers import gib
 from trainstep.report.page import render
 from trainstep.report.subjects import SECTIONS, findings
 from trainstep.report.subjects.climbs import of_steps
-from trainstep.report.summary import summary
+from trainstep.report.summary import MOST, alarms, cards, summary
 from trainstep.rows import FINAL, AttentionRow, ChangeRow, KernelRow, ParallelRow, PeakRow, ProfileRow, ScriptRow
 from trainstep.rows.records import Times, of_kind
 

@@ -32,8 +32,7 @@ class Compare(Common):
     """Columns in which the rows may differ: workload,precision compares a model with its rewritten form in bf16."""
 
     def run(self) -> int:
-        from trainstep.report.compare import compare, comparison_table
-        from trainstep.report.matching import other_conditions, unmatched
+        from trainstep.report.compare import compare, comparison_table, other_conditions, unmatched
         from trainstep.rows.records import collection_paused, read_records
 
         if not 0 <= self.spread < math.inf:

@@ -10,14 +10,27 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from trainstep.base.config import CASE, settings_with
 from trainstep.base.errors import UsageError
 from trainstep.base.stats import RUN_SPREAD, WITHIN_RUN, Interval, Ratio, ratio_interval_of, ratio_of_runs, verdict
 from trainstep.report.losses import WRITTEN, Losses, hold, tokens_of
-from trainstep.report.matching import ACROSS, MATCHED_BY, CaseKey, is_measured, key_of, told, unmatched, without
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, text_table, with_shapes
 from trainstep.rows.records import Row, Scalar
 
+ACROSS = (
+    "workload",
+    *settings_with(CASE, without=("seed",)),
+    "mode",
+    "warmup",
+    "timing",
+)  # The columns in which compared rows may be allowed to differ
+MATCHED_BY = {"step": ACROSS, "change": ("workload", "batch", "context", "change"), "sweep": ()}
+"""The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all."""
+CONDITIONS = ("device", "torch", "threads")
+"""Columns of the environment that a ratio of times is a ratio of, too."""
+
+CaseKey = tuple[tuple[str, Scalar], ...]
 LOSSES = ("losses differ by", "allowed")
 LOSSES_DIFFER, TOKENS_DIFFER, BATCH_GREW = "losses differ", "tokens differ", "moved to batch"
 """Words in the place of a verdict on times."""
@@ -41,6 +54,22 @@ class Comparison:
     verdict: str
     """faster, slower or inconclusive. Where that would be of other work, "losses differ" or "tokens differ"; where the
     batch takes as much longer as the step takes less, so that nothing is left to call faster, "moved to batch"."""
+
+
+@dataclass(frozen=True)
+class Unmatched:
+    """A case that was not compared."""
+
+    case: CaseKey
+    old: str
+    """State of the case in the first file: `measured`, `no row`, or a status with its reason."""
+    new: str
+    """The same of the second file."""
+    is_lost: bool
+    """True if the first file has its times and the second has a row without any: it went wrong, or failed."""
+
+    def __str__(self) -> str:
+        return f"{told(self.case)}: {self.old} in the first file, {self.new} in the second"
 
 
 def compare(
@@ -234,3 +263,65 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
     )
     sizes = (str(each.case.get(name)) for each in comparisons for name in shown if name in ("workload", "size"))
     return text_table("compare", with_shapes(caption, sizes), columns, rows)
+
+
+def key_of(row: Row) -> CaseKey:
+    """The kind of a row and the settings by which it is matched; its kind is one of `MATCHED_BY`."""
+    names = MATCHED_BY[row.kind] or sorted(row.case)
+    return (("kind", row.kind), *zip(names, map(row.case.get, names), strict=True))
+
+
+def without(key: CaseKey, across: Collection[str]) -> CaseKey:
+    """The key without the columns in which rows may differ."""
+    return tuple((name, value) for name, value in key if name not in across)
+
+
+def told(key: CaseKey) -> str:
+    """A key in words; settings that are not set are left out."""
+    return ", ".join(f"{name} {number(value)}" for name, value in key if value is not None)
+
+
+def is_measured(row: Row) -> bool:
+    """True if a row has times of a step."""
+    return row.kind in MATCHED_BY and row.status == "ok" and bool(row.samples.get("step"))
+
+
+def unmatched(old: Sequence[Row], new: Sequence[Row], across: Collection[str] = ()) -> list[Unmatched]:
+    """The cases of either file of which not both have times, in order, and those of which a row went wrong."""
+    before, after = _states(old, across), _states(new, across)
+    found = []
+    for key in dict.fromkeys([*before, *after]):
+        was, now = before.get(key, "no row"), after.get(key, "no row")
+        if (was, now) != ("measured", "measured"):
+            found.append(Unmatched(key, was, now, was == "measured" and now not in ("measured", "no row")))
+    return found
+
+
+def other_conditions(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
+    """In which of `CONDITIONS` the measured rows of both files differ, as `device A → B`."""
+    found = []
+    for name in CONDITIONS:
+        before, after = ({row.environment.get(name) for row in rows if is_measured(row)} for rows in (old, new))
+        if before != after:
+            found.append(f"{name} {_listed(before)} → {_listed(after)}")
+    return found
+
+
+def _listed(values: Collection[Scalar]) -> str:
+    return " and ".join(sorted(map(number, values)))
+
+
+def _states(rows: Sequence[Row], across: Collection[str]) -> Mapping[CaseKey, str]:
+    """State of each case: `measured`, or why one of its rows was not."""
+    found: dict[CaseKey, str] = {}
+    for row in rows:
+        if row.kind in MATCHED_BY:
+            key = without(key_of(row), across)
+            state = "measured" if is_measured(row) else _failed(row)
+            if found.get(key, "measured") == "measured":
+                found[key] = state
+    return found
+
+
+def _failed(row: Row) -> str:
+    return "no times" if row.status == "ok" else f"{row.status} ({row.reason})" if row.reason else row.status

@@ -4,10 +4,10 @@ import pytest
 
 from trainstep.base.stats import summarize
 from trainstep.report.breakdown import breakdown
-from trainstep.report.cards import cards
 from trainstep.report.headlines import headlines
 from trainstep.report.subjects import run
 from trainstep.report.subjects.run import as_told, comes_in_bursts, is_uneven, share_of
+from trainstep.report.summary import cards
 from trainstep.report.tables import make_table
 from trainstep.rows import ScriptRow
 from trainstep.rows.records import Times

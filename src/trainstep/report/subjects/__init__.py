@@ -12,14 +12,13 @@ from typing import Any
 from trainstep.report.blocks import Section
 from trainstep.report.findings import TOPICS, Finding
 from trainstep.report.subjects import (
-    attention,
     collectives,
     fit,
-    fused,
     kernels,
     ladder,
     memory,
     noise,
+    operators,
     parallel,
     plan,
     precision,
@@ -35,7 +34,7 @@ from trainstep.rows import KINDS, SweepRow
 from trainstep.rows.records import Row, of_kind
 
 SUBJECTS = (
-    run, steps, ratios, kernels, ladder, attention, fused, collectives, parallel, training, memory, fit,
+    run, steps, ratios, kernels, ladder, operators, collectives, parallel, training, memory, fit,
     precision, plan, sweep, workload, noise,
 )  # fmt: skip
 """In the order of the page."""

@@ -9,7 +9,6 @@ from functools import partial
 from trainstep.base.config import PHASES
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, section, told_apart
-from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.charts.traces import FAMILY_ROLES, Point, roofline, timeline
 from trainstep.report.columns import Cell, Column, median_cell, value_cell
 from trainstep.report.numbers import NONE, as_float, count, number
@@ -189,9 +188,7 @@ def _blocks(records: Sequence[Row], profile: ProfileRow, title: str, suffix: str
     rows, own = belonging(records, FamilyRow, profile), belonging(records, KernelRow, profile)
     ceilings = of_kind(records, CeilingRow)
     per = _of_steps([profile])
-    charts = [_family_chart([row for row in rows if row.phase == "step"], title, suffix, per)]
-    if roof := _roofline_chart(profile, ceilings, rows, title, suffix):
-        charts.append(roof)
+    roof = _roofline_chart(profile, ceilings, rows, title, suffix)
     lines = [row for row in belonging(records, TimelineRow, profile) if row.series][:1]
     caption = (
         f"Kernel time by family, {per}: {title}. Within a phase, families below 1% are only in tables/family.csv; "
@@ -202,7 +199,7 @@ def _blocks(records: Sequence[Row], profile: ProfileRow, title: str, suffix: str
     of_pieces = replace(PIECES, caption=f"The pieces of attention, {per}: {title}")
     return [
         Facts(_facts(profile), name=f"profile{suffix}"),
-        Charts(charts),
+        Charts([roof] if roof is not None else []),
         Charts([_timeline_chart(row, title, suffix) for row in lines]),
         _phase_table(profile, title, suffix),
         make_table(replace(families(ceilings), caption=caption), seen, "page", name=f"families{suffix}"),
@@ -249,16 +246,6 @@ def _facts(profile: ProfileRow) -> list[tuple[str, Cell]]:
         part = (profile.communication_overlapped_ms or 0) / (profile.communication_ms or 1)
         facts.append(("Communication beside compute", Cell(f"{part:.0%}", part, "communication_overlapped")))
     return facts
-
-
-def _family_chart(rows: Sequence[FamilyRow], title: str, suffix: str, per: str) -> Chart:
-    drawn = []
-    for row in rows:
-        share = "no kernel time" if row.share is None else f"{row.share:.0%}"
-        label, tip = f"{number(row.ms)} ms · {share}", f"{count(row.calls)} calls {per}\n{_rates(row)}"
-        drawn.append(Bar(row.family, row.ms, label, tip, role=FAMILY_ROLES.get(row.family, "accent")))
-    heading = f"Kernel time of {'one step' if per == PER_STEP else 'the trace'} by family"
-    return Chart(f"families{suffix}", heading, title, partial(bars, drawn, f"ms {per}"))
 
 
 def _rates(row: FamilyRow) -> str:

@@ -17,7 +17,7 @@ from trainstep.report.columns import Cell, Column, ratio_cell, value_cell
 from trainstep.report.findings import Claim, Finding, found, listed, literal
 from trainstep.report.numbers import NONE, gib, number, numeric, power_of_ten, typeset
 from trainstep.report.subjects.climbs import Climb, after_precision, climbs, of_steps, times_agree
-from trainstep.report.tables import Definition, Place, Table, make_table, page_table
+from trainstep.report.tables import Definition, make_table, page_table
 from trainstep.rows import ANOTHER_STEP, BASELINE, FIRST_THAT_FITS, ChangeRow
 from trainstep.rows.records import Row, Scalar
 
@@ -131,22 +131,6 @@ LADDER = Definition(
     is_strong=lambda row: bool(row.values.get("accepted")),
     name="ladder",
 )
-DRIFT = Definition(
-    ChangeRow,
-    "Measured again at the end of the ladder: the interval of a ratio to its first time should contain 1",
-    [
-        *columns.SETTINGS,
-        columns.word("first", "first"),
-        *columns.values({"at first (ms)": "first_ms", "again (ms)": "first_again_ms"}),
-        columns.ratio("again / at first", "first_drift"),
-        columns.word("final configuration", "top"),
-        *columns.values({"final, at first (ms)": "top_ms", "final, again (ms)": "top_again_ms"}),
-        columns.ratio("final, again / at first", "top_drift"),
-        columns.ratio("final over first, in turns", "speedup"),
-        columns.OUTCOME,
-    ],
-    name="drift",
-)
 
 
 def _most_used(row: Row) -> Cell:
@@ -183,15 +167,6 @@ ERRORS = Definition(
 TABLES = (LADDER,)
 
 
-def _drifts(rows: Sequence[Row], place: Place = "files") -> list[Table]:
-    """Tables of what was measured again at the end of ladders of steps."""
-    finals = [climb.final for climb in of_steps(rows) if climb.final is not None]
-    return [make_table(DRIFT, finals, place)] if finals else []
-
-
-DERIVED = (_drifts,)
-
-
 # Sections of the page.
 _OUTCOMES = (
     ("baseline", "neutral", "baseline"),
@@ -210,7 +185,7 @@ _OF_SCRIPT = (
 
 
 def ladder(rows: Sequence[Row]) -> Section | None:
-    """Section of changes one at a time, ladder by ladder, and what was measured again."""
+    """Section of changes one at a time, ladder by ladder."""
     every, blocks, leads = climbs(rows), list[Block](), dict[str, None]()
     for place, climb in enumerate(every):
         suffix = f"-{place}" if place else ""
@@ -219,7 +194,6 @@ def ladder(rows: Sequence[Row]) -> Section | None:
         blocks += [Charts([_waterfall(climb, suffix)])]
         blocks.append(make_table(table, shown, "page", name=f"ladder{suffix}"))
         leads[_OF_SCRIPT if climb.is_script else _of_steps(every)] = None
-    blocks += _drifts(rows, "page")
     lead = " ".join(leads)
     lead += "" if any(climb.accepted for climb in every) else " Nothing could run here."
     return section("ladder", "Ladder", "The ladder", lead, *blocks)

@@ -1,4 +1,4 @@
-"""Memory: peaks of the analysed step, of the ladder and of a grid, and a step under each checkpointing policy."""
+"""Memory: peaks of the analysed step and of a grid, and a step under each checkpointing policy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from trainstep.report.charts.lines import Series, curves, key_of
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Column
 from trainstep.report.findings import Claim, Finding, found, literal
-from trainstep.report.numbers import NONE, as_float, gib, in_gib, number, unit_of
+from trainstep.report.numbers import gib, in_gib, number, unit_of
 from trainstep.report.subjects import allocations
 from trainstep.report.subjects.allocations import phase_peaks
-from trainstep.report.subjects.climbs import changes
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import define, page_table
 from trainstep.rows import CheckpointingRow, PeakRow, ResidualRow, WorkloadRow
@@ -56,42 +55,22 @@ CHECKPOINTING = define(
 
 
 def memory(records: Sequence[Row]) -> Section | None:
-    """Peaks by phase and by change, over what is there at rest."""
+    """Peaks of the analysed step by phase, over what is there at rest."""
     step = analysed_step(records)
-    tried = [row for row in changes(records) if row.peak_gib is not None or row.status != "ok"]
-    has_peak = step is not None and step.peak_gib is not None
-    if not has_peak and not any(row.peak_gib is not None for row in tried):
+    if step is None or step.peak_gib is None:
         return None
-    largest = max(row.peak_gib or 0 for row in [*tried, *([step] if step else [])])
-    unit, scale = unit_of(largest)
-
-    def bar(name: str, peak: float | None, rest: float, row: Row) -> Bar:
-        if peak is None:
-            failed = row.status != "ok"
-            return Bar(name, None, *((row.status, f"{row.status}: {row.reason}") if failed else (NONE, "not measured")))
+    (unit, scale), rest, drawn = unit_of(step.peak_gib), step.at_rest_gib or 0, []
+    for name, peak in phase_peaks(step).items():
         tip = f"peak {gib(peak)}\nat rest {gib(rest)}\nabove that {gib(max(peak - rest, 0))}"
-        return Bar(name, peak * scale, f"{number(peak * scale)} {unit}", tip, base=min(rest, peak) * scale)
-
-    charts = []
+        size = f"{number(peak * scale)} {unit}"
+        drawn.append(Bar(name, peak * scale, size, tip, base=min(rest, peak) * scale))
     legend = [("neutral", "there before the step: weights, optimizer state"), ("accent", "comes and goes with it")]
-    if has_peak and step is not None:
-        drawn = [bar(name, peak, step.at_rest_gib or 0, step) for name, peak in phase_peaks(step).items()]
-        plot = partial(bars, drawn, unit)
-        charts.append(Chart("memory-phases", "Peak by phase, of the analysed step", "", plot, legend))
-    if len(tried) > 1:
-        device = max((as_float(row.environment.get("device_memory_gib")) or 0 for row in tried), default=0)
-        limit = device * scale if device and largest > NEARLY_FULL * device else None
-        caption = "The dashed line is all the device has." if limit else ""
-        drawn = [bar(row.change, row.peak_gib, row.at_rest_gib or 0, row) for row in tried]
-        charts.append(
-            Chart("memory-changes", "Peak by change", caption, partial(bars, drawn, unit, limit=limit), legend)
-        )
-    facts = None
-    if step is not None:
-        known = ("parameters_gib", "optimizer_state_gib", "at_rest_gib", "peak_gib")
-        source = {name: row.values[name] for row in (*of_kind(records, WorkloadRow)[:1], step) for name in row.values}
-        facts = Facts([fact(name, source[name]) for name in known if source.get(name)], name="memory")
-    return section("memory", "Memory", "Where the memory goes", "", Charts(charts), facts)
+    plot = partial(bars, drawn, unit)
+    charts = Charts([Chart("memory-phases", "Peak by phase, of the analysed step", "", plot, legend)])
+    known = ("parameters_gib", "optimizer_state_gib", "at_rest_gib", "peak_gib")
+    source = {name: row.values[name] for row in (*of_kind(records, WorkloadRow)[:1], step) for name in row.values}
+    facts = Facts([fact(name, source[name]) for name in known if source.get(name)], name="memory")
+    return section("memory", "Memory", "Where the memory goes", "", charts, facts)
 
 
 def peaks(records: Sequence[Row]) -> Section | None:

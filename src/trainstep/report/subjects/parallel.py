@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,14 +14,8 @@ from trainstep.report.columns import Cell, Column
 from trainstep.report.findings import Claim, Finding, found
 from trainstep.report.numbers import NONE, gib, number, numeric, unit_of
 from trainstep.report.tables import define, page_table
-from trainstep.rows import (
-    ParallelFamilyRow,
-    ParallelGatherRow,
-    ParallelRatioRow,
-    ParallelRow,
-    ParallelTraceRow,
-)
-from trainstep.rows.records import Row, Scalar, by_case, of_kind
+from trainstep.rows import ParallelFamilyRow, ParallelGatherRow, ParallelRatioRow, ParallelRow, ParallelTraceRow
+from trainstep.rows.records import AnyRow, Row, Scalar, by_case, of_kind
 
 _RANKS, _REPLICAS = columns.case("ranks", "world_size"), columns.case("replicas", "replicas")
 _BLOCKS = columns.case("blocks a group", "blocks_per_group")
@@ -138,16 +132,20 @@ def exposed_findings(records: Sequence[Row]) -> list[Finding]:
     timed = [row for row in rows if "exposed_communication" in row.times and row.scheme != "single"]
     if not timed:
         return []
-    timed.sort(key=lambda row: numeric(row.exposed_share), reverse=True)
-    said, figures = "Exposed communication takes ", dict[str, Scalar]()
-    for which, row in list({"most": timed[0], "least": timed[-1]}.items())[: len(timed)]:
-        said += ", and " if which == "least" else ""
-        said += f"{{{which}_share:share}} of the step with {{{which}}} "
-        said += f"({{{which}_exposed_ms:n}} of {{{which}_step_ms:ms}})"
+    said, figures = list[str](), dict[str, Scalar]()
+    for which, row in _ends(timed, lambda row: numeric(row.exposed_share)):
+        said.append(f"{{{which}_share:share}} of the step with {{{which}}} ({{{which}_exposed_ms:n}} of ")
+        said[-1] += f"{{{which}_step_ms:ms}})"
         figures |= {which: label_among(row, rows), f"{which}_share": row.exposed_share}
         figures |= {f"{which}_exposed_ms": row.times["exposed_communication"].median}
         figures |= {f"{which}_step_ms": _step_ms(row)}
-    return [found("parallel.exposed", f"{said}.", **figures)]
+    return [found("parallel.exposed", f"Exposed communication takes {', and '.join(said)}.", **figures)]
+
+
+def _ends(rows: Sequence[AnyRow], key: Callable[[AnyRow], float]) -> list[tuple[str, AnyRow]]:
+    """Name the rows that have most and least of something; one row alone is the most."""
+    ordered = sorted(rows, key=key, reverse=True)
+    return [("most", ordered[0]), ("least", ordered[-1])][: len(ordered)]
 
 
 def gather_findings(records: Sequence[Row]) -> list[Finding]:
@@ -184,23 +182,22 @@ def overlap_findings(records: Sequence[Row]) -> list[Finding]:
     traced = [row for row in of_kind(records, ParallelTraceRow) if row.hidden_share is not None]
     if not traced:
         return []
-    traced.sort(key=lambda row: numeric(row.hidden_share), reverse=True)
-    said, figures = "Of communication in the traced step, computation hides ", dict[str, Scalar]()
-    for which, row in list({"most": traced[0], "least": traced[-1]}.items())[: len(traced)]:
-        said += ", and " if which == "least" else ""
-        said += f"{{{which}_hidden_share:.0%}} with {{{which}}} "
-        said += f"({{{which}_exposed_ms:n}} of {{{which}_communication_ms:n}} ms"
-        said += ")" if which == "least" else " are exposed)"
+    said, figures = list[str](), dict[str, Scalar]()
+    ends = _ends(traced, lambda row: numeric(row.hidden_share))
+    for which, row in ends:
+        said.append(f"{{{which}_hidden_share:.0%}} with {{{which}}} ({{{which}_exposed_ms:n}} of ")
+        said[-1] += f"{{{which}_communication_ms:n}} ms{' are exposed' if which == 'most' else ''})"
         figures |= {which: row.label, f"{which}_hidden_share": row.hidden_share}
         figures |= {f"{which}_exposed_ms": row.exposed_communication_ms}
         figures |= {f"{which}_communication_ms": row.communication_ms}
     claim = Claim(
         "With {least}, {least_hidden_share:.0%} of communication is hidden; with {most}, {most_hidden_share:.0%}",
         ("parallel-trace", "parallel"),
-        ms=traced[-1].exposed_communication_ms if len(traced) > 1 else None,
+        ms=ends[1][1].exposed_communication_ms if len(ends) > 1 else None,
         is_part=False,
     )
-    return [found("parallel.hidden", f"{said}.", claim, **figures)]
+    said_of = f"Of communication in the traced step, computation hides {', and '.join(said)}."
+    return [found("parallel.hidden", said_of, claim, **figures)]
 
 
 def computation_findings(records: Sequence[Row]) -> list[Finding]:

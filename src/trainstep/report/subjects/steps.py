@@ -12,7 +12,7 @@ from trainstep.base.config import PHASES
 from trainstep.base.precision import PRECISIONS
 from trainstep.report import columns
 from trainstep.report.blocks import Chart, Charts, Facts, Section, facts_of, section, span
-from trainstep.report.charts.lines import Series, dots, lines
+from trainstep.report.charts.lines import Series, lines
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell, Column, median_cell, value_cell
 from trainstep.report.findings import Claim, Finding, found
@@ -361,15 +361,6 @@ def warmup(rows: Sequence[Row]) -> Section | None:
         caption += " The scale is logarithmic." if is_steep else ""
         drawn = partial(lines, [line], "step", "ms", log=is_steep)
         charts.append(Chart("steps-in-order", "Every step, in the order it ran", caption, drawn))
-    at, times = list(range(len(steps))), [row.times["step"] for row in steps]
-    low, high = [each.low for each in times], [each.high for each in times]
-    mean = Series("mean", at, [each.mean or 0 for each in times], "warn")
-    median = Series("median", at, [each.median for each in times], "accent", low=low, high=high)
-    counts = [f"{row.warmup or 0:g}" for row in steps]
-    title = "Mean and median by warm-up steps"
-    caption = "A mean keeps what the first step cost; a median of enough steps does not. Lines are 95 % intervals."
-    plot = partial(dots, counts, [mean, median], "warm-up steps", "ms")
-    charts.append(Chart("warmup", title, caption, plot, [("accent", "median"), ("warn", "mean")]))
     return section("warm-up", "Warm-up", "What warm-up changes", "", Charts(charts), page_table(WARMUP, steps))
 
 

@@ -259,24 +259,15 @@ def _starts(row: TrainRow, place: int, which: str) -> Table:
 
 
 def _facts(row: TrainRow) -> list[tuple[str, Cell]]:
-    found: list[tuple[str, Cell]] = []
-
-    def fact(name: str, text: str, value: Scalar, column: str) -> None:
-        if value is not None:
-            found.append((name, Cell(text, value, column)))
-
-    fact(
-        "Updates made",
-        f"{number(row.done)} of {number(row.steps)}" if row.steps else number(row.done),
-        row.done,
-        "done",
-    )
-    fact("Tokens", number(row.tokens), row.tokens, "tokens")
-    fact("Checkpoints", number(len(row.series.get("saved_step", ()))), len(row.series.get("saved_step", ())), "saved")
+    made, saved = number(row.done), len(row.series.get("saved_step", ()))
+    known: list[tuple[str, str, Scalar, str]] = [
+        ("Updates made", f"{made} of {number(row.steps)}" if row.steps else made, row.done, "done"),
+        ("Tokens", number(row.tokens), row.tokens, "tokens"),
+        ("Checkpoints", number(saved), saved, "saved"),
+    ]
     for name, share in (("validation", row.validation_share), ("checkpoint", row.checkpoint_share)):
-        if share:
-            fact(f"Waiting for {name}s", f"{share:.2%} of the time", share, f"{name}_share")
-    return found
+        known += [(f"Waiting for {name}s", f"{share:.2%} of the time", share, f"{name}_share")] if share else []
+    return [(name, Cell(text, value, column)) for name, text, value, column in known if value is not None]
 
 
 TABLES = (RUNS,)

@@ -1,4 +1,5 @@
-"""Attention: every measured case, and time and memory against the sequence length, a pair of charts for each shape."""
+"""Operators, attention and fused ones: every measured case, our time beside each other implementation's, and of
+attention time and memory against the sequence length, a pair of charts for each shape."""
 
 from __future__ import annotations
 
@@ -9,50 +10,79 @@ from functools import partial
 from trainstep.report import columns
 from trainstep.report.blocks import Chart, Charts, Section, section
 from trainstep.report.charts import KINDS
-from trainstep.report.charts.lines import Series, curves
+from trainstep.report.charts.lines import Series, curves, key_of
 from trainstep.report.numbers import number, typeset
 from trainstep.report.tables import define, page_table
-from trainstep.rows import AttentionRatioRow, AttentionRow
+from trainstep.rows import AttentionRatioRow, AttentionRow, FusedRatioRow, FusedRow
 from trainstep.rows.records import Row, of_kind
 
 SHAPE = ("dtype", "causal", "window", "deterministic", "batch", "heads", "head_dim")
+PROBLEM, SIZES = ("operator", "shape", "dtype"), ("tokens", "d_model", "heads", "vocab_size")
 _IMPLEMENTATION = columns.word("implementation", "impl")
+_HEAD, _BELOW_THE_CASE = replace(_IMPLEMENTATION, files=False), replace(_IMPLEMENTATION, page=False)
+"""The implementation heads the page's rows, and follows the case in files."""
+_CASE_OF_FUSED = (*columns.named(*PROBLEM), *(replace(each, brief=False) for each in columns.named(*SIZES)))
+_TIMES = (
+    *columns.values({"forward": "forward_ms", "backward": "backward_ms"}),
+    columns.median("both [95 %]", "both"),
+    columns.value("issue (host)", "issue_ms"),
+)
+_RUNS = {"graphs compiled": "compilations", "recompiled while timed": "recompilations_timed", "rounds": "rounds"}
+_HOW = (
+    columns.value("check and compilation (s)", "check_s", digits=2, brief=False, page=False),
+    *columns.values({**_RUNS, "package": "package"}, brief=False, page=False),
+    columns.value("timing", "not_timed"),
+    columns.OUTCOME,
+)
+_BESIDE = (
+    columns.word("beside", "peer"),
+    *(columns.ratio(name, name) for name in ("forward", "backward", "both")),
+    columns.value("rounds", "rounds"),
+    columns.OUTCOME,
+)
 
 ATTENTION = define(
     AttentionRow,
     "Attention: median of the passes in ms; TFLOP/s counts causal attention as half, backward as 2.5 forwards: five "
     "products against two, one of which computes the scores again",
-    replace(_IMPLEMENTATION, files=False),  # heads the page's rows
+    _HEAD,
     *columns.named(*SHAPE, "seq"),
-    replace(_IMPLEMENTATION, page=False),
-    *columns.values({"forward": "forward_ms", "backward": "backward_ms"}),
-    columns.median("both [95 %]", "both"),
-    columns.value("issue (host)", "issue_ms"),
-    columns.value("TFLOP/s forward", "forward_tflops", brief=False, page=False),
-    columns.value("TFLOP/s backward", "backward_tflops", brief=False, page=False),
+    _BELOW_THE_CASE,
+    *_TIMES,
+    *columns.values(
+        {"TFLOP/s forward": "forward_tflops", "TFLOP/s backward": "backward_tflops"}, brief=False, page=False
+    ),
     *columns.values({"TFLOP/s": "both_tflops", "before backward (GiB)": "before_backward_gib"}),
     columns.value("by formula (GiB)", "predicted_before_backward_gib", brief=False, page=False),
     *columns.values({"peak (GiB)": "peak_gib", "peak by formula (GiB)": "predicted_peak_gib"}),
     columns.value("score matrices at the peak", "score_matrices_at_peak", brief=False, page=False),
     columns.value("error of o", "o_error", digits=2, brief=False, page=False),
     columns.value("largest share of an allowed error", "error_share", digits=2, page=False),
-    columns.value("check and compilation (s)", "check_s", digits=2, brief=False, page=False),
-    columns.value("graphs compiled", "compilations", brief=False, page=False),
-    *columns.values({"recompiled while timed": "recompilations_timed", "rounds": "rounds"}, brief=False, page=False),
-    columns.value("package", "package", brief=False, page=False),
-    columns.value("timing", "not_timed"),
-    columns.OUTCOME,
+    *_HOW,
 )
-
-
-RATIOS = define(
+ATTENTION_RATIOS = define(
     AttentionRatioRow,
     "Attention: our kernels’ time over each other implementation’s; below 1 ours are faster",
     *columns.named(*SHAPE, "seq"),
-    columns.word("beside", "peer"),
-    *(columns.ratio(name, name) for name in ("forward", "backward", "both")),
-    columns.value("rounds", "rounds"),
-    columns.OUTCOME,
+    *_BESIDE,
+)
+FUSED = define(
+    FusedRow,
+    "Fused operators: median of the passes in ms",
+    _HEAD,
+    *_CASE_OF_FUSED,
+    _BELOW_THE_CASE,
+    *_TIMES,
+    *columns.values({"before backward (GiB)": "before_backward_gib", "peak (GiB)": "peak_gib"}),
+    columns.value("largest share of an allowed error", "error_share", digits=2),
+    columns.value("of", "error_nearest", brief=False, page=False),
+    *_HOW,
+)
+FUSED_RATIOS = define(
+    FusedRatioRow,
+    "Fused operators: our time over each other implementation’s; below 1 ours is faster",
+    *_CASE_OF_FUSED,
+    *_BESIDE,
 )
 
 
@@ -74,7 +104,7 @@ def attention(records: Sequence[Row]) -> Section | None:
         f"before each pass{columns.issue_apart(rows)}; TFLOP/s counts causal attention as half, a window as the pairs "
         "in it, and backward as 2.5 forwards: five products against two, one of which computes the scores again."
     )
-    tables = page_table(ATTENTION, rows), page_table(RATIOS, records, "attention ratios")
+    tables = page_table(ATTENTION, rows), page_table(ATTENTION_RATIOS, records, "attention ratios")
     return section("attention", "Attention", "Attention by implementation", lead, *charts, *tables)
 
 
@@ -106,9 +136,21 @@ def _chart(
             role = KINDS[index % len(KINDS)]
             series.append(Series(impl, x, y, role, texts=[typeset(f"{number(each)} {unit}") for each in y]))
     lengths = sorted({float(row.seq) for row in rows})
-    id, legend = f"{name}-{shape}".replace(" ", "-").replace(",", ""), [(each.role, each.name) for each in series]
-    return Chart(id, title, shape, partial(curves, lengths, series, "sequence length", unit), legend)
+    id, drawn = f"{name}-{shape}".replace(" ", "-").replace(",", ""), (lengths, series, "sequence length", unit)
+    return Chart(id, title, shape, partial(curves, *drawn), key_of(series))
 
 
-TABLES = (ATTENTION, RATIOS)
-SECTIONS = (attention,)
+def fused(records: Sequence[Row]) -> Section | None:
+    """All rows of fused operators, where there are any."""
+    rows = of_kind(records, FusedRow)
+    lead = (
+        "Every case is checked against float64 before it is timed. Times are medians, the cache overwritten before "
+        f"each pass{columns.issue_apart(rows)}; memory is beside the inputs. Liger’s loss, and ours where it takes its "
+        "tokens in chunks, compute their gradients in forward."
+    )
+    tables = page_table(FUSED, rows), page_table(FUSED_RATIOS, records, "fused ratios")
+    return section("fused", "Fused operators", "Fused operators by implementation", lead, *tables)
+
+
+TABLES = (ATTENTION, ATTENTION_RATIOS, FUSED, FUSED_RATIOS)
+SECTIONS = (attention, fused)
