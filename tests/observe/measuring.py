@@ -17,6 +17,8 @@ from trainstep.observe.supervise import Rank, command_of
 from trainstep.rows.records import read_records
 
 SCRIPTS = Path(__file__).parent / "scripts"
+DEEP = Plan(is_deep=True, profiled_steps=0, has_memory=False)
+"""Every entry that a deep session has, without its instruments."""
 
 
 def line_of(script, marker):
@@ -30,7 +32,7 @@ def alone(words):
     return Leader(command_of(words), Rank.of({}), Path())
 
 
-def measure(script, folder, plan=Plan(profiled_steps=0, has_memory=False), *, call=None):  # noqa: B008
+def measure(script, folder, plan=Plan(), *, call=None):  # noqa: B008
     """The log and the rows of a script, run here under a session."""
     log = LogWriter(log_path(folder, 0))
     log.write("header", {"rank": 0, "world_size": 1, "launch": "test", "script": script})

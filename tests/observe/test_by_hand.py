@@ -105,7 +105,7 @@ def test_phases_are_those_of_the_timers_that_the_same_run_has(tmp_path, monkeypa
     edited = tmp_path / script.name
     edited.write_text(instrumented(script.read_text()))
     monkeypatch.setattr("tests.observe.by_hand.clock", clock := Clock())
-    plan = Plan(profiled_steps=0, has_memory=False, has_cost=False)
+    plan = Plan(is_deep=True, profiled_steps=0, has_memory=False, has_cost=False)
     log, _ = measure(script.name, tmp_path / "log", plan, call=lambda: runpy.run_path(str(edited), run_name="__main__"))
     for place, name in enumerate(("Adam", "Adam 2")):
         own = [step.ms for step in log.steps if step.updated == [name]]

@@ -22,7 +22,7 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("sys.argv", ["gpu.py", "4096"])
-        log, rows = measure("gpu.py", folder, Plan(profile_after=40, folder=str(folder)))
+        log, rows = measure("gpu.py", folder, Plan(is_deep=True, profile_after=40, folder=str(folder)))
     return log, [*rows, *kernel_records(log, rows, folder)]
 
 

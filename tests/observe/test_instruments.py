@@ -22,7 +22,7 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("sys.argv", ["plain.py", "24", str(WIDTH)])
-        log, rows = measure("plain.py", folder, Plan(profile_after=10, folder=str(folder)))
+        log, rows = measure("plain.py", folder, Plan(is_deep=True, profile_after=10, folder=str(folder)))
     return log, [*rows, *kernel_records(log, rows, folder)]
 
 
@@ -79,7 +79,7 @@ def test_dtypes_of_modules(found):
 def test_a_step_with_two_optimizers_has_the_state_of_both_and_its_dtypes(tmp_path, monkeypatch):
     """The second one's update follows the first one's, after which a recording begins: no module was called yet."""
     monkeypatch.setattr("sys.argv", ["two.py", "24"])
-    _, rows = measure("two.py", tmp_path, Plan(profile_after=10, folder=str(tmp_path)))
+    _, rows = measure("two.py", tmp_path, Plan(is_deep=True, profile_after=10, folder=str(tmp_path)))
     owners = {row.owner: row.mib * 2**20 for row in of_kind(rows, OwnerRow) if row.is_total}
     moments = 2 * 4 * (16 * 32 + 32)
     assert moments <= owners["optimizer state"] <= moments + 64
@@ -90,7 +90,7 @@ def test_a_step_with_two_optimizers_has_the_state_of_both_and_its_dtypes(tmp_pat
 
 def test_all_models_that_are_called_have_their_memory(tmp_path, monkeypatch):
     monkeypatch.setenv("STEPS", "24")
-    _, rows = measure("gan.py", tmp_path, Plan(profiled_steps=0, folder=str(tmp_path)))
+    _, rows = measure("gan.py", tmp_path, Plan(is_deep=True, profiled_steps=0, folder=str(tmp_path)))
     owners = {row.owner: row.mib * 2**20 for row in of_kind(rows, OwnerRow) if row.is_total}
     generator, discriminator = 4 * 32 + 32 + 32 * 32 + 32 + 32 * 16 + 16, 16 * 32 + 32 + 32 * 32 + 32 + 32 + 1
     parameters = 4 * (generator + discriminator)
@@ -104,7 +104,7 @@ def test_all_models_that_are_called_have_their_memory(tmp_path, monkeypatch):
 def test_too_few_steps_are_said(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["plain.py", "24"])
     with pytest.raises(SystemExit):
-        measure("plain.py", tmp_path, Plan(steps=4, folder=str(tmp_path)))
+        measure("plain.py", tmp_path, Plan(is_deep=True, steps=4, folder=str(tmp_path)))
     from trainstep.observe.log import log_path, read_log
 
     notes = read_log(log_path(tmp_path, 0)).notes
@@ -118,7 +118,7 @@ def test_what_fails_when_a_step_is_looked_into_does_not_end_the_script(tmp_path,
         raise RuntimeError("no such thing")
 
     monkeypatch.setattr("trainstep.observe.instruments.StepWatch.phase", fails)
-    log, rows = measure("plain.py", tmp_path, Plan(profile_after=10, folder=str(tmp_path)))
+    log, rows = measure("plain.py", tmp_path, Plan(is_deep=True, profile_after=10, folder=str(tmp_path)))
     (row,) = of_kind(rows, ScriptRow)
     assert row.steps_seen == 24
     assert row.notes == ("looking into a step failed: RuntimeError: no such thing",)

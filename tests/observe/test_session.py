@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from tests.observe.measuring import line_of, measure
+from tests.observe.measuring import DEEP, line_of, measure
 from trainstep.observe import session as cost
 from trainstep.observe.hooks import COLLECTIVES, READS
 from trainstep.observe.loaders import Loaders
@@ -103,7 +103,7 @@ def test_steps_with_an_evaluation_are_not_timed_among_the_others(tmp_path):
 
 
 def test_skipped_updates_are_steps_that_are_not_timed(tmp_path):
-    log, rows = measure("scaler.py", tmp_path)
+    log, rows = measure("scaler.py", tmp_path, DEEP)
     assert [step.number for step in log.steps if step.is_skipped] == [3, 7]
     assert (the_step(rows).steps_seen, the_step(rows).skipped) == (12, 1)  # the third is among those left out
 
@@ -161,13 +161,13 @@ def test_torch_is_left_as_it_was(tmp_path):
         return tensor, spread, optimizer, others, vars(nn.Linear).get("__call__"), vars(nn.Sequential).get("__call__")
 
     before = changed()
-    measure("accumulation.py", tmp_path)
+    measure("accumulation.py", tmp_path, DEEP)
     assert changed() == before
 
 
 def test_it_stops_after_the_steps_that_were_asked_for(tmp_path):
     with pytest.raises(SystemExit):
-        measure("accumulation.py", tmp_path, Plan(steps=5, profiled_steps=0, has_memory=False))
+        measure("accumulation.py", tmp_path, Plan(steps=5))
     log = read_log(log_path(tmp_path, 0))
     assert len(log.steps) == 5
     assert log.ended["how"] == "steps"
@@ -275,7 +275,7 @@ class Device:
 def test_phases_of_a_device_are_read_once_it_has_passed_them(tmp_path):
     """Every border between phases is 2 ms of this device's after the one before, whatever the host's clock says."""
     log = LogWriter(log_path(tmp_path, 0))
-    session = Session(Plan(profiled_steps=0, has_memory=False), log)
+    session = Session(Plan(), log)
     device = session._clock = Device()
     session.finder.mark = lambda: (time.perf_counter(), device.record())
     for _ in range(8):

@@ -79,6 +79,7 @@ class Run(Common):
             self.refuse(none, "profile_after")
         plan = {
             "steps": self.steps,
+            "is_deep": True,
             "profiled_steps": self.profiled_steps,
             "profile_after": self.profile_after,
             "has_memory": self.memory,

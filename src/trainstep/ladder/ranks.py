@@ -83,7 +83,7 @@ def carry_out(order: Order, command: Command, rank: Rank, files: InMemory) -> in
             replace(command, target=order.target),
             Rank.of({}) if alone else rank,
             Path(order.folder),
-            {"steps": order.steps, "profiled_steps": 0, "has_memory": False, "has_cost": False},
+            {"steps": order.steps, "has_cost": False},
             {"trial": {**order.trial, "by": TRIAL, "seed": SEED + rank.rank, "captured": kept}},
             limit_s=order.limit_s,
             is_over=lambda: any(found.code for each in others if (found := _end(order, each))),

@@ -46,10 +46,11 @@ class Hooks:
     Args:
         finder: who is told.
         lines: numbers the lines of code that wait.
+        is_deep: whether to see copies, collectives, clipping and gradient scalers too.
     """
 
-    def __init__(self, finder: StepFinder, lines: Lines) -> None:
-        self.finder, self.lines = finder, lines
+    def __init__(self, finder: StepFinder, lines: Lines, *, is_deep: bool = False) -> None:
+        self.finder, self.lines, self.is_deep = finder, lines, is_deep
         self.roots, self.loaders = Roots(finder), Loaders(lambda: self.on_loader())
         self.on_gpu = False  # whether the models are on a GPU, where the host need not wait for what it gave it to do
         self.on_loss: Callable[[Any], object] = lambda tensors: None  # called with what backward begins at
@@ -78,13 +79,14 @@ class Hooks:
         for name in READS:
             self._wrap(torch.Tensor, name, functools.partial(self._reading, name))
         if torch.version.cuda is not None:
-            for name in ("to", "cuda", "copy_"):
-                self._wrap(torch.Tensor, name, functools.partial(self._moving, name))
+            if self.is_deep:
+                for name in ("to", "cuda", "copy_"):
+                    self._wrap(torch.Tensor, name, functools.partial(self._moving, name))
             self._wrap(torch.cuda, "synchronize", functools.partial(self._waiting, "torch.cuda.synchronize"))
             for kind in (torch.cuda.Event, torch.cuda.Stream):
                 name = f"{kind.__name__}.synchronize"
                 self._wrap(kind, "synchronize", functools.partial(self._waiting, name))
-        if dist.is_available():
+        if dist.is_available() and self.is_deep:
             for name in COLLECTIVES:
                 hooked = self._within(COMMUNICATION, getattr(dist.distributed_c10d, name))
                 for module in (dist, dist.distributed_c10d):
@@ -134,6 +136,8 @@ class Hooks:
 
         self._undo.callback(register_optimizer_step_pre_hook(untraced(begins)).remove)
         self._undo.callback(register_optimizer_step_post_hook(untraced(ended)).remove)
+        if not self.is_deep:
+            return
         self._wrap(Optimizer, "zero_grad", functools.partial(self._within, OPTIMIZER))
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             original = getattr(torch.nn.utils.clip_grad, name)

@@ -40,6 +40,7 @@ class Plan:
     """Measurements that a run is asked for beside the times of its steps."""
 
     steps: int | None = None  # after how many it stops by itself
+    is_deep: bool = False  # whether instruments look into steps, and calls beyond the border are seen
     profiled_steps: int = 2  # how many the profiler records; 0 for none
     profile_after: int = 30  # steps before those, where the run has no end of its own
     has_memory: bool = True  # whether one step's allocations and dtypes are recorded
@@ -59,7 +60,7 @@ class Session:
         self._clock: DeviceClock = CpuClock()
         self.finder = StepFinder(self._mark, untraced(self._queue))
         self.finder.on_end = self._step_ended
-        self.hooks = Hooks(self.finder, Lines(self._new_line))
+        self.hooks = Hooks(self.finder, Lines(self._new_line), is_deep=plan.is_deep)
         self.finder.in_stock = self.hooks.loaders.stock
         self.on_stop: Callable[[], object] = lambda: None  # called before the script is ended
         self._recompilations = Recompilations(log)
@@ -102,7 +103,7 @@ class Session:
 
     def _cost_ms(self) -> float | None:
         """Milliseconds that measuring costs a step; None where that cannot be found out here and now."""
-        probe = Session(Plan(profiled_steps=0, has_memory=False), LogWriter(Path(os.devnull)))
+        probe = Session(Plan(), LogWriter(Path(os.devnull)))
         probe.finder.mark, probe._knows_device = self.finder.mark, True
 
         def with_hooks(call: Callable[[], object]) -> None:
@@ -143,7 +144,7 @@ class Session:
             self._clock = device_clock(self.device)
             self.finder.mark = self._mark_on_gpu
             self._clock.synchronize()  # once, in the first step: from here on both clocks are held against each other
-        if self._instruments is None and (self.plan.profiled_steps or self.plan.has_memory):
+        if self.plan.is_deep and (self.plan.profiled_steps or self.plan.has_memory):
             from trainstep.observe.instruments import Instruments, trace_path
 
             rank = self.log.rank

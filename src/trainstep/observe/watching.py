@@ -46,7 +46,7 @@ class Watch:
         self.rows: Sequence[Row] = ()
         """Rows of the measurement; empty until the end, and on other ranks than the first."""
         self._options: dict[str, Any] = {"profiled_steps": profiled_steps, "profile_after": profile_after}
-        self._options |= {"has_memory": memory, "folder": str(self.out)}
+        self._options |= {"is_deep": True, "has_memory": memory, "folder": str(self.out)}
         self._rank = Rank.of(os.environ)
         self._session: Any = None
 
