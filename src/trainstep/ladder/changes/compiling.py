@@ -58,7 +58,6 @@ BLOCKS = Change(
     step={"compile": "blocks"},
     script=compiled_blocks,
     why_not=lambda settings: without_blocks(settings) or _compiles(settings),
-    instead_of=("fused RoPE",),
 )
 MODEL = Change(
     "compiled model",
@@ -68,7 +67,7 @@ MODEL = Change(
     step={"compile": "model"},
     script=compiled_models,
     why_not=_compiles,
-    instead_of=("compiled blocks", "fused loss", "fused RoPE"),
+    instead_of=("compiled blocks", "fused loss"),
     write=before_optimizer("{}.compile()"),
 )
 ANY_SIZE = Change(
