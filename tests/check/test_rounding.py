@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 import trainstep.check.rounding as module
 from tools.trust.planted.step import BASE, PLAIN
-from trainstep.check import unfused
 from trainstep.check.reference import gradients_at
 from trainstep.check.rounding import RandomRounding
 from trainstep.step.casting import in_tf32
@@ -240,7 +239,7 @@ def test_a_causal_row_is_cut_off_by_the_keys_that_it_sees(monkeypatch):
     assert torch.allclose(drawn.sum(-1), 1e-3 * torch.arange(1.0, 65), rtol=1e-3)
 
 
-@pytest.mark.parametrize("backward", unfused.BACKWARD)
+@pytest.mark.parametrize("backward", module.FUSED_BACKWARD)
 def test_the_backward_of_fused_attention_has_what_is_moved(backward):
     names = {argument.name.rstrip("_") for argument in backward.default._schema.arguments}
     assert {"grad_out", "key", "out"} <= names

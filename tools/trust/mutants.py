@@ -58,7 +58,7 @@ JUDGES = {
     "check/parts.py": ("tests/check/test_parts.py",),
     "check/gradients.py": ("tests/check/test_gradients.py", "tests/check/test_buffers.py"),
     "check/reference.py": tuple(f"tests/check/test_{name}.py" for name in ("reference", "reproducible", *STEP)),
-    "check/rounding.py": ("tests/check/test_rounding.py", "tests/check/test_row_sums.py"),
+    "check/rounding.py": tuple(f"tests/check/test_{name}.py" for name in ("rounding", "rounding_fused", "row_sums")),
     "check/row_sums.py": ("tests/check/test_row_sums.py",),
     "check/step.py": tuple(f"tests/check/test_{name}.py" for name in ("reproducible", *STEP)),
     "check/updates.py": ("tests/check/test_updates.py",),

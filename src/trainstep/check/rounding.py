@@ -19,12 +19,14 @@ Softmax's backward has a sum inside, of a row, and its error is one for the whol
 other numbers than the formula, as the product of the output and its gradient; and an output is a sum over all keys,
 which matrix units cut off where others round (`CUT_OFF`): for all rows alike. Gradients of queries and keys that nearly
 cancel, as over thousands of tokens in a late block, show that as nothing else does. In TF32 and 16 bits it is
-roundings of the output that show (`row_sums`). In TF32 all roundings inside of fused attention are drawn, as it is
-computed without being fused (`unfused`); elsewhere none but that sum's.
+roundings of the output that show (`row_sums`). In TF32 all roundings inside of fused attention are drawn, as its
+results are computed by the formula (`write_out`); elsewhere none but that sum's. PyTorch's own kernels compute
+float32's attention as exactly in TF32 as without it (seen on an H100), and others that take their place do not.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any, Self
@@ -34,7 +36,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainstep.base.precision import PRECISIONS, PrecisionName
-from trainstep.check import unfused
 from trainstep.check.row_sums import RowSums
 from trainstep.step.casting import in_tf32, matmul_precision
 from trainstep.step.randomness import DRAWING
@@ -57,7 +58,14 @@ _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
 """Products, and which argument is the left factor."""
 _CONVOLUTIONS = (_aten.convolution, _aten.convolution_backward)
-_FUSED = (*unfused.FORWARD, *unfused.BACKWARD)
+FUSED = (_aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_flash_attention_for_cpu)
+FUSED_BACKWARD = (
+    _aten._scaled_dot_product_efficient_attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+"""Fused attention that takes float32."""
+MOST_SCORES = 2**26
+"""Scores that are held at once where attention is written out; of longer contexts some queries' at a time."""
 _EXACT = (_aten.clone, _aten.cat, _aten.stack, _aten.index_select, _aten.embedding, _aten.gather, _aten.neg, _aten.relu)
 """Operations that move numbers without rounding them."""
 _WHOLE = (_aten.histc, _aten.floor, _aten.ceil, _aten.round, _aten.trunc, _aten.arange, _aten.full, _aten.ones)
@@ -110,7 +118,7 @@ class RandomRounding(TorchDispatchMode):
                 del self._generators[device]  # it draws from its seed again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in unfused.BACKWARD and self._dtype == torch.float32 and not self._tf32:
+        if func.overloadpacket in FUSED_BACKWARD and self._dtype == torch.float32 and not self._tf32:
             args = self._round_rows(func, args)
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket is _aten.copy_:  # a wider tensor's values stored in a narrow one
@@ -118,7 +126,7 @@ class RandomRounding(TorchDispatchMode):
                 self._round(args[0])
         elif func.overloadpacket is _aten._to_copy and not args[0].is_floating_point():
             pass  # whole numbers stay so
-        elif self._tf32 and func.overloadpacket in _FUSED and args[0].dtype == torch.float32:
+        elif self._tf32 and func.overloadpacket in (*FUSED, *FUSED_BACKWARD) and args[0].dtype == torch.float32:
             self._take_apart(func, args, kwargs or {}, result)
         elif func.overloadpacket in _PRODUCTS or func.overloadpacket in _CONVOLUTIONS:
             self._round_products(func.overloadpacket, args, result)
@@ -185,7 +193,7 @@ class RandomRounding(TorchDispatchMode):
         around, self._row_sums = self._row_sums, RowSums(self._dtype)  # its outputs are no others'
         try:
             with self:
-                unfused.overwrite(fused, args, kwargs, result)
+                write_out(fused, args, kwargs, result)
         finally:
             self._row_sums = around
 
@@ -252,6 +260,58 @@ class RandomRounding(TorchDispatchMode):
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return self._generators[device]
+
+
+def write_out(operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Write the formula's values over the output, or the three gradients, of fused attention: one product after the
+    other, in parts of the batch and of the queries. Where weights are dropped, which only the kernel knows, all stays.
+
+    Args:
+        operator: one overload of `FUSED` or `FUSED_BACKWARD`, with its own args and kwargs.
+        result: its results; a gradient may be None.
+    """
+    schema = operator._schema.arguments
+    given = {each.name: each.default_value for each in schema if each.has_default_value()}
+    given |= {each.name: value for each, value in zip(schema, args, strict=False)} | kwargs
+    named = {name.rstrip("_"): value for name, value in given.items()}
+    if named["dropout_p"] > 0:
+        return
+    query, key, value, gradient = named["query"], named["key"], named["value"], named.get("grad_out")
+    mask = named.get("attn_bias", named.get("attn_mask"))
+    scale = query.shape[-1] ** -0.5 if named["scale"] is None else named["scale"]
+    (batch, heads, queries, _), keys = query.shape, key.shape[-2]
+    shared = heads // key.shape[1]  # heads of queries for one of keys
+    for each in result[:3] if gradient is not None else ():
+        if each is not None:
+            each.zero_()
+    rows = max(1, min(queries, MOST_SCORES // (heads * keys)))
+    samples = max(1, MOST_SCORES // (heads * keys * rows))
+    for some, part in itertools.product(range(0, batch, samples), range(0, queries, rows)):
+        of, at = slice(some, some + samples), slice(part, part + rows)
+        q = query[of, :, at].flatten(0, 1)  # (batch · heads, queries, head_dim)
+        k, v = (each[of].repeat_interleave(shared, dim=1).flatten(0, 1) for each in (key, value))
+        scores = torch.bmm(q, k.mT) * scale
+        if mask is not None:
+            scores = scores + mask.expand(*query.shape[:-1], keys)[of, :, at].flatten(0, 1)
+        if named["is_causal"]:
+            numbers = torch.arange(queries, device=query.device)[at, None]
+            scores = scores.masked_fill(torch.arange(keys, device=query.device) > numbers, -torch.inf)
+        p = _aten._softmax(scores, -1, False)  # as it is seen of the formula
+        if mask is not None:  # a query that sees no key
+            p = p.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0)
+        o = torch.bmm(p, v)  # in backward too: row sums are taken from it
+        if gradient is None:
+            result[0][of, :, at] = o.unflatten(0, (-1, heads))
+            continue
+        do = gradient[of, :, at].flatten(0, 1)
+        ds = _aten._softmax_backward_data(torch.bmm(do, v.mT), p, -1, p.dtype)
+        found = torch.bmm(ds, k) * scale, torch.bmm(ds.mT, q) * scale, torch.bmm(p.mT, do)
+        for place, each in enumerate(found):
+            if result[place] is not None:  # heads of queries that share one of keys add up
+                by_head = (
+                    each.unflatten(0, (-1, heads // shared, shared)).sum(2) if place else each.unflatten(0, (-1, heads))
+                )
+                result[place][of, :, slice(None) if place else at] += by_head
 
 
 def _sum_error(terms: float) -> float:

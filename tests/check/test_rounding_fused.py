@@ -1,4 +1,4 @@
-"""Fused attention taken apart gives what it gave, and roundings in TF32 inside of it are those of the formula."""
+"""Fused attention written out gives what it gave, and roundings in TF32 inside of it are those of the formula."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from trainstep.check import unfused
+import trainstep.check.rounding as module
 from trainstep.check.rounding import RandomRounding
 from trainstep.step.casting import in_tf32
 
@@ -22,7 +22,7 @@ CASES = {
     "hidden keys, a query without any": {"mask": torch.zeros(HIDDEN.shape).masked_fill(HIDDEN, -math.inf)},
 }
 
-FORMS = dict(zip(("cuda", "cpu"), zip(unfused.FORWARD, unfused.BACKWARD, strict=True), strict=True))
+FORMS = dict(zip(("cuda", "cpu"), zip(module.FUSED, module.FUSED_BACKWARD, strict=True), strict=True))
 
 
 def tensors(heads_of_keys=HEADS):
@@ -48,7 +48,7 @@ def formula(query, key, value, mask=None, is_causal=False, scale=None):
 @pytest.mark.parametrize("device", FORMS)
 def test_it_gives_what_attention_is(device, case, most, monkeypatch):
     """The operators' arguments are read by name, so that those of a GPU's can be read anywhere."""
-    monkeypatch.setattr(unfused, "MOST_SCORES", most)
+    monkeypatch.setattr(module, "MOST_SCORES", most)
     options = dict(CASES[case])
     query, key, value, gradient = tensors(options.pop("heads_of_keys", HEADS))
     leaves = [each.clone().requires_grad_() for each in (query, key, value)]
@@ -60,13 +60,13 @@ def test_it_gives_what_attention_is(device, case, most, monkeypatch):
     forward, backward = (each.default for each in FORMS[device])
     nothing = torch.empty(0)
     if device == "cuda":
-        unfused.overwrite(forward, (query, key, value, mask, True, 0.0, causal), {"scale": scale}, (output, nothing))
+        module.write_out(forward, (query, key, value, mask, True, 0.0, causal), {"scale": scale}, (output, nothing))
         given = (gradient, query, key, value, mask, output, nothing, nothing, nothing, 0.0, [True] * 4, causal)
-        unfused.overwrite(backward, given, {"scale": scale}, (*found, None))
+        module.write_out(backward, given, {"scale": scale}, (*found, None))
     else:
         more = {"attn_mask": mask, "scale": scale}
-        unfused.overwrite(forward, (query, key, value, 0.0, causal), more, (output, nothing))
-        unfused.overwrite(backward, (gradient, query, key, value, output, nothing, 0.0, causal), more, found)
+        module.write_out(forward, (query, key, value, 0.0, causal), more, (output, nothing))
+        module.write_out(backward, (gradient, query, key, value, output, nothing, 0.0, causal), more, found)
     for own, one in zip([output, *found], [expected, *expected_gradients], strict=True):
         assert torch.allclose(own.double(), one.double(), rtol=0, atol=1e-5)
 
@@ -75,7 +75,7 @@ def test_of_a_gradient_that_nobody_asked_for_nothing_is_written():
     query, key, value, gradient = tensors()
     found, none = torch.full_like(value, 9.0), torch.empty(0)
     given = (gradient, query, key, value, None, query, none, none, none, 0.0, [False, False, True, False])
-    unfused.overwrite(unfused.BACKWARD[0].default, given, {}, (None, None, found, None))
+    module.write_out(module.FUSED_BACKWARD[0].default, given, {}, (None, None, found, None))
     leaf = value.clone().requires_grad_()
     (expected,) = torch.autograd.grad(formula(query, key, leaf), leaf, gradient.double())
     assert torch.allclose(found, expected, rtol=0, atol=1e-5)
@@ -84,7 +84,7 @@ def test_of_a_gradient_that_nobody_asked_for_nothing_is_written():
 def test_what_is_dropped_stays_as_the_kernel_has_it():
     query, key, value, _ = tensors()
     output = torch.full_like(query, 9.0)
-    unfused.overwrite(unfused.FORWARD[1].default, (query, key, value, 0.5), {}, (output, torch.empty(0)))
+    module.write_out(module.FUSED[1].default, (query, key, value, 0.5), {}, (output, torch.empty(0)))
     assert (output == 9.0).all()
 
 
@@ -139,7 +139,7 @@ def test_other_precisions_leave_the_kernel_to_itself(monkeypatch):
     def refuse(*_):
         raise AssertionError("taken apart")
 
-    monkeypatch.setattr(unfused, "overwrite", refuse)
+    monkeypatch.setattr(module, "write_out", refuse)
     for precision in ("fp32", "bf16"):
         drawn(fused, precision, 0, tensors())
     with pytest.raises(AssertionError, match="taken apart"):
