@@ -101,7 +101,7 @@ def run(command, out, capsys):
     if words[0] == "python":
         runpy.run_module(words[2], run_name="__main__")
         return capsys.readouterr().out
-    words += ["--out", str(out)] if "trainstep" in words else []
+    words += ["--out", str(out)] if "trainstep" in words or "examples.step8b" in words else []
     if words[0] == "trainstep":
         with pytest.raises(SystemExit) as stop:
             main(words[1:])

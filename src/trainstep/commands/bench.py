@@ -24,7 +24,7 @@ from trainstep.bench.cases import (
     listed_cases,
     named_grid,
 )
-from trainstep.commands.bench_ranks import BenchCollectives, BenchParallel, BenchStep8b
+from trainstep.commands.bench_ranks import BenchCollectives, BenchParallel
 from trainstep.commands.options import (
     Climbed,
     Common,
@@ -252,5 +252,4 @@ class Bench:
         | Annotated[BenchFused, subcommand("fused")]
         | Annotated[BenchCollectives, subcommand("collectives")]
         | Annotated[BenchParallel, subcommand("parallel")]
-        | Annotated[BenchStep8b, subcommand("step8b")]
     )

@@ -127,7 +127,7 @@ def test_each_of_ours_stands_beside_the_fastest_setting_of_its_peers():
 
 
 def test_what_a_peer_does_otherwise_is_said():
-    """Arms of `bench step8b` differ in more than their scheme."""
+    """Arms of examples/step8b.py differ in more than their scheme."""
     theirs = replace(timed("torch-fsdp2", (7.0, 8.0)), attention="sdpa-cudnn", checkpointing="@out/first-12-of-34.json")
     (found,) = ratio_rows([theirs, timed("fsdp", (5.0, 6.0))])
     assert found.peer_setting == "torch-fsdp2, attention sdpa-cudnn, checkpointing first-12-of-34"

@@ -1,4 +1,6 @@
-"""`trainstep bench step8b`: the leaderboard of CS336 in 2026 as a command, on any number of GPUs.
+"""The leaderboard of CS336 in 2026, on any number of GPUs.
+
+    torchrun --nproc-per-node=2 -m examples.step8b --checkpoint-blocks 0,4
 
 Its rules (github.com/stanford-cs336/assignment2-systems-leaderboard): one training step of an 8 B decoder (forward,
 loss, backward, AdamW) in bf16, two sequences of 32,768 random token ids on two GPUs, timed by `triton.testing.do_bench`
@@ -16,18 +18,33 @@ Each rank makes the whole model's weights on its own GPU and keeps its shards; t
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
+from tyro.conf import FlagCreatePairsOff
 
-from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.config import (
+    AttentionImpl,
+    CompileMode,
+    FusedParts,
+    LossImpl,
+    ModelConfig,
+    StepConfig,
+    resolve_size,
+)
 from trainstep.base.errors import UsageError
-from trainstep.base.schemes import Scheme
-from trainstep.bench.parallel import ParallelCase
+from trainstep.base.schemes import BENCH_SCHEMES, SCHEMES, Scheme
+from trainstep.bench.parallel import DoBench, ParallelCase
 from trainstep.bench.parallel.ratios import ratio_rows
 from trainstep.bench.parallel.run import Result, Timed, parallel_row, step_ms, time_in_turns
 from trainstep.bench.parallel.trace import trace_rows, traced_step
@@ -35,9 +52,14 @@ from trainstep.check.ranks import agreement, expected_on_first_rank
 from trainstep.check.step import plain_form
 from trainstep.check.verdict import Verdict
 from trainstep.checkpointing.policies import BlockPolicy, Policy
+from trainstep.commands.bench_ranks import first_rank_reports
+from trainstep.commands.options import Common, commas, parse_as, short_name
+from trainstep.commands.output import OnPart
+from trainstep.measure.environment import allocator_settings
 from trainstep.measure.outcome import Failure, attempt_on_all_ranks
-from trainstep.parallel.process import Process, on_all_ranks
+from trainstep.parallel.process import AgreedError, Process, join_group, on_all_ranks
 from trainstep.rows import ParallelFamilyRow, ParallelRatioRow, ParallelRow, ParallelTraceRow
+from trainstep.rows.records import Row, of_kind
 from trainstep.step.workload import Workload, WorkloadSource, builtin_workload
 
 LAYERS, HEADS, VOCABULARY, CONTEXT = 4, 8, 8192, 2048
@@ -215,3 +237,115 @@ def _settings(
     blocks = "no blocks" if policy in (None, "none") else Path(str(policy).lstrip("@")).stem
     parts = [scheme, attention, f"{loss} loss", *([] if fused in (None, "none") else [f"fused {fused}"])]
     return f"{', '.join(map(str, parts))}, compile {compile or 'off'}, {blocks} checkpointed"
+
+
+_FLAT_SCHEMES = tuple(name for name in BENCH_SCHEMES if SCHEMES[name].communicates and not SCHEMES[name].is_hybrid)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step8b(Common):
+    """Time a step of an 8 B model at context 32,768, ours and torch's.
+
+    The arms are every combination of scheme, checkpointed blocks and compilation, and for ours of loss and kernels.
+    Each is judged on a reduced model before it is timed at full size; one that runs out of memory is a row and says so.
+    """
+
+    scheme: commas(Literal[_FLAT_SCHEMES]) = ("torch-fsdp2", "fsdp")  # type: ignore[valid-type]
+    """The schemes, in this order."""
+    checkpoint_blocks: commas(int) = (0,)  # type: ignore[valid-type]
+    """Blocks, counted from the first, that are computed again in backward: few take less time, and more memory. All
+    schemes are timed with a number before the next."""
+    attention: AttentionImpl = "flash-triton"
+    """Attention of our schemes."""
+    loss: commas(LossImpl) = ("fused",)  # type: ignore[valid-type]
+    """Loss of our schemes: fused or chunked; each is an arm."""
+    fused: commas(FusedParts) = ("rope",)  # type: ignore[valid-type]
+    """Fused operators of our schemes: none or rope; each is an arm."""
+    peer_attention: AttentionImpl = "sdpa-cudnn"
+    """Attention of torch's schemes, whose loss is chunked."""
+    size: str = "8B"
+    """Another named size or .toml file, to try the command on a smaller machine."""
+    context: int = 32_768
+    """Tokens per sequence; one sequence on each rank."""
+    precision: Literal["bf16", "bf16-pure"] = "bf16-pure"
+    """Precision of all arms: bf16 autocast over float32 weights and states, or bf16-pure, where weights, gradients and
+    states are bf16, half of the bytes."""
+    compile: commas(CompileMode) = ("blocks-recompute",)  # type: ignore[valid-type]
+    """Compilation of all arms: off, blocks, blocks-recompute (norms and the SwiGLU's product are computed again in
+    backward) or model; each is an arm."""
+    warmup: float = 10_000.0
+    """Milliseconds of steps before the timed ones, as do_bench takes it; the first step, which compiles, is before."""
+    rep: float = 30_000.0
+    """Milliseconds of timed steps, as many as fit; six steps or more have a 95 % interval."""
+    trace: FlagCreatePairsOff[bool] = False
+    """Also record one step of our fastest arm with the profiler after timing."""
+    device: str = "auto"
+    """auto (the GPU of the local rank where there are GPUs, with NCCL), cpu (with Gloo) or cuda."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for the others before it is an error."""
+    out: Path = Path("results/bench-step8b")
+    """Folder for results.jsonl, tables/, report.html, policies of checkpointing and the trace."""
+
+    def run(self) -> int:
+        _allocate_in_expandable_segments()
+        rows: list[ParallelRow] = []
+
+        def records(on_part: OnPart) -> Iterator[Row]:
+            for row in run_arms(arms, process, self.out, trace=self.trace, on_part=on_part):
+                rows.extend(of_kind([row], ParallelRow))
+                yield row
+
+        with join_group(self.device, timeout_s=self.timeout) as process:
+            try:
+                arms = on_all_ranks(process, self.arms)
+                code = first_rank_reports(process, records, self.out, "step8b", len(arms) + self.trace)
+                for line in leaderboard_lines(rows):
+                    print(line)
+                return code
+            except AgreedError as error:
+                mistake = error
+        raise mistake
+
+    def arms(self) -> list[ParallelCase]:
+        """Arms to time, in order."""
+        if not (0 <= self.warmup < math.inf and 0 < self.rep < math.inf):
+            raise UsageError(f"warmup is {self.warmup:g} ms, rep {self.rep:g}; expected 0 or more, and more than 0")
+        peers = {SCHEMES[name].peer is not None for name in self.scheme}
+        if False not in peers:
+            self.refuse(
+                "{flag} is for our schemes; name one of them by --scheme, or leave it out",
+                *("attention", "loss", "fused", "trace"),
+            )
+        if True not in peers:
+            self.refuse(
+                "{flag} is for torch's schemes; name one of them by --scheme, or leave it out", "peer_attention"
+            )
+        model, rules = resolve_size(self.size), DoBench(self.warmup, self.rep)
+        source, arms = source_of(short_name(self.size), model), []
+        shared = StepConfig(batch=1, context=self.context, precision=self.precision, device=self.device)
+        for first, compile, name in itertools.product(self.checkpoint_blocks, self.compile, self.scheme):
+            scheme, checkpointing = SCHEMES[name], checkpointing_of(first, model.num_layers, self.out)
+            step = dataclasses.replace(shared, compile=compile, optimizer="adamw-fused", checkpointing=checkpointing)
+            if scheme.peer is None:
+                step = dataclasses.replace(step, attention=self.attention)
+                steps = [dataclasses.replace(step, loss=a, fused=b) for a in self.loss for b in self.fused]
+            else:
+                steps = [dataclasses.replace(step, attention=self.peer_attention, loss="chunked")]
+            arms += [ParallelCase(source, each, scheme, do_bench=rules) for each in steps]
+        return arms
+
+
+def _allocate_in_expandable_segments() -> None:
+    """Let the allocator expand segments, of all arms alike, as torchtitan trains: what lies free between blocks can be
+    had then, which a step that nearly fills a GPU needs. What the environment says of the allocator stays."""
+    if torch.cuda.is_available() and not allocator_settings():
+        settings = os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # from where rows have it
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+
+if __name__ == "__main__":
+    try:
+        code = parse_as(Step8b, sys.argv[1:]).run()
+    except UsageError as error:
+        code = f"step8b: {error}"
+    sys.exit(code)
