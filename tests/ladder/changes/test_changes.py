@@ -207,12 +207,13 @@ def counting(counts):
 def test_our_attention_takes_what_the_kernels_take(shapes, options, is_ours, trial, monkeypatch):
     """On a CPU, with the plain formula in the kernels' place."""
     from trainstep.attention import api
+    from trainstep.attention.eager import attention_eager
 
     seen = []
 
     def plain(q, k, v, scoring):
         seen.append(tuple(k.shape))
-        return api.attention_eager(q, k, v, scoring)
+        return attention_eager(q, k, v, scoring)
 
     monkeypatch.setitem(api._BY_NAME, "flash-triton", plain)
     monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
