@@ -1,30 +1,27 @@
-"""Clipping sees every element of the gradients once, and gradient scaling the overflow of any rank."""
+"""Clipping sees every element of the gradients once, and scaling the overflow of any rank, with replicas too."""
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from tests.parallel.fsdp.training import error
-from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
+from tests.parallel.fsdp.training import error, gradients_of, sharded_net
+from tests.parallel.nets import OPTIMIZERS, batch, loss_of, train_alone
 from trainstep.parallel import FullyShardedDataParallel
 
 pytestmark = pytest.mark.distributed
 
 
-def _clip(process, norm_type, max_norm):
-    sharded = FullyShardedDataParallel(build(frozen=True))
+def _clip(process, shape, norm_type, max_norm):
+    sharded = sharded_net({"frozen": True}, shape=shape)
     loss_of(sharded, batch(0).chunk(process.world_size)[process.rank]).backward()
     sharded.finish_gradient_synchronization()
-    norm = sharded.clip_grad_norm_(max_norm, norm_type)
-    with torch.no_grad():
-        for parameter in sharded.parameters():
-            parameter.copy_(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
-    return norm.item(), sharded.gather_full_parameters()
+    return sharded.clip_grad_norm_(max_norm, norm_type).item(), gradients_of(sharded)
 
 
+@pytest.mark.parametrize("shape", [None, (2, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize(("norm_type", "max_norm"), [(2.0, 0.05), (float("inf"), 0.01), (1.0, 1e6)])
-def test_clipping_counts_every_element_once(four, norm_type, max_norm):
+def test_clipping_counts_every_element_of_one_replica_once(four, shape, norm_type, max_norm):
     clipped = {}
 
     def clip(module):
@@ -32,12 +29,16 @@ def test_clipping_counts_every_element_once(four, norm_type, max_norm):
         clipped["gradients"] = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
     train_alone({"frozen": True}, "sgd", 1, ranks=4, change=clip)
-    by_rank = four.run(_clip, norm_type, max_norm)
-    assert len({norm for norm, _ in by_rank}) == 1
-    norm, gradients = by_rank[3]
-    assert norm == pytest.approx(clipped["norm"], rel=1e-5)
-    assert error(gradients, clipped["gradients"]) < 1e-5
-    assert not gradients["blocks.1.up.weight"].any(), "a frozen parameter has no gradient"
+    norms, by_rank = zip(*four.run(_clip, shape, norm_type, max_norm), strict=True)
+    assert len(set(norms)) == 1
+    assert norms[0] == pytest.approx(clipped["norm"], rel=1e-5)
+    for gradients in by_rank:
+        for name, (rows, found) in gradients.items():
+            whole = clipped["gradients"].get(name)
+            if whole is None:
+                assert found is None, "a frozen parameter has no gradient"
+            else:
+                assert error({name: found}, {name: whole[rows]}) < 1e-5 or not whole[rows].any(), name
 
 
 def _clip_by_the_largest(process):
@@ -59,18 +60,17 @@ def test_clipping_by_the_largest_element_where_ranks_have_no_rows(four):
     assert norms == pytest.approx([largest] * 4)
 
 
-def _scale(process):
-    """An overflow on rank 1 alone: no rank may step."""
-    sharded = FullyShardedDataParallel(build(), compute_dtype=torch.float16)
+def _scale(process, shape):
+    """An overflow on the last rank alone: no rank may step."""
+    sharded = sharded_net({}, torch.float16, shape)
     optimizer = OPTIMIZERS["sgd"](sharded.parameters())
     scaler = ShardedGradScaler(device="cpu", init_scale=2.0**10, process_group=process.group)
     before = sharded.gather_full_parameters()
     moved = []
     for step in range(2):
-        loss = scaler.scale(loss_of(sharded, batch(step).chunk(2)[process.rank]))
-        loss.backward()
+        scaler.scale(loss_of(sharded, batch(step).chunk(process.world_size)[process.rank])).backward()
         sharded.finish_gradient_synchronization()
-        if step == 0 and process.rank == 1:
+        if step == 0 and process.rank == process.world_size - 1:
             next(p for p in sharded.parameters() if p.numel() > 0).grad.fill_(float("inf"))
         scaler.step(optimizer)
         scaler.update()
@@ -80,5 +80,7 @@ def _scale(process):
     return moved, scaler.get_scale()
 
 
-def test_gradient_scaling_skips_a_step_on_all_ranks(two):
-    assert two.run(_scale) == [([False, True], 2.0**9)] * 2
+@pytest.mark.parametrize(("workers", "shape"), [("two", None), ("four", (2, 2))])
+def test_gradient_scaling_skips_a_step_on_all_ranks(request, workers, shape):
+    found = request.getfixturevalue(workers).run(_scale, shape)
+    assert found == [([False, True], 2.0**9)] * len(found)

@@ -4,22 +4,21 @@ import collections
 import contextlib
 import functools
 import platform
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from tests.parallel.fsdp.test_misuse import _message
 from tests.parallel.fsdp.test_schedule import BLOCK, CONFIG, EDGE, GAINS, LAYERS, PARAMETERS
-from tests.parallel.fsdp.training import CASES, Delays, assert_same, error, in_turn, poisoned_copy
+from tests.parallel.fsdp.training import CASES, assert_same, error, gradients_of, sharded_net
 from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp import gradients as fsdp_gradients
-from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.ranks import DIMENSIONS
 from trainstep.parallel.transport import by_collectives
 from trainstep.step.model.transformer import build_transformer, cross_entropy
@@ -29,19 +28,10 @@ pytestmark = pytest.mark.distributed
 SHAPES = [(2, 2), (4, 1), (1, 4)]
 
 
-def gradients_of(sharded):
-    """Name → (this rank's rows, their gradient)."""
-    found = {}
-    for parameter in sharded.sharded_parameters():
-        gradient, rows = parameter.shard.grad, parameter.rows or slice(None)
-        found[parameter.name] = rows, None if gradient is None else gradient.clone()
-    return found
-
-
 def train(process, shape, case, steps=4, **settings):
     """Parameters after some steps, and each step's loss and gradients."""
     options, how, dtype = CASES[case]
-    sharded = FullyShardedDataParallel(build(**options), compute_dtype=dtype, mesh=mesh_of(*shape), **settings)
+    sharded = sharded_net(options, dtype, shape, **settings)
     optimizer = OPTIMIZERS[how](sharded.parameters())
     losses, gradients = [], []
     for step in range(steps):
@@ -100,112 +90,6 @@ def test_every_shape_trains_as_one_process(four, shape):
             above = by_rank[rank % shape[1]][number][2]  # the same shards, in the first replica
             for ours, theirs in zip(own_gradients, above, strict=True):
                 assert_same(*({key: g for key, (_, g) in each.items() if g is not None} for each in (ours, theirs)))
-
-
-def _accumulate(process, settings):
-    found = []
-    for without_sync, transport in settings:
-        sharded = FullyShardedDataParallel(build(unused=True), mesh=mesh_of(2, 2), transport=transport)
-        optimizer = OPTIMIZERS["sgd"](sharded.parameters())
-        for step in range(2):
-            for round_ in range(3):
-                with sharded.no_sync() if without_sync and round_ < 2 else contextlib.nullcontext():
-                    loss_of(sharded, batch(step * 3 + round_).chunk(4)[process.rank]).backward()
-            sharded.finish_gradient_synchronization()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(sharded.gather_full_parameters())
-    return found
-
-
-def test_gradients_accumulate_with_and_without_synchronisation(four):
-    def mean(gradients):
-        return in_turn([in_turn(rounds) for rounds in gradients]) / 4
-
-    expected = train_alone({"unused": True}, "sgd", 2, ranks=4, rounds=3, combine=mean)
-    settings = [(without_sync, each) for without_sync in (True, False) for each in ("auto", "peer-copies")]
-    for found in four.run(_accumulate, settings)[3]:
-        assert error(found, expected) < 1e-6
-
-
-def _clip(process, shape, norm_type):
-    sharded = FullyShardedDataParallel(build(frozen=True), mesh=mesh_of(*shape))
-    loss_of(sharded, batch(0).chunk(4)[process.rank]).backward()
-    sharded.finish_gradient_synchronization()
-    return sharded.clip_grad_norm_(0.01, norm_type).item(), gradients_of(sharded)
-
-
-@pytest.mark.parametrize("norm_type", [2.0, float("inf"), 1.0])
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-def test_clipping_counts_every_element_of_one_replica(four, shape, norm_type):
-    clipped = {}
-
-    def clip(module):
-        clipped["norm"] = nn.utils.clip_grad_norm_(module.parameters(), 0.01, norm_type).item()
-        clipped["gradients"] = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-
-    train_alone({"frozen": True}, "sgd", 1, ranks=4, change=clip)
-    norms, gradients = zip(*four.run(_clip, shape, norm_type), strict=True)
-    assert len(set(norms)) == 1
-    assert norms[0] == pytest.approx(clipped["norm"], rel=1e-5)
-    for own in gradients:
-        for name, whole in clipped["gradients"].items():
-            rows, found = own[name]
-            assert error({name: found}, {name: whole[rows]}) < 1e-5, name
-
-
-def _scale(process):
-    """An overflow on rank 3 alone, in the second replica: no rank may step."""
-    sharded = FullyShardedDataParallel(build(), compute_dtype=torch.float16, mesh=mesh_of(2, 2))
-    optimizer = OPTIMIZERS["sgd"](sharded.parameters())
-    scaler = ShardedGradScaler(device="cpu", init_scale=2.0**10, process_group=process.group)
-    before = sharded.gather_full_parameters()
-    scaler.scale(loss_of(sharded, batch(0).chunk(4)[process.rank])).backward()
-    sharded.finish_gradient_synchronization()
-    if process.rank == 3:
-        next(p for p in sharded.parameters() if p.numel() > 0).grad.fill_(float("inf"))
-    scaler.step(optimizer)
-    scaler.update()
-    after = sharded.gather_full_parameters()
-    return any(not torch.equal(after[name], before[name]) for name in before), scaler.get_scale()
-
-
-def test_gradient_scaling_skips_a_step_in_all_replicas(four):
-    assert four.run(_scale) == [(False, 2.0**9)] * 4
-
-
-def _late(process, dtype, transport):
-    """Twice, with other delays, and gathered memory that starts as NaN."""
-    original, found = GatherGroup._copy_own, []
-    GatherGroup._copy_own = poisoned_copy(original)
-    torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
-    try:
-        for seed in range(2):
-            settings = {"compute_dtype": dtype, "mesh": mesh_of(2, 2), "transport": transport}
-            sharded = FullyShardedDataParallel(build(tied=True), **settings)
-            Delays(process, sharded, seed)
-            optimizer = OPTIMIZERS["adamw"](sharded.parameters())
-            for step in range(3):
-                loss_of(sharded, batch(step).chunk(4)[process.rank]).backward()
-                sharded.finish_gradient_synchronization()
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(sharded.gather_full_parameters())
-    finally:
-        torch.use_deterministic_algorithms(False)
-        GatherGroup._copy_own = original
-    return found
-
-
-@pytest.mark.parametrize(
-    ("dtype", "transport"), [(None, "auto"), (torch.bfloat16, "auto"), (torch.bfloat16, "peer-copies")]
-)
-def test_delays_change_nothing(four, dtype, transport):
-    (first, second), *others = four.run(_late, dtype, transport)
-    assert_same(second, first)
-    for each in others:
-        assert_same(each[1], first)
-    assert error(first, train_alone({"tied": True}, "adamw", 3, ranks=4, dtype=dtype)) < 1e-4
 
 
 def recorded(process, shape, dtype, transport="auto"):
@@ -386,34 +270,25 @@ def test_every_mistake_is_named(four):
             assert expected in message
 
 
+@contextlib.contextmanager
+def _on_host(name):
+    with mock.patch.object(platform, "node", return_value=name):
+        yield
+
+
 def _by_copies(process):
-    """With rows of ranks of one host, and the rows on two: copies stay within a row."""
-    node = platform.node
-    platform.node = lambda: f"host {process.rank // 2}"
-    try:
+    """With rows of ranks of one host, and the rows on two, copies stay within a row. Then rank 3 is on another host
+    than rank 2, in whose row it is; ranks 0 and 1 could make copies."""
+    with _on_host(f"host {process.rank // 2}"):
         found = [train(process, (2, 2), "bfloat16", transport=each)[0] for each in ("peer-copies", "collectives")]
-        sharded = FullyShardedDataParallel(build(), mesh=mesh_of(2, 2), transport="peer-copies")
+        sharded = sharded_net({}, shape=(2, 2), transport="peer-copies")
         assert (sharded.transport, sharded.transport_between) == ("peer-copies", "collectives")
-        return found, _message(lambda: train(process, (1, 4), "bfloat16", transport="peer-copies"))
-    finally:
-        platform.node = node
+        refused = _message(lambda: sharded_net({}, shape=(1, 4), transport="peer-copies"))
+    with _on_host("elsewhere" if process.rank == 3 else "here"):
+        return found, [refused, _message(lambda: sharded_net({}, shape=(2, 2), transport="peer-copies"))]
 
 
-def test_copies_are_made_within_a_host_and_collectives_between_them(four):
+def test_copies_are_made_within_a_host_and_collectives_between_them_and_all_hear_where_they_cannot(four):
     for (copies, collectives), refused in four.run(_by_copies):
         assert_same(copies, collectives)
-        assert "the ranks are on 2 hosts" in refused
-
-
-def _one_row_cannot(process):
-    """Rank 3 is on another host than rank 2, in whose row it is; ranks 0 and 1 could make copies."""
-    node = platform.node
-    platform.node = lambda: "elsewhere" if process.rank == 3 else node()
-    try:
-        return _message(lambda: FullyShardedDataParallel(build(), mesh=mesh_of(2, 2), transport="peer-copies"))
-    finally:
-        platform.node = node
-
-
-def test_every_replica_hears_of_one_that_cannot_make_copies(four):
-    assert all("the ranks are on 2 hosts" in said for said in four.run(_one_row_cannot))
+        assert all("the ranks are on 2 hosts" in said for said in refused)

@@ -15,7 +15,8 @@ from tests.parallel.fsdp.training import (
     assert_same,
     error,
     in_turn,
-    poisoned_copy,
+    poisoned,
+    sharded_net,
     step_once,
     train,
     train_cases,
@@ -115,9 +116,9 @@ def test_one_rank_trains_as_plain_pytorch():
     assert_same(narrow, train_alone({}, "adamw", 4, ranks=1, dtype=torch.bfloat16))
 
 
-def _accumulate(process, dtype, without_sync, last_outside):
+def _accumulate(process, dtype, without_sync, last_outside, **settings):
     """Three rounds a step: the first two, or all, without synchronisation; or every one synchronised."""
-    sharded = FullyShardedDataParallel(build(unused=True), compute_dtype=dtype)
+    sharded = sharded_net({"unused": True}, dtype, **settings)
     optimizer = OPTIMIZERS["sgd"](sharded.parameters())
     for step in range(2):
         for round_ in range(3):
@@ -130,13 +131,13 @@ def _accumulate(process, dtype, without_sync, last_outside):
     return sharded.gather_full_parameters()
 
 
-def _accumulate_all(process, dtypes, settings):
-    return [_accumulate(process, dtype, *setting) for dtype in dtypes for setting in settings]
+def _accumulate_all(process, dtypes, settings, more):
+    return [_accumulate(process, dtype, *setting, **each) for dtype in dtypes for setting in settings for each in more]
 
 
-def test_gradients_accumulate_with_and_without_synchronisation(two):
+def test_gradients_accumulate_with_and_without_synchronisation(two, four):
     def full(gradients):
-        return in_turn([in_turn(rounds) for rounds in gradients]) / 2
+        return in_turn([in_turn(rounds) for rounds in gradients]) / len(gradients)
 
     def sharded(gradients):
         if gradients[0][0].dim() < 2:
@@ -145,11 +146,15 @@ def test_gradients_accumulate_with_and_without_synchronisation(two):
 
     settings = {(True, True): full, (True, False): full, (False, False): sharded}
     dtypes = [None, torch.bfloat16]
-    found = iter(two.run(_accumulate_all, dtypes, list(settings))[1])
+    found = iter(two.run(_accumulate_all, dtypes, list(settings), [{}])[1])
     for dtype in dtypes:
         for setting, combine in settings.items():
             expected = train_alone({"unused": True}, "sgd", 2, ranks=2, dtype=dtype, rounds=3, combine=combine)
             assert_same(next(found), expected, f"{dtype} {setting}")
+    expected = train_alone({"unused": True}, "sgd", 2, ranks=4, rounds=3, combine=full)
+    hybrid = [{"shape": (2, 2), "transport": each} for each in ("auto", "peer-copies")]
+    for found in four.run(_accumulate_all, [None], [(True, True), (False, False)], hybrid)[3]:
+        assert error(found, expected) < 1e-6
 
 
 def _compile_blocks(module):
@@ -297,23 +302,21 @@ def test_a_parameter_that_one_rank_uses_has_a_gradient_on_all(two):
             assert torch.equal(torch.cat(whole) if expected.dim() > 1 else whole[1], expected), name
 
 
-def _train_late(process, repeats, dtype):
+def _train_late(process, repeats, dtype, **settings):
     results = []
-    original = GatherGroup._copy_own
-    GatherGroup._copy_own = poisoned_copy(original)
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     try:
-        for seed in range(repeats):
-            sharded = FullyShardedDataParallel(build(tied=True), compute_dtype=dtype)
-            Delays(process, sharded, seed)
-            optimizer = OPTIMIZERS["adamw"](sharded.parameters())
-            for step in range(3):
-                step_once(process, sharded, optimizer, step)
-            results.append(sharded.gather_full_parameters())
+        with poisoned(process.device):
+            for seed in range(repeats):
+                late = functools.partial(Delays, process, seed)
+                results.append(train(process, {"tied": True}, "adamw", 3, dtype, late, **settings))
     finally:
         torch.use_deterministic_algorithms(False)
-        GatherGroup._copy_own = original
     return results
+
+
+def _train_late_hybrid(process, dtype, transport):
+    return _train_late(process, 2, dtype, shape=(2, 2), transport=transport)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -325,6 +328,12 @@ def test_delays_change_nothing(two, four, dtype):
     assert all(value.isfinite().all() for value in first.values())
     for found in others:
         assert_same(found, first)
+    expected = train_alone({"tied": True}, "adamw", 3, ranks=4, dtype=dtype)
+    for transport in ["auto", "peer-copies"] if dtype else ["auto"]:
+        (first, _), *_ = by_rank = four.run(_train_late_hybrid, dtype, transport)
+        assert error(first, expected) < 1e-4
+        for _, second in by_rank:
+            assert_same(second, first)
 
 
 def _evaluate(process):

@@ -1,11 +1,15 @@
 """A small model trained under FSDP, and how what comes out is held against training in one process."""
 
+import contextlib
 import time
+from unittest import mock
 
 import torch
 
+from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
 from trainstep.parallel import FullyShardedDataParallel
+from trainstep.parallel.fsdp.group import GatherGroup
 
 CASES = {
     "plain": ({}, "sgd", None),
@@ -26,15 +30,30 @@ def step_once(process, sharded, optimizer, step):
     optimizer.zero_grad()
 
 
+def sharded_net(options, dtype=None, shape=None, **settings):
+    """A net of these options, over all ranks or a mesh of this shape."""
+    mesh = None if shape is None else mesh_of(*shape)
+    return FullyShardedDataParallel(build(**options), compute_dtype=dtype, mesh=mesh, **settings)
+
+
 def train(process, options, how, steps, dtype=None, prepare=None, **settings):
     """Parameters after some steps; `prepare` changes the module once it is sharded."""
-    sharded = FullyShardedDataParallel(build(**options), compute_dtype=dtype, **settings)
+    sharded = sharded_net(options, dtype, **settings)
     if prepare is not None:
         prepare(sharded.module)
     optimizer = OPTIMIZERS[how](sharded.parameters())
     for step in range(steps):
         step_once(process, sharded, optimizer, step)
     return sharded.gather_full_parameters()
+
+
+def gradients_of(sharded):
+    """Name → (this rank's rows, their gradient)."""
+    found = {}
+    for parameter in sharded.sharded_parameters():
+        gradient, rows = parameter.shard.grad, parameter.rows or slice(None)
+        found[parameter.name] = rows, None if gradient is None else gradient.clone()
+    return found
 
 
 def gradients_beside(sharded, plain):
@@ -55,9 +74,9 @@ def train_cases(process, cases):
 class Delays:
     """Ranks and layers that are late, each time differently, and memory that is never what it was."""
 
-    def __init__(self, process, sharded, seed):
+    def __init__(self, process, seed, net):
         self._random = torch.Generator().manual_seed(1000 * seed + process.rank)
-        for module in [sharded.module.embedding, *sharded.module.blocks, sharded.module.head]:
+        for module in [net.embedding, *net.blocks, net.head]:
             module.register_forward_pre_hook(self._late)
             module.register_full_backward_hook(self._late)
 
@@ -65,12 +84,17 @@ class Delays:
         time.sleep(0.004 * torch.rand((), generator=self._random).item())
 
 
-def poisoned_copy(original):
+@contextlib.contextmanager
+def poisoned(device):
+    """Gathered memory starts as NaN, so that a read before its time shows."""
+    original = GatherGroup._copy_own
+
     def copy_own(group):
-        torch.empty(0, dtype=torch.uint8).set_(group._storage).fill_(255)  # NaN in every floating-point dtype
+        torch.empty(0, dtype=torch.uint8, device=device).set_(group._storage).fill_(255)  # NaN in every dtype
         original(group)
 
-    return copy_own
+    with mock.patch.object(GatherGroup, "_copy_own", copy_own):
+        yield
 
 
 def assert_same(found, expected, case=""):

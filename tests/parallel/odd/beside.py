@@ -1,120 +1,93 @@
 """Blocks that leave something beside their output, such as the auxiliary loss of a mixture of experts."""
 
-from __future__ import annotations
+from torch import nn
 
-from typing import Any
-
-from torch import Tensor, nn
-
-from tests.parallel.odd.nets import UNUSED, Block, Net
-from tests.parallel.odd.runs import STEPS, WIDTH, Run, Scenario, mean_loss
+from tests.parallel.odd.nets import UNUSED, Block, net, plain, plain_block
+from tests.parallel.odd.runs import WIDTH, Scenario, mean_loss, steps
 
 
 class AuxBlock(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.router = nn.Linear(WIDTH, 4)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         gates = self.router(x).softmax(-1)
         self.leave((gates.mean(0) ** 2).sum())
         return super().forward(x) * gates.amax(-1, keepdim=True)
 
-    def leave(self, aux: Tensor) -> None:
+    def leave(self, aux):
         self.aux = aux
 
 
-class AuxAttribute(Net):
-    block = AuxBlock
+class OfWeights(AuxBlock):
+    """Leaves what depends on its weights alone."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + sum(block.aux for block in self.blocks)
-
-
-class AuxOnly(Net):
-    """The last block's output is not used, what it left is."""
-
-    block = AuxBlock
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks[:-1]:
-            x = block(x)
-        self.blocks[-1](x)
-        return self.head(self.norm(x)) + self.blocks[-1].aux
-
-
-class OfWeightsBlock(AuxBlock):
-    """What it leaves depends on its weights alone."""
-
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         self.aux = (self.up.weight @ self.down.weight).pow(2).sum()
-        return Block.forward(self, x) + 0 * self.router(x).sum()
+        return plain_block(self, x) + 0 * self.router(x).sum()
 
 
-class AuxOfWeights(AuxAttribute):
-    block = OfWeightsBlock
-
-
-class ListBlock(AuxBlock):
-    def leave(self, aux: Tensor) -> None:
+class IntoList(AuxBlock):
+    def leave(self, aux):
         self.__dict__["found"].append(aux)
 
 
-class AuxInList(Net):
-    """Into a list that all blocks share."""
-
-    block = ListBlock
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Tensor] = []
-        for block in self.blocks:
-            block.__dict__["found"] = self.found
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.found.clear()
-        return super().forward(x) + sum(self.found)
-
-
-class DetachedBlock(AuxBlock):
-    def forward(self, x: Tensor) -> Any:
+class Detached(AuxBlock):
+    def forward(self, x):
         return super().forward(x.detach())
 
 
-class AuxWithoutInput(AuxOnly):
-    """Nothing that comes into the blocks has a graph."""
-
-    block = DetachedBlock
+def _with_aux(net, x):
+    return plain(net, x) + sum(block.aux for block in net.blocks)
 
 
-def aux_apart(run: Run) -> None:
+def _aux_only(net, x):
+    """The last block's output is not used, what it left is."""
+    x = net.first(x)
+    *others, last = net.blocks
+    for block in others:
+        x = block(x)
+    last(x)
+    return net.head(net.norm(x)) + last.aux
+
+
+def _share_list(net):
+    net.found = []
+    for block in net.blocks:
+        block.__dict__["found"] = net.found
+
+
+def _with_list(net, x):
+    net.found.clear()
+    return plain(net, x) + sum(net.found)
+
+
+def apart(run, x):
     """The auxiliary losses have a backward of their own before the other."""
-
-    def apart(x: Tensor) -> None:
-        loss = mean_loss(run, x)
-        with run.no_sync():
-            sum(block.aux for block in run.inner.blocks).backward(retain_graph=True)
-        loss.backward()
-
-    for step in range(STEPS):
-        run.each_rank(step, apart)
-        run.finish()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+    loss = mean_loss(run, x)
+    with run.no_sync():
+        sum(block.aux for block in run.inner.blocks).backward(retain_graph=True)
+    loss.backward()
 
 
-class PlainAux(Net):
-    block = AuxBlock
-
-
-SCENARIOS: dict[str, Scenario] = {
-    "aux attribute": Scenario("blocks leave an auxiliary loss in an attribute", AuxAttribute),
-    "aux in a list": Scenario("blocks append an auxiliary loss to a shared list", AuxInList),
-    "aux of weights": Scenario("what blocks leave depends on their weights alone", AuxOfWeights),
-    "aux alone": Scenario("a block whose output is not used, but what it left is", AuxOnly, settings=UNUSED),
-    "aux without input": Scenario(
-        "a block of which only what it left is used, and whose inputs have no graph", AuxWithoutInput, settings=UNUSED
+SCENARIOS = {
+    "aux attribute": Scenario("blocks leave an auxiliary loss in an attribute", net(block=AuxBlock, forward=_with_aux)),
+    "aux in a list": Scenario(
+        "blocks append an auxiliary loss to a shared list", net(block=IntoList, then=_share_list, forward=_with_list)
     ),
-    "aux apart": Scenario("auxiliary losses with a backward of their own", PlainAux, train=aux_apart),
+    "aux of weights": Scenario(
+        "what blocks leave depends on their weights alone", net(block=OfWeights, forward=_with_aux)
+    ),
+    "aux alone": Scenario(
+        "a block whose output is not used, but what it left is",
+        net(block=AuxBlock, forward=_aux_only),
+        settings=UNUSED,
+    ),
+    "aux without input": Scenario(
+        "a block of which only what it left is used, and whose inputs have no graph",
+        net(block=Detached, forward=_aux_only),
+        settings=UNUSED,
+    ),
+    "aux apart": Scenario("auxiliary losses with a backward of their own", net(block=AuxBlock), train=steps(of=apart)),
 }

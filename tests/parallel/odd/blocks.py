@@ -1,17 +1,14 @@
 """What blocks take and return."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import namedtuple
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.parallel.odd.nets import UNUSED, Block, Net
-from tests.parallel.odd.runs import WIDTH, Run, Scenario, to_target
+from tests.parallel.odd.nets import UNUSED, Block, net, plain, plain_block
+from tests.parallel.odd.runs import WIDTH, Scenario, to_target
 
 Pair = namedtuple("Pair", ("output", "extra"))
 
@@ -22,144 +19,117 @@ class Output:
     extra: Tensor | None = None
 
 
-class WeightBlock(Block):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), self.up.weight
+def _penalised(net, x):
+    """A penalty on what blocks return beside their output."""
+    penalty = 0
+    for block in net.blocks:
+        x, weight = block(x)
+        penalty = penalty + weight.norm()
+    return x + 0.01 * penalty
 
 
-class ReturnsWeight(Net):
-    block = WeightBlock
-
-    def body(self, x: Tensor) -> Tensor:
-        penalty: Any = 0
-        for block in self.blocks:
-            x, weight = block(x)
-            penalty = penalty + weight.norm()
-        return x + 0.01 * penalty
+def _keep_weight(block, x):
+    block.__dict__["kept"] = [block.up.weight]
+    return plain_block(block, x)
 
 
-class ViewBlock(Block):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), self.up.weight.t()[:, :WIDTH]
+def _read_kept(net, x):
+    y = plain(net, x)
+    return y + 0.01 * sum(block.kept[0].norm() for block in net.blocks)
 
 
-class ReturnsView(ReturnsWeight):
-    block = ViewBlock
+PACK = {
+    "dictionary": lambda hidden, extra: {"hidden": hidden, "extra": [extra]},
+    "named tuple": Pair,
+    "dataclass": Output,
+    "object": lambda hidden, extra: SimpleNamespace(hidden=hidden, extra=extra),
+    "nested": lambda hidden, extra: (None, [Output(hidden, extra)]),
+}
 
 
-class KeepsWeight(Net):
-    """A block keeps its weight in a list that is read later."""
+def _packed(kind):
+    pack = PACK[kind]
 
-    class block(Block):  # type: ignore[misc]
-        def forward(self, x: Tensor) -> Any:
-            self.__dict__["kept"] = [self.up.weight]
-            return super().forward(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y + 0.01 * sum(block.kept[0].norm() for block in self.blocks)
-
-
-def _packed(kind: str) -> type[Net]:
-    def pack(hidden: Tensor, extra: Tensor) -> Any:
-        return {
-            "dictionary": lambda: {"hidden": hidden, "extra": [extra]},
-            "named tuple": lambda: Pair(hidden, extra),
-            "dataclass": lambda: Output(hidden, extra),
-            "object": lambda: SimpleNamespace(hidden=hidden, extra=extra),
-            "nested": lambda: (None, [Output(hidden, extra)]),
-        }[kind]()
-
-    def unpack(packed: Any) -> tuple[Tensor, Tensor]:
+    def unpack(packed):
         if kind == "dictionary":
             return packed["hidden"], packed["extra"][0]
         if kind == "nested":
             packed = packed[1][0]
-        return (packed[0], packed[1]) if isinstance(packed, tuple) else (packed.hidden, packed.extra)
+        return packed if isinstance(packed, tuple) else (packed.hidden, packed.extra)
 
-    class Packed(Block):
-        def forward(self, packed: Any) -> Any:
-            x, extra = unpack(packed)
-            y = super().forward(x)
-            return pack(y, extra + y.mean())
+    def block(self, packed):
+        x, extra = unpack(packed)
+        y = plain_block(self, x)
+        return pack(y, extra + y.mean())
 
-    class PackedNet(Net):
-        block = Packed
+    def body(net, x):
+        packed = pack(x, x.sum() * 0)
+        for block in net.blocks:
+            packed = block(packed)
+        return sum(unpack(packed))
 
-        def body(self, x: Tensor) -> Tensor:
-            packed = pack(x, x.sum() * 0)
-            for block in self.blocks:
-                packed = block(packed)
-            x, extra = unpack(packed)
-            return x + extra
-
-    return PackedNet
+    return net(block=block, body=body)
 
 
-class RootDataclass(Net):
-    def forward(self, x: Tensor) -> Any:
-        return Output(super().forward(x))
+def _by_keywords(net, x):
+    for block in net.blocks:
+        x = block(x=x, scale=0.9)
+    return x
 
 
-def dataclass_loss(run: Run, x: Tensor) -> Tensor:
-    return to_target(run.module(x).hidden, x)
+class InPlace(Block):
+    """Changes its input in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x):
+        x.add_(self.shift)
+        return super().forward(x)
 
 
-class KeywordBlock(Block):
-    def forward(self, *, x: Tensor, scale: float = 1.0) -> Any:
-        return super().forward(x) * scale
+def _first_without_gradients(net, x):
+    first, *others = net.blocks
+    with torch.no_grad():
+        x = first(x)
+    for block in others:
+        x = block(x)
+    return x
 
 
-class KeywordArguments(Net):
-    block = KeywordBlock
-
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x=x, scale=0.9)
-        return x
+def _cut(net, x):
+    a, b, c, d = net.blocks
+    return d(c(b(a(x)).detach()))
 
 
-class InPlace(Net):
-    """A block that changes its input in place."""
-
-    class block(Block):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.shift = nn.Parameter(torch.rand(WIDTH))
-
-        def forward(self, x: Tensor) -> Any:
-            x.add_(self.shift)
-            return super().forward(x)
-
-
-class NoGradBlock(Net):
-    """The first blocks run without gradients."""
-
-    def body(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.blocks[0](x)
-        for block in self.blocks[1:]:
-            x = block(x)
-        return x
-
-
-class DetachedBetween(Net):
-    def body(self, x: Tensor) -> Tensor:
-        return self.blocks[3](self.blocks[2](self.blocks[1](self.blocks[0](x)).detach()))
-
-
-SCENARIOS: dict[str, Scenario] = {
-    "returns its weight": Scenario("a block that returns its weight", ReturnsWeight),
-    "returns a view": Scenario("a block that returns a view of its weight", ReturnsView),
-    "keeps its weight": Scenario("a block that puts its weight aside, read later", KeepsWeight),
+SCENARIOS = {
+    "returns its weight": Scenario(
+        "a block that returns its weight",
+        net(block=lambda block, x: (plain_block(block, x), block.up.weight), body=_penalised),
+    ),
+    "returns a view": Scenario(
+        "a block that returns a view of its weight",
+        net(block=lambda block, x: (plain_block(block, x), block.up.weight.t()[:, :WIDTH]), body=_penalised),
+    ),
+    "keeps its weight": Scenario(
+        "a block that puts its weight aside, read later", net(block=_keep_weight, forward=_read_kept)
+    ),
     "dictionary": Scenario("blocks that take and return dictionaries", _packed("dictionary")),
     "named tuple": Scenario("blocks that take and return named tuples", _packed("named tuple")),
     "dataclass": Scenario("blocks that take and return dataclasses", _packed("dataclass")),
     "object": Scenario("blocks that take and return objects", _packed("object")),
     "nested": Scenario("blocks that take and return a dataclass in a list in a tuple", _packed("nested")),
-    "root dataclass": Scenario("a model that returns a dataclass", RootDataclass, loss=dataclass_loss),
-    "keywords": Scenario("blocks called with keywords only", KeywordArguments),
-    "in place": Scenario("blocks that change their input in place", InPlace),
-    "no_grad block": Scenario("a block run without gradients", NoGradBlock, settings=UNUSED),
-    "detached between": Scenario("the graph is cut between blocks", DetachedBetween, settings=UNUSED),
+    "root dataclass": Scenario(
+        "a model that returns a dataclass",
+        net(forward=lambda net, x: Output(plain(net, x))),
+        loss=lambda run, x: to_target(run.module(x).hidden, x),
+    ),
+    "keywords": Scenario(
+        "blocks called with keywords only",
+        net(block=lambda block, *, x, scale: plain_block(block, x) * scale, body=_by_keywords),
+    ),
+    "in place": Scenario("blocks that change their input in place", net(block=InPlace)),
+    "no_grad block": Scenario("a block run without gradients", net(body=_first_without_gradients), settings=UNUSED),
+    "detached between": Scenario("the graph is cut between blocks", net(body=_cut), settings=UNUSED),
 }

@@ -1,30 +1,25 @@
 """Optimizers, torch's and others, of which some mix the elements of a parameter."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 
 from tests.parallel.odd.nets import Net
-from tests.parallel.odd.runs import STEPS, Run, Scenario, sgd, three_steps
+from tests.parallel.odd.runs import STEPS, Scenario, sgd, steps, three_steps
 
 
-def built_before(run: Run) -> None:
+def built_before(run):
     """The optimizer has the parameters as they were before wrapping; only the module can be asked for them now."""
     run._optimizer = sgd(run.inner.parameters())
     three_steps(run)
 
 
-def two_optimizers(run: Run) -> None:
+def two_optimizers(run):
     assert run.optimizer is not None
     parameters = run.parameters()
-    one, other = sgd(parameters[:3]), sgd(parameters[3:])
+    both = sgd(parameters[:3]), sgd(parameters[3:])
     for step in range(STEPS):
         run.backward(step)
         run.finish()
-        for each in (one, other):
+        for each in both:
             each.step()
             each.zero_grad()
 
@@ -32,17 +27,20 @@ def two_optimizers(run: Run) -> None:
 class Lion(torch.optim.Optimizer):
     """An elementwise optimizer that is not torch's."""
 
-    def __init__(self, params: Iterable[Any], lr: float = 0.01) -> None:
+    def __init__(self, params, lr=0.01):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             for each in group["params"]:
                 if each.grad is not None:
-                    average = self.state[each].setdefault("average", torch.zeros_like(each))
-                    each.sub_(torch.sign(average * 0.9 + each.grad * 0.1), alpha=group["lr"])
-                    average.lerp_(each.grad, 0.1)
+                    self.update(each, group["lr"])
+
+    def update(self, each, lr):
+        average = self.state[each].setdefault("average", torch.zeros_like(each))
+        each.sub_(torch.sign(average * 0.9 + each.grad * 0.1), alpha=lr)
+        average.lerp_(each.grad, 0.1)
 
 
 class DeclaredLion(Lion):
@@ -52,19 +50,15 @@ class DeclaredLion(Lion):
 class Matrixwise(Lion):
     """Looks at whole matrices."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    each.sub_(each.grad / (each.grad.norm() + 1e-3), alpha=group["lr"])
+    def update(self, each, lr):
+        each.sub_(each.grad / (each.grad.norm() + 1e-3), alpha=lr)
 
 
-def lbfgs(run: Run) -> None:
+def lbfgs(run):
     assert run.optimizer is not None
     for step in range(STEPS):
 
-        def closure(step: int = step) -> float:
+        def closure(step=step):
             run.optimizer.zero_grad()
             run.backward(step)
             run.finish()
@@ -73,21 +67,21 @@ def lbfgs(run: Run) -> None:
         run.optimizer.step(closure)
 
 
-def schedule(run: Run) -> None:
+def schedule(run):
     scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, gamma=0.5)
-    for step in range(STEPS):
-        run.backward(step)
-        run.finish()
-        run.optimizer.step()
+
+    def zero(run):
         scheduler.step()
         run.optimizer.zero_grad()
 
+    steps(zero=zero)(run)
 
-def matrices_only(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+
+def matrices_only(parameters):
     return torch.optim.Muon([each for each in parameters if each.dim() == 2], lr=0.01)
 
 
-SCENARIOS: dict[str, Scenario] = {
+SCENARIOS = {
     "AdamW": Scenario("AdamW", Net, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01)),
     "LBFGS": Scenario("LBFGS", Net, train=lbfgs, optimizer=lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=1)),
     "Muon": Scenario("Muon, on matrices", Net, optimizer=matrices_only),

@@ -1,202 +1,165 @@
 """Weights that are read, or changed, outside of the forward of the module that owns them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.parallel.odd.nets import Block, Net
-from tests.parallel.odd.runs import WIDTH, Run, Scenario, mean_loss
+from tests.parallel.odd.nets import Block, Net, net, plain, plain_block
+from tests.parallel.odd.runs import WIDTH, Scenario, mean_loss
+
+position_read = {
+    "position": lambda: nn.Embedding(16, WIDTH),
+    "forward": lambda net, x: plain(net, x + net.position.weight[: x.shape[0]]),
+}
 
 
-class TiedByAssignment(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.first.weight
+def _without_head(net):
+    del net.head
 
 
-class TiedByReading(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.head
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.norm(self.body(self.first(x))), self.first.weight)
+def _without_norm_and_head(net):
+    del net.head, net.norm
 
 
-class PositionRead(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Embedding(16, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.position.weight[: x.shape[0]])
+def _hidden(net, x):
+    return net.norm(net.body(net.first(x)))
 
 
-class OneRowRead(Net):
-    """Broadcast, so that no shape tells a shard from the whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask = nn.Embedding(2, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.mask.weight.mean(0))
+def _kept_transpose(net, x):
+    transposed = net.first.weight.t()
+    return net.body(net.first(x)) @ transposed
 
 
-class DecayInForward(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 0.01 * sum(each.pow(2).sum() for each in self.parameters())
+def _read_in_checkpoint(net, x):
+    return checkpoint(lambda x: F.linear(x, net.first.weight), _hidden(net, x), use_reentrant=False)
 
 
-class NormInForward(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 0.1 * self.blocks[1].up.weight.norm()
+def _norm_before_use(net, x):
+    penalty = 0.1 * net.blocks[0].down.weight.norm() + 0.1 * net.head.weight.norm()
+    return plain(net, x) + penalty
 
 
-class NormBeforeUse(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        penalty = 0.1 * self.blocks[0].down.weight.norm() + 0.1 * self.head.weight.norm()
-        return super().forward(x) + penalty
+def _norm_of_what_was_just_used(net, x):
+    y = plain(net, x)
+    return y + 0.1 * net.head.weight.norm() + 0.1 * net.blocks[-1].up.weight.norm()
 
 
-class NormOfWhatWasJustUsed(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y + 0.1 * self.head.weight.norm() + 0.1 * self.blocks[-1].up.weight.norm()
-
-
-class ListOfOthersWeights(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        weights = [block.up.weight for block in self.blocks]
-        x = self.body(self.first(x))
-        return self.head(self.norm(x)) + 0.01 * torch.stack([w.norm() for w in weights]).sum()
+def _list_of_weights(net, x):
+    weights = [block.up.weight for block in net.blocks]
+    return net.head(_hidden(net, x)) + 0.01 * torch.stack([w.norm() for w in weights]).sum()
 
 
 class ReaderBlock(Block):
     """Uses a neighbour's weight, which it does not own."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         other = self.__dict__.get("other")
         return super().forward(x) + (0 if other is None else F.linear(x, other.down.weight @ other.up.weight))
 
 
-class BlockReadsAnother(Net):
-    block = ReaderBlock
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[2].__dict__["other"] = self.blocks[0]
-        self.blocks[1].__dict__["other"] = self.blocks[3]
+def _read_others(net):
+    net.blocks[2].__dict__["other"] = net.blocks[0]
+    net.blocks[1].__dict__["other"] = net.blocks[3]
 
 
-class BlockReadsRoot(Net):
-    block = ReaderBlock
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-        root = self.__dict__
-        for block in self.blocks:
-            block.__dict__["other"] = SimpleNamespace(
-                down=SimpleNamespace(weight=torch.eye(WIDTH)), up=SimpleNamespace()
-            )
-            block.__dict__["other"] = _Late(root)
+def _read_root(net):
+    for block in net.blocks:
+        block.__dict__["other"] = _Late(net.__dict__)
 
 
 class _Late:
     """Looks the root's weight up when it is asked."""
 
-    def __init__(self, root: dict[str, Any]) -> None:
+    def __init__(self, root):
         self._root = root
         self.down = SimpleNamespace(weight=torch.eye(WIDTH))
 
     @property
-    def up(self) -> Any:
+    def up(self):
         return SimpleNamespace(weight=self._root["_parameters"]["gate"])
 
 
-class ReadInCheckpoint(TiedByReading):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.body(self.first(x)))
-        return checkpoint(lambda x: F.linear(x, self.first.weight), x, use_reentrant=False)
+def _clamped(weight):
+    with torch.no_grad():
+        weight.clamp_(-0.2, 0.2)
 
 
-class ChangesAnother(Net):
-    """An in-place change of another module's weight in forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.head.weight.clamp_(-0.2, 0.2)
-        return super().forward(x)
+def _change_another(net, x):
+    _clamped(net.head.weight)
+    return plain(net, x)
 
 
-class ClampingBlock(Block):
-    """Changes its own weight in place in forward."""
-
-    def forward(self, x: Tensor) -> Any:
-        with torch.no_grad():
-            self.up.weight.clamp_(-0.2, 0.2)
-        return super().forward(x)
+def _change_itself(block, x):
+    _clamped(block.up.weight)
+    return plain_block(block, x)
 
 
-class ChangesItself(Net):
-    block = ClampingBlock
-
-
-class KeptTranspose(Net):
-    """A product with a transposed weight that was taken before the blocks ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.head, self.norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        transposed = self.first.weight.t()
-        return self.body(self.first(x)) @ transposed
-
-
-def penalty_of_parameters(run: Run, x: Tensor) -> Tensor:
-    """Elementwise: each element's gradient depends on that element."""
-    return mean_loss(run, x) + 0.01 * sum(each.pow(2).sum() for each in run.parameters())
-
-
-def norm_of_parameters(run: Run, x: Tensor) -> Tensor:
-    return mean_loss(run, x) + 0.1 * sum(each.norm() for each in run.parameters())
-
-
-def norm_of_inner(run: Run, x: Tensor) -> Tensor:
-    return mean_loss(run, x) + 0.1 * sum(each.norm() for each in run.inner.parameters())
-
-
-def head_in_loss(run: Run, x: Tensor) -> Tensor:
+def head_in_loss(run, x):
     """The loss uses the head's weight, as chunked losses do."""
     return mean_loss(run, x) + F.linear(run.module(x), run.inner.head.weight).pow(2).mean()
 
 
-SCENARIOS: dict[str, Scenario] = {
-    "tied by assignment": Scenario("a tied weight, `head.weight = first.weight`", TiedByAssignment),
-    "tied by reading": Scenario("tied heads as `F.linear(x, self.first.weight)`", TiedByReading),
-    "position read": Scenario("`x + self.position.weight[:T]`", PositionRead),
-    "mean read": Scenario("`x + self.mask.weight.mean(0)`", OneRowRead),
-    "decay in forward": Scenario("a penalty on all of `self.parameters()` in forward", DecayInForward),
-    "norm in forward": Scenario("a norm of a block's weight in forward", NormInForward),
-    "norm before use": Scenario("norms of weights before their owners are called", NormBeforeUse),
-    "norm after use": Scenario("norms of weights whose owners were called just before", NormOfWhatWasJustUsed),
-    "weights in a list": Scenario("weights put aside before the blocks run, used after", ListOfOthersWeights),
-    "block reads another": Scenario("a block that reads another block's weight", BlockReadsAnother),
-    "block reads the root": Scenario("blocks that read a parameter of the whole model", BlockReadsRoot),
-    "read in a checkpoint": Scenario("a weight read in a checkpointed function", ReadInCheckpoint),
-    "kept transpose": Scenario("a transposed weight put aside", KeptTranspose),
-    "changed by another": Scenario("a weight changed in place by another module's forward", ChangesAnother),
-    "changed by itself": Scenario("a weight changed in place by its own block's forward", ChangesItself),
-    "penalty in the loss": Scenario("Σ p² of the wrapper's parameters in the loss", Net, loss=penalty_of_parameters),
-    "norms in the loss": Scenario("Σ ‖p‖ of the wrapper's parameters in the loss", Net, loss=norm_of_parameters),
-    "inner norms in the loss": Scenario("Σ ‖p‖ of the module's parameters in the loss", Net, loss=norm_of_inner),
+def _norms(of):
+    return lambda run, x: mean_loss(run, x) + 0.1 * sum(each.norm() for each in of(run))
+
+
+SCENARIOS = {
+    "tied by assignment": Scenario(
+        "a tied weight, `head.weight = first.weight`",
+        net(then=lambda net: setattr(net.head, "weight", net.first.weight)),
+    ),
+    "tied by reading": Scenario(
+        "tied heads as `F.linear(x, self.first.weight)`",
+        net(then=_without_head, forward=lambda net, x: F.linear(_hidden(net, x), net.first.weight)),
+    ),
+    "position read": Scenario("`x + self.position.weight[:T]`", net(**position_read)),
+    "mean read": Scenario(  # broadcast, so that no shape tells a shard from the whole
+        "`x + self.mask.weight.mean(0)`",
+        net(mask=lambda: nn.Embedding(2, WIDTH), forward=lambda net, x: plain(net, x + net.mask.weight.mean(0))),
+    ),
+    "decay in forward": Scenario(
+        "a penalty on all of `self.parameters()` in forward",
+        net(forward=lambda net, x: plain(net, x) + 0.01 * sum(each.pow(2).sum() for each in net.parameters())),
+    ),
+    "norm in forward": Scenario(
+        "a norm of a block's weight in forward",
+        net(forward=lambda net, x: plain(net, x) + 0.1 * net.blocks[1].up.weight.norm()),
+    ),
+    "norm before use": Scenario("norms of weights before their owners are called", net(forward=_norm_before_use)),
+    "norm after use": Scenario(
+        "norms of weights whose owners were called just before", net(forward=_norm_of_what_was_just_used)
+    ),
+    "weights in a list": Scenario("weights put aside before the blocks run, used after", net(forward=_list_of_weights)),
+    "block reads another": Scenario(
+        "a block that reads another block's weight", net(block=ReaderBlock, then=_read_others)
+    ),
+    "block reads the root": Scenario(
+        "blocks that read a parameter of the whole model",
+        net(block=ReaderBlock, gate=lambda: nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), then=_read_root),
+    ),
+    "read in a checkpoint": Scenario(
+        "a weight read in a checkpointed function", net(then=_without_head, forward=_read_in_checkpoint)
+    ),
+    "kept transpose": Scenario(
+        "a transposed weight put aside", net(then=_without_norm_and_head, forward=_kept_transpose)
+    ),
+    "changed by another": Scenario(
+        "a weight changed in place by another module's forward", net(forward=_change_another)
+    ),
+    "changed by itself": Scenario("a weight changed in place by its own block's forward", net(block=_change_itself)),
+    "penalty in the loss": Scenario(  # elementwise: each element's gradient depends on that element
+        "Σ p² of the wrapper's parameters in the loss",
+        Net,
+        loss=lambda run, x: mean_loss(run, x) + 0.01 * sum(each.pow(2).sum() for each in run.parameters()),
+    ),
+    "norms in the loss": Scenario(
+        "Σ ‖p‖ of the wrapper's parameters in the loss", Net, loss=_norms(lambda run: run.parameters())
+    ),
+    "inner norms in the loss": Scenario(
+        "Σ ‖p‖ of the module's parameters in the loss", Net, loss=_norms(lambda run: run.inner.parameters())
+    ),
     "head in the loss": Scenario("a loss that uses the head's weight", Net, loss=head_in_loss),
 }

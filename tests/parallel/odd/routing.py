@@ -1,168 +1,120 @@
 """Which blocks are called, in which order, and whether all ranks agree on it."""
 
-from __future__ import annotations
+from torch import nn
 
-from typing import Any
-
-from torch import Tensor, nn
-
-from tests.parallel.odd.nets import UNUSED, Block, Net
-from tests.parallel.odd.runs import WIDTH, Run, Scenario, to_target
+from tests.parallel.odd.nets import UNUSED, Block, Net, net, plain
+from tests.parallel.odd.runs import WIDTH, Scenario, to_target
 
 
-class MoE(Net):
-    """Another block in every other step."""
+def _calls(choose):
+    """A body that calls the blocks of these numbers, chosen for a net at its rank and step, one after another."""
 
-    def body(self, x: Tensor) -> Tensor:
-        for index in [0, 1 + self.step % 2, 3]:
-            x = self.blocks[index](x)
+    def body(net, x):
+        for number in choose(net):
+            x = net.blocks[number](x)
         return x
+
+    return body
+
+
+def _late(numbers):
+    """`numbers` on rank 1 from the third step on."""
+    return net(body=_calls(lambda net: numbers if net.rank and net.step > 1 else range(4)))
+
+
+def _on_second(numbers, **change):
+    return net(body=_calls(lambda net: numbers if net.rank else range(4)), **change)
+
+
+def _expert(net, x):
+    """Inside of a block, each rank uses another of two experts."""
+    for block in net.blocks:
+        block.chosen = net.rank
+    return Net.body(net, x)
 
 
 class Expert(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.chosen = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.experts[self.chosen](x)
 
 
-class RoutedInside(Net):
-    """Inside of a block, each rank uses another expert."""
+class Spare(Block):
+    """One rank does not use a layer inside."""
 
-    block = Expert
-
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            block.chosen = self.rank
-        return super().body(x)
-
-
-class RoutedBlocks(Net):
-    """Each rank calls another of two blocks."""
-
-    def body(self, x: Tensor) -> Tensor:
-        for index in [0, 1 + self.rank, 3]:
-            x = self.blocks[index](x)
-        return x
-
-
-class OrderByRank(Net):
-    def body(self, x: Tensor) -> Tensor:
-        for index in [0, 1, 2, 3] if self.rank == 0 else [0, 2, 1, 3]:
-            x = self.blocks[index](x)
-        return x
-
-
-class LateOrderByRank(OrderByRank):
-    """After two steps in one order."""
-
-    def body(self, x: Tensor) -> Tensor:
-        return super().body(x) if self.step > 1 else Net.body(self, x)
-
-
-class SkippedOnOneRank(Net):
-    def body(self, x: Tensor) -> Tensor:
-        for index in [0, 1, 2, 3] if self.rank == 0 else [0, 1, 3]:
-            x = self.blocks[index](x)
-        return x
-
-
-class OddSizes(SkippedOnOneRank):
-    """The block that one rank skips is larger than the others."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.blocks[2] = Block(24)
+        self.spare, self.chosen = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x):
+        return super().forward(x) + (0 if self.chosen else self.spare(x))
 
 
-class LateSkip(SkippedOnOneRank):
-    def body(self, x: Tensor) -> Tensor:
-        return super().body(x) if self.step > 1 else Net.body(self, x)
+def _larger(net):
+    net.blocks[2] = Block(24)
 
 
-class UnusedModule(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(WIDTH, WIDTH)
+def _sparing(net, x):
+    y = plain(net, x)
+    return y if net.rank else y + net.spare(x)
 
 
-class UnusedOnOneRank(UnusedModule):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y + self.spare(x) if self.rank == 0 else y
+def _spare():
+    return nn.Linear(WIDTH, WIDTH)
 
 
-class UnusedInBlock(Net):
-    """A layer inside of a block that one rank does not use."""
-
-    class block(Block):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.spare = nn.Linear(WIDTH, WIDTH)
-            self.used = True
-
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x) + (self.spare(x) if self.used else 0)
-
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            block.used = self.rank == 0
-        return super().body(x)
+def _encoding(net, x):
+    return net.encode(x)
 
 
-class CalledTwice(Net):
-    def body(self, x: Tensor) -> Tensor:
-        return super().body(super().body(x))
+def _call_forward(net, x):
+    for block in net.blocks:
+        x = block.forward(x)
+    return x
 
 
-class SameTwice(Net):
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(block(x))
-        return x
-
-
-class CallsForward(Net):
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block.forward(x)
-        return x
-
-
-class OtherMethod(Net):
-    """Computes in a method that is not forward."""
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.body(self.first(x))))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encode(x)
-
-
-def inner_called(run: Run, x: Tensor) -> Tensor:
-    """The module is called, not the wrapper."""
-    return to_target(run.inner(x), x)
-
-
-SCENARIOS: dict[str, Scenario] = {
-    "other blocks by step": Scenario("other blocks in other steps, the same on all ranks", MoE, settings=UNUSED),
-    "experts by rank": Scenario("inside blocks, each rank uses another expert", RoutedInside, settings=UNUSED),
-    "blocks by rank": Scenario("each rank calls another of two blocks", RoutedBlocks, settings=UNUSED),
-    "order by rank": Scenario("ranks call blocks in another order", OrderByRank),
-    "order by rank, later": Scenario("ranks call blocks in another order from the third step on", LateOrderByRank),
-    "skipped on one rank": Scenario("one rank skips a block", SkippedOnOneRank, settings=UNUSED),
-    "skipped, odd size": Scenario("one rank skips a block larger than the others", OddSizes, settings=UNUSED),
-    "skipped later": Scenario("one rank skips a block from the third step on", LateSkip, settings=UNUSED),
-    "unused": Scenario("a layer that is never used", UnusedModule),
-    "unused, allowed": Scenario("a layer that is never used, and the wrapper is told", UnusedModule, settings=UNUSED),
-    "unused on one rank": Scenario("a layer of the model that one rank does not use", UnusedOnOneRank, settings=UNUSED),
-    "unused in a block": Scenario("a layer inside blocks that one rank does not use", UnusedInBlock, settings=UNUSED),
-    "all called twice": Scenario("all blocks called twice over", CalledTwice),
-    "each called twice": Scenario("each block called twice in a row", SameTwice),
-    "forward called": Scenario("`block.forward(x)`, not `block(x)`", CallsForward),
-    "other method": Scenario("forward that calls another method", OtherMethod),
-    "inner called": Scenario("the module called, not the wrapper", Net, loss=inner_called),
+OTHER_ORDER, SKIP = [0, 2, 1, 3], [0, 1, 3]
+SCENARIOS = {
+    "other blocks by step": Scenario(
+        "other blocks in other steps, the same on all ranks",
+        net(body=_calls(lambda net: [0, 1 + net.step % 2, 3])),
+        settings=UNUSED,
+    ),
+    "experts by rank": Scenario(
+        "inside blocks, each rank uses another expert", net(block=Expert, body=_expert), settings=UNUSED
+    ),
+    "blocks by rank": Scenario(
+        "each rank calls another of two blocks", net(body=_calls(lambda net: [0, 1 + net.rank, 3])), settings=UNUSED
+    ),
+    "order by rank": Scenario("ranks call blocks in another order", _on_second(OTHER_ORDER)),
+    "order by rank, later": Scenario("ranks call blocks in another order from the third step on", _late(OTHER_ORDER)),
+    "skipped on one rank": Scenario("one rank skips a block", _on_second(SKIP), settings=UNUSED),
+    "skipped, odd size": Scenario(
+        "one rank skips a block larger than the others", _on_second(SKIP, then=_larger), settings=UNUSED
+    ),
+    "skipped later": Scenario("one rank skips a block from the third step on", _late(SKIP), settings=UNUSED),
+    "unused": Scenario("a layer that is never used", net(spare=_spare)),
+    "unused, allowed": Scenario(
+        "a layer that is never used, and the wrapper is told", net(spare=_spare), settings=UNUSED
+    ),
+    "unused on one rank": Scenario(
+        "a layer of the model that one rank does not use", net(spare=_spare, forward=_sparing), settings=UNUSED
+    ),
+    "unused in a block": Scenario(
+        "a layer inside blocks that one rank does not use", net(block=Spare, body=_expert), settings=UNUSED
+    ),
+    "all called twice": Scenario("all blocks called twice over", net(body=_calls(lambda net: [0, 1, 2, 3] * 2))),
+    "each called twice": Scenario(
+        "each block called twice in a row", net(body=_calls(lambda net: [0, 0, 1, 1, 2, 2, 3, 3]))
+    ),
+    "forward called": Scenario("`block.forward(x)`, not `block(x)`", net(body=_call_forward)),
+    "other method": Scenario(
+        "forward that calls another method",
+        net(then=lambda changed: setattr(type(changed), "encode", plain), forward=_encoding),
+    ),
+    "inner called": Scenario("the module called, not the wrapper", Net, loss=lambda run, x: to_target(run.inner(x), x)),
 }

@@ -3,22 +3,19 @@
 `Alone` is the yardstick: one process that takes every rank's share of the batch in turn and averages their gradients.
 """
 
-from __future__ import annotations
-
 import functools
 import re
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.workers import WorkerError, Workers
+from tests.workers import WorkerError
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
 from trainstep.step.blocks import blocks_in_runs, find_blocks
 from trainstep.step.training_step import recipe
@@ -30,33 +27,42 @@ TOLERANCE = 2e-5
 """Of how far a weight moved: float32 sums in another order; twice what the plain models are off by (6e-6)."""
 
 
-def batch(step: int, rank: int, micro: int = 0) -> Tensor:
+def batch(step, rank, micro=0):
     """A rank's inputs, (ROWS, WIDTH)."""
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
 
 
-def to_target(output: Tensor, x: Tensor) -> Tensor:
+def to_target(output, x):
     return (output - x.flip(-1)).pow(2).mean()
 
 
-def mean_loss(run: Run, x: Tensor) -> Tensor:
+def mean_loss(run, x):
     return to_target(run.module(x), x)
 
 
-def steps(change: Any = None, *, optimizer_first: bool = False, finish: bool = True, zero: bool = True) -> Any:
-    """Three steps with `change(run)` between the gradients and the optimizer's step."""
+def steps(
+    change=lambda run: None,
+    *,
+    of=None,
+    backward=lambda run, step: run.backward(step),
+    finish=True,
+    zero=lambda run: run.optimizer.zero_grad(),
+):
+    """Three steps: `backward(run, step)`, or `of(run, x)` of each rank's share; `change(run)` between the gradients and
+    the optimizer's step; `zero(run)`."""
 
-    def train(run: Run) -> None:
-        assert run.optimizer is not None
+    def train(run):
+        assert run.optimizer is not None, "it is there before backward"
         for step in range(STEPS):
-            run.backward(step)
+            if of is None:
+                backward(run, step)
+            else:
+                run.each_rank(step, functools.partial(of, run))
             if finish:
                 run.finish()
-            if change is not None:
-                change(run)
+            change(run)
             run.optimizer.step()
-            if zero:
-                run.optimizer.zero_grad()
+            zero(run)
 
     return train
 
@@ -64,18 +70,18 @@ def steps(change: Any = None, *, optimizer_first: bool = False, finish: bool = T
 three_steps = steps()
 
 
-def sgd(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 @dataclass(frozen=True)
 class Scenario:
     what: str  # in words, for a table
-    model: Callable[[], nn.Module]
-    loss: Callable[[Run, Tensor], Tensor] = mean_loss
-    train: Callable[[Run], None] = three_steps
-    optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = sgd
-    settings: dict[str, bool] | None = None  # of data parallel wrappers: unused=True, overlap=False
+    model: Any  # makes the module
+    loss: Any = mean_loss  # of a run and a rank's inputs
+    train: Any = three_steps  # of a run
+    optimizer: Any = sgd  # of parameters
+    settings: Any = None  # of data parallel wrappers: unused=True, overlap=False
 
 
 class Run:
@@ -83,58 +89,61 @@ class Run:
 
     scheme = ""
 
-    def __init__(self, scenario: Scenario, inner: nn.Module, rank: int) -> None:
+    def __init__(self, scenario, inner, rank):
         self.scenario, self.inner, self.rank = scenario, inner, rank
-        self.module: Any = inner
-        self._optimizer: torch.optim.Optimizer | None = None
-        inner.rank = rank  # type: ignore[assignment] # for models that differ by rank
+        self._optimizer = None
+        inner.rank = rank  # for models that differ by rank
+        self.module = self.wrapped(inner, **(scenario.settings or {}))
 
-    def parameters(self) -> list[nn.Parameter]:
+    def wrapped(self, inner, **settings):
+        return inner
+
+    def parameters(self):
         """What a user gives the optimizer and torch's functions."""
         return [each for each in self.module.parameters() if each.requires_grad]
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
+    def make_optimizer(self):
         return self.scenario.optimizer(self.parameters())
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self):
         if self._optimizer is None:
             self._optimizer = self.make_optimizer()
         return self._optimizer
 
-    def backward(self, step: int, micro: int = 0, scale: float = 1.0) -> None:
+    def backward(self, step, micro=0, scale=1.0):
         """Backward of this rank's loss; alone: of every rank's in turn."""
         self.each_rank(step, lambda x: (self.scenario.loss(self, x) * scale).backward(), micro)
 
-    def each_rank(self, step: int, call: Callable[[Tensor], object], micro: int = 0) -> None:
+    def each_rank(self, step, call, micro=0):
         """`call(x)` on this rank's share of a step; alone: on every rank's, then `.grad` has the mean of theirs."""
-        self.inner.step = step  # type: ignore[assignment]
+        self.inner.step = step
         call(batch(step, self.rank, micro))
 
-    def finish(self) -> None:
+    def finish(self):
         """Wait for the gradients' means."""
+        getattr(self.module, "finish_gradient_synchronization", lambda: None)()
 
-    def no_sync(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+    def no_sync(self):
+        return getattr(self.module, "no_sync", nullcontext)()
 
-    def clip(self, max_norm: float) -> Tensor:
+    def clip(self, max_norm):
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self):
         return {name: parameter.detach().clone() for name, parameter in self.inner.named_parameters()}
 
 
 class Alone(Run):
     scheme = "alone"
 
-    def each_rank(self, step: int, call: Callable[[Tensor], object], micro: int = 0) -> None:
-        self.inner.step = step  # type: ignore[assignment]
+    def each_rank(self, step, call, micro=0):
+        self.inner.step = step
         before = {each: each.grad for each in self.inner.parameters()}
-        sums: dict[Tensor, Tensor] = {}
-        for rank in range(RANKS):
-            self.inner.rank = rank  # type: ignore[assignment]
+        sums = {}
+        for self.inner.rank in range(RANKS):
             self.inner.zero_grad()
-            call(batch(step, rank, micro))
+            call(batch(step, self.inner.rank, micro))
             for each in self.inner.parameters():
                 if each.grad is not None:
                     part = each.grad / RANKS
@@ -147,32 +156,22 @@ class Alone(Run):
 class Ddp(Run):
     scheme = "ddp"
 
-    def __init__(self, scenario: Scenario, inner: nn.Module, rank: int) -> None:
-        super().__init__(scenario, inner, rank)
-        settings = dict(scenario.settings or {})
-        allow_unused = settings.pop("unused", False)
-        self.module = DistributedDataParallel(inner, bucket_mb=0.0005, allow_unused=allow_unused, **settings)
-
-    def finish(self) -> None:
-        self.module.finish_gradient_synchronization()
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        return self.module.no_sync()
+    def wrapped(self, inner, unused=False, **settings):
+        return DistributedDataParallel(inner, bucket_mb=0.0005, allow_unused=unused, **settings)
 
 
 class Sharded(Ddp):
     scheme = "sharded optimizer"
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
+    def make_optimizer(self):
         made = self.scenario.optimizer(self.parameters())
         groups, options = recipe(made)
         return ShardedOptimizer(groups, type(made), ddp=self.module, **options)
 
-    def clip(self, max_norm: float) -> Tensor:
-        assert isinstance(self.optimizer, ShardedOptimizer)
+    def clip(self, max_norm):
         return self.optimizer.clip_grad_norm_(max_norm)
 
-    def each_rank(self, step: int, call: Callable[[Tensor], object], micro: int = 0) -> None:
+    def each_rank(self, step, call, micro=0):
         assert self.optimizer is not None  # it is there before backward, so that gradients are scattered
         super().each_rank(step, call, micro)
 
@@ -180,20 +179,13 @@ class Sharded(Ddp):
 class Fsdp(Run):
     scheme = "fsdp"
 
-    def __init__(self, scenario: Scenario, inner: nn.Module, rank: int) -> None:
-        super().__init__(scenario, inner, rank)
-        self.module = FullyShardedDataParallel(inner)
+    def wrapped(self, inner, **settings):
+        return FullyShardedDataParallel(inner)
 
-    def finish(self) -> None:
-        self.module.finish_gradient_synchronization()
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        return self.module.no_sync()
-
-    def clip(self, max_norm: float) -> Tensor:
+    def clip(self, max_norm):
         return self.module.clip_grad_norm_(max_norm)
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self):
         return self.module.gather_full_parameters()
 
 
@@ -202,51 +194,37 @@ class FsdpInPairs(Fsdp):
 
     scheme = "fsdp in pairs"
 
-    def __init__(self, scenario: Scenario, inner: nn.Module, rank: int) -> None:
-        Run.__init__(self, scenario, inner, rank)
-        self.module = FullyShardedDataParallel(inner, groups=blocks_in_runs(inner, 2))
+    def wrapped(self, inner, **settings):
+        return FullyShardedDataParallel(inner, groups=blocks_in_runs(inner, 2))
 
 
 class TorchDdp(Run):
     scheme = "torch ddp"
 
-    def __init__(self, scenario: Scenario, inner: nn.Module, rank: int) -> None:
-        super().__init__(scenario, inner, rank)
-        unused = (scenario.settings or {}).get("unused", False)
-        self.module = nn.parallel.DistributedDataParallel(inner, find_unused_parameters=unused)
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        return self.module.no_sync()
+    def wrapped(self, inner, unused=False, **settings):
+        return nn.parallel.DistributedDataParallel(inner, find_unused_parameters=unused)
 
 
 class TorchFsdp2(Run):
     scheme = "torch fsdp2"
 
-    def __init__(self, scenario: Scenario, inner: nn.Module, rank: int) -> None:
-        super().__init__(scenario, inner, rank)
+    def wrapped(self, inner, **settings):
         mesh = init_device_mesh("cpu", (RANKS,))
         for part in (*find_blocks(inner), inner):
             fully_shard(part, mesh=mesh)
+        return inner
 
-    def no_sync(self) -> AbstractContextManager[Any]:
-        return _without_sync(self.inner)
+    @contextmanager
+    def no_sync(self):
+        self.inner.set_requires_gradient_sync(False)
+        yield
+        self.inner.set_requires_gradient_sync(True)
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self):
         return {
             name: value.full_tensor() if isinstance(value := parameter.detach(), DTensor) else value.clone()
             for name, parameter in self.inner.named_parameters()
         }
-
-
-class _without_sync(AbstractContextManager):  # type: ignore[type-arg]
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __enter__(self) -> None:
-        self._module.set_requires_gradient_sync(False)
-
-    def __exit__(self, *_: object) -> None:
-        self._module.set_requires_gradient_sync(True)
 
 
 RUNS = {each.scheme: each for each in (Ddp, Sharded, Fsdp, FsdpInPairs, TorchDdp, TorchFsdp2)}
@@ -261,7 +239,7 @@ class Outcome:
     is_named: bool = False  # whether the error is one of trainstep's, which say what to do
 
 
-def outcome_of(name: str, scheme: str, workers: Workers) -> Outcome:
+def outcome_of(name, scheme, workers):
     """Run one scenario under one wrapper on every worker."""
     try:
         found = workers.run(_train, name, scheme)
@@ -271,7 +249,7 @@ def outcome_of(name: str, scheme: str, workers: Workers) -> Outcome:
     return Outcome("trains") if off <= TOLERANCE else Outcome("wrong", detail)
 
 
-def _of_failures(failures: dict[int, str]) -> Outcome:
+def _of_failures(failures):
     last = [text.strip().splitlines() for text in failures.values()]
     lines = [
         next((line for line in reversed(each) if re.match(r"^[\w.]+(Error|Exception)\b", line)), each[-1])
@@ -290,7 +268,7 @@ def _of_failures(failures: dict[int, str]) -> Outcome:
     return Outcome("hangs", lines[0])
 
 
-def _train(process: Any, name: str, scheme: str) -> tuple[float, str]:
+def _train(process, name, scheme):
     """How far the weights are off on this rank, of how far they moved; and in words."""
     from tests.parallel.odd.scenarios import SCENARIOS
 
@@ -304,7 +282,7 @@ def _train(process: Any, name: str, scheme: str) -> tuple[float, str]:
 
 
 @functools.cache
-def scenario_weights(name: str) -> dict[str, tuple[Tensor, Tensor]]:
+def scenario_weights(name):
     """Every weight at the start and after training in one process."""
     from tests.parallel.odd.scenarios import SCENARIOS
 
@@ -317,7 +295,7 @@ def scenario_weights(name: str) -> dict[str, tuple[Tensor, Tensor]]:
     return {key: (before.get(key, after[key]), after[key]) for key in after}
 
 
-def difference(weights: dict[str, Tensor], reference: dict[str, tuple[Tensor, Tensor]]) -> tuple[float, str]:
+def difference(weights, reference):
     worst, words = 0.0, "no weight differs"
     for name, (before, after) in reference.items():
         kind = torch.complex128 if after.is_complex() else torch.float64
