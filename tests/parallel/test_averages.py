@@ -107,7 +107,7 @@ def _otherwise(process):
     """With accumulation, in a narrower type, in one bucket after backward, and with gradients that some lack."""
     train = test_ddp.train
     return {
-        "accumulated": train(process, "Plain", "AdamW", "bucketed", accumulate=3, **COPIES),
+        "accumulated": train(process, "Plain", "AdamW", "bucketed", how={"accumulate": 3}, **COPIES),
         "narrow": train(process, "Plain", "SGD", "bucketed", reduce_dtype=torch.bfloat16, **COPIES),
         "flat": train(process, "Plain", "AdamW", "bucketed", overlap=False, **COPIES),
         "unused": test_optimizer.train(process, "Unused", *OPTIMIZERS["SGD"], True, **COPIES),

@@ -36,52 +36,53 @@ def test_flat_is_a_view_in_the_order_of_memory():
     assert slice_of(tensor.permute(2, 0, 1), 1, 4).tolist() == [6, 7, 8, 9, 10, 11]
 
 
-def _inputs(rank, dtype, device="cpu"):
+CALLS = {
+    "all-reduce": all_reduce_mean,
+    "reduce-scatter": reduce_scatter_mean,
+    "all-gather": all_gather_slices,
+    "broadcast": broadcast_from_first,
+}
+
+
+def inputs(rank, dtype, device="cpu"):
     generator = torch.Generator().manual_seed(rank)
-    whole = torch.randint(-64, 64, (2, 12), generator=generator).to(
-        device, dtype
-    )  # sums and quarters of these are exact
+    whole = torch.randint(-64, 64, (2, 12), generator=generator).to(device, dtype)  # sums, quarters of these are exact
     return [whole[0].clone(), whole[1].view(3, 4).t().clone(memory_format=torch.preserve_format)]
 
 
-def _all(process, dtype):
-    group, rank, world_size = process.group, process.rank, process.world_size
-    results = {}
+def _all(process, dtype, lazily):
+    """Results of each, and their records; `lazily`, the second rank's tensors are negatives of their memory."""
+    group, rank, results = process.group, process.rank, {}
     with recorded_collectives() as calls:
-        tensors = _inputs(rank, dtype, process.device)
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        all_reduce_mean(tensors, group).wait()
-        results["all-reduce"] = tensors
-        assert [tensor.data_ptr() for tensor in tensors] == pointers
-        tensors = _inputs(rank, dtype, process.device)
-        reduce_scatter_mean(tensors, group).wait()
-        results["reduce-scatter"] = [slice_of(tensor, rank, world_size).clone() for tensor in tensors]
-        tensors = _inputs(rank, dtype, process.device)
-        all_gather_slices(tensors, group).wait()
-        results["all-gather"] = tensors
-        tensors = _inputs(rank, dtype, process.device)
-        broadcast_from_first(tensors, group)
-        results["broadcast"] = tensors
+        for name, call in CALLS.items():
+            tensors = inputs(rank, dtype, process.device)
+            if lazily and rank == 1:
+                tensors = [torch._neg_view(-tensor) for tensor in tensors]
+            pointers = [tensor.data_ptr() for tensor in tensors]
+            if (work := call(tensors, group)) is not None:
+                work.wait()
+            assert [tensor.data_ptr() for tensor in tensors] == pointers
+            results[name] = [tensor.resolve_neg().cpu() for tensor in tensors]
         dist.barrier(group=group)
-    results = {name: [tensor.cpu() for tensor in tensors] for name, tensors in results.items()}
+    results["reduce-scatter"] = [slice_of(each, rank, process.world_size) for each in results["reduce-scatter"]]
     return results, [(call.name, call.tensors, call.bytes, call.dtype) for call in calls]
 
 
-def check(workers, dtype):
+def check(workers, dtype, lazily=False):
     """Compare every rank's results with sums made here; returns the recorded calls."""
     n = workers.world_size
-    inputs = [_inputs(rank, dtype) for rank in range(n)]
-    by_rank = workers.run(_all, dtype)
+    whole = [inputs(rank, dtype) for rank in range(n)]
+    by_rank = workers.run(_all, dtype, lazily)
     for rank, (results, _) in enumerate(by_rank):
         for i in range(2):
-            mean = sum(inputs[each][i].double() for each in range(n)) / n
+            mean = sum(whole[each][i].double() for each in range(n)) / n
             assert torch.equal(results["all-reduce"][i], mean.to(dtype))
-            assert results["all-reduce"][i].stride() == inputs[0][i].stride()
-            expected = flat(torch.empty_like(inputs[0][i]).copy_(mean))
+            assert results["all-reduce"][i].stride() == whole[0][i].stride()
+            expected = flat(torch.empty_like(whole[0][i]).copy_(mean))
             assert torch.equal(results["reduce-scatter"][i], slice_of(expected, rank, n))
-            slices = [slice_of(inputs[each][i], each, n) for each in range(n)]
+            slices = [slice_of(whole[each][i], each, n) for each in range(n)]
             assert torch.equal(flat(results["all-gather"][i]), torch.cat(slices))
-            assert torch.equal(results["broadcast"][i], inputs[0][i])
+            assert torch.equal(results["broadcast"][i], whole[0][i])
     return [calls for _, calls in by_rank]
 
 
@@ -93,6 +94,11 @@ def test_each_gives_what_it_says_and_is_recorded(four, dtype):
         assert calls[:3] == [(name, 2, size, dtype) for name in ("all-reduce", "reduce-scatter", "all-gather")]
         assert calls[3:5] == [("broadcast", 1, size // 2, dtype)] * 2
         assert [name for name, *_ in calls[5:]] == ["barrier"]
+
+
+@pytest.mark.distributed
+def test_lazy_negatives_travel_by_their_values(four):
+    check(four, torch.float32, lazily=True)
 
 
 ITEMS = st.lists(st.tuples(st.integers(0, 3 * MB), st.sampled_from("ab")), max_size=30)

@@ -1,9 +1,7 @@
 """DistributedDataParallel: every scheme trains like one process, and talks as much as it says."""
 
-import contextlib
 import copy
 import os
-import random
 import signal
 import time
 
@@ -13,12 +11,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.parallel import training
-from tests.parallel.training import OPTIMIZERS, build, differing, loss_of, reference, shares, state, whole_batch
+from tests.parallel.training import (
+    OPTIMIZERS,
+    build,
+    differing,
+    loss_of,
+    reference,
+    shares,
+    state,
+    train_steps,
+    whole_batch,
+)
 from tests.workers import WorkerError, Workers
 from trainstep.base.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
-from trainstep.parallel import DistributedDataParallel
+from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel
 
 pytestmark = pytest.mark.distributed
 
@@ -31,31 +38,14 @@ SCHEMES = {
 }
 
 
-def train(process, name, optimizer, scheme, *, steps=4, accumulate=1, autocast=None, dtype=None, delays=None, **more):
+def train(process, name, optimizer, scheme, *, how=None, **settings):
     """Train on this rank's shares; returns the state afterwards. Ranks other than 0 start from other weights."""
-    zero_grad = more.pop("zero_grad", lambda ddp, optimizer: optimizer.zero_grad())
-    clip = more.pop("clip", None)
-    model = build(name, seed=process.rank).to(device=process.device, dtype=dtype)
-    if name == "Branches":
-        model.swapped = process.rank % 2 == 1
-    if delays is not None:
-        training.delay(model, seed=delays * 10 + process.rank)
-    ddp = DistributedDataParallel(model, process_group=process.group, **SCHEMES[scheme], **more)
+    how = how or {}
+    model = build(name, process.rank, process.rank).to(device=process.device, dtype=how.get("dtype"))
+    ddp = DistributedDataParallel(model, process_group=process.group, **SCHEMES[scheme] | settings)
     optimizer_cls, options = OPTIMIZERS[optimizer]
     stepper = optimizer_cls([p for p in ddp.parameters() if p.requires_grad], **options)
-    for step in range(steps):
-        if delays is not None:
-            time.sleep(random.Random(delays * 100 + step * 10 + process.rank).random() * 0.01)
-        zero_grad(ddp, stepper)
-        for micro in range(accumulate):
-            x = shares(process.world_size, step * accumulate + micro)[process.rank].to(dtype)
-            with ddp.no_sync() if micro < accumulate - 1 else contextlib.nullcontext():
-                loss_of(ddp, x, autocast).backward()
-        ddp.finish_gradient_synchronization()
-        if clip:
-            nn.utils.clip_grad_norm_(ddp.parameters(), clip)
-        stepper.step()
-    return state(model)
+    return train_steps(process, ddp, stepper, **how)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -78,7 +68,7 @@ def test_four_ranks_train_like_one_process(four, name, scheme):
 
 
 def _train_delayed(process, scheme):
-    return [train(process, "Branches", "SGD", scheme, delays=repeat) for repeat in range(5)]
+    return [train(process, "Branches", "SGD", scheme, how={"delays": repeat}) for repeat in range(5)]
 
 
 @pytest.mark.parametrize("scheme", ["flat", "overlapped", "bucketed"])
@@ -88,54 +78,32 @@ def test_late_ranks_and_layers_change_nothing(two, scheme):
         assert not any(differing(each, expected) for each in results)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_gradients_accumulate_without_communication(two, scheme):
-    first, _ = two.run(_accumulate, scheme)
-    assert not differing(first, reference("Plain", "AdamW", 2, accumulate=3))
+BF16, FP16 = torch.bfloat16, torch.float16
+HOW = {  # how both train, settings of the wrapper alone, and how far apart they may then be
+    **{f"accumulated, {scheme}": ({"accumulate": 3}, {"scheme": scheme}, 0.0) for scheme in SCHEMES},
+    "autocast-bf16": ({"autocast": BF16}, {}, 0.0),
+    "bf16": ({"dtype": BF16}, {}, 0.0),
+    "autocast-fp16": ({"autocast": FP16}, {}, 0.0),
+    "clipped": ({"clip": 0.1}, {}, 0.0),
+    "sent in bf16": ({}, {"reduce_dtype": BF16}, 4 * 2**-8),
+    "summed in fp32, then rounded": ({"dtype": BF16}, {"reduce_dtype": torch.float32}, 2**-6),
+}
 
 
-def _accumulate(process, scheme):
-    return train(process, "Plain", "AdamW", scheme, accumulate=3)
+def train_how(process, name):
+    how, settings, _ = HOW[name]
+    how = how | {"set_to_none": "accumulate" in how}
+    return train(process, "Plain", "SGD", **{"scheme": "bucketed"} | settings, how=how)
 
 
-def _low_precision(process, how):
-    return train(process, "Plain", "SGD", "bucketed", **how)
-
-
-@pytest.mark.parametrize(
-    "how",
-    [{"autocast": torch.bfloat16}, {"dtype": torch.bfloat16}, {"autocast": torch.float16}],
-    ids=["autocast-bf16", "bf16", "autocast-fp16"],
-)
-def test_low_precision_is_that_of_one_process(two, how):
-    first, second = two.run(_low_precision, how)
-    assert not differing(first, reference("Plain", "SGD", 2, **how))
+@pytest.mark.parametrize("name", HOW)
+def test_however_it_trains_it_trains_like_one_process(two, name):
+    how, settings, apart = HOW[name]
+    expected = reference("Plain", "SGD", 2, **how)
+    first, second = two.run(train_how, name)
     assert not differing(second, first)
-
-
-def test_reduce_dtype_rounds_and_no_more(two):
-    first, second = two.run(_low_precision, {"reduce_dtype": torch.bfloat16})
-    exact = reference("Plain", "SGD", 2)
-    assert not differing(second, first)
-    assert differing(first, exact), "bfloat16 rounds"
-    assert not differing(first, exact, relative=4 * 2**-8)
-    bf16 = {"dtype": torch.bfloat16}
-    first, _ = two.run(_low_precision, bf16 | {"reduce_dtype": torch.float32})
-    assert not differing(first, reference("Plain", "SGD", 2, **bf16), relative=2**-6), "summed in float32, then rounded"
-
-
-def _with_clipping(process, set_to_none):
-    def zero_grad(ddp, optimizer):
-        (ddp if set_to_none else optimizer).zero_grad(set_to_none=set_to_none)
-
-    return train(process, "Plain", "AdamW", "bucketed", zero_grad=zero_grad, clip=0.1)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_clipping_and_both_ways_to_zero_gradients(two, set_to_none):
-    first, second = two.run(_with_clipping, set_to_none)
-    assert not differing(first, reference("Plain", "AdamW", 2, clip=0.1))
-    assert not differing(second, first)
+    assert not differing(first, expected, relative=apart)
+    assert differing(first, expected) or settings.get("reduce_dtype") != BF16, "what is sent in bfloat16 is rounded"
 
 
 def _calls(process, schemes):
@@ -384,10 +352,10 @@ def test_works_with(two, what):
 
 def _infinite(process):
     """An overflow on one rank skips the step on all, and lowers the scale on all."""
-    ddp = DistributedDataParallel(build("Plain"), process_group=process.group)
+    ddp = DistributedDataParallel(build("Plain").to(process.device), process_group=process.group)
     before = state(ddp.module)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1, fused=process.device.type == "cuda")
+    scaler = torch.amp.GradScaler(process.device.type, init_scale=4.0)
     loss = loss_of(ddp, shares(2, 0)[process.rank]) * (float("inf") if process.rank else 1.0)
     scaler.scale(loss).backward()
     ddp.finish_gradient_synchronization()
@@ -400,21 +368,6 @@ def test_an_overflow_anywhere_skips_the_step_everywhere(two):
     assert two.run(_infinite) == [([], 2.0), ([], 2.0)]
 
 
-def _state_dict(process):
-    ddp = DistributedDataParallel(build("Plain", seed=process.rank), process_group=process.group)
-    plain = build("Plain", seed=5)
-    plain.load_state_dict(ddp.module.state_dict())
-    other = DistributedDataParallel(build("Plain", seed=7), process_group=process.group)
-    other.load_state_dict(ddp.state_dict())
-    return differing(state(plain), state(ddp.module)) + differing(state(other), state(ddp)), list(ddp.state_dict())
-
-
-def test_state_dict_goes_into_the_plain_module_and_into_another_wrapper(two):
-    for wrong, names in two.run(_state_dict):
-        assert not wrong
-        assert names == [f"module.{name}" for name in build("Plain").state_dict()]
-
-
 def _start(process):
     """What every rank starts from: rank 0's parameters and buffers, of any dtype and layout."""
     torch.manual_seed(process.rank)
@@ -424,21 +377,22 @@ def _start(process):
     model.register_buffer("count", torch.tensor(process.rank + 3))
     model.register_buffer("expanded", torch.full((1,), process.rank + 1.0).expand(4))
     model.register_buffer("strided", torch.randn(10)[::2])
-    DistributedDataParallel(model, process_group=process.group)
-    return state(model)
+    ddp = DistributedDataParallel(model, process_group=process.group)
+    return state(model), list(ddp.state_dict())
 
 
 def test_every_rank_starts_from_the_first_ones_tensors(two):
-    first, second = two.run(_start)
+    (first, names), (second, _) = two.run(_start)
+    assert names == [f"module.{name}" for name in first], "and nothing else is saved"
     assert not differing(first, second)
     assert first["count"] == 3
     assert first["expanded"].tolist() == [1.0] * 4
 
 
-def _die_in_backward(process, how):
-    ddp = DistributedDataParallel(build("Plain"), process_group=process.group, bucket_mb=0)
+def _die_in_backward(process, wrap, how):
+    wrapper = WRAPPERS[wrap](build("Plain"))
 
-    def die(_):
+    def die(*_):
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "late":
@@ -447,24 +401,28 @@ def _die_in_backward(process, how):
             raise ZeroDivisionError("one rank's mistake")
 
     if process.rank == 1:
-        ddp.module.first.weight.register_hook(die)
-    loss_of(ddp, shares(2, 0)[process.rank]).backward()
-    ddp.finish_gradient_synchronization()
+        wrapper.module.first.register_full_backward_pre_hook(die)
+    loss_of(wrapper, shares(2, 0)[process.rank]).backward()
+    wrapper.finish_gradient_synchronization()
+
+
+WRAPPERS = {"ddp": DistributedDataParallel, "fsdp": FullyShardedDataParallel}
 
 
 @pytest.mark.parametrize(
-    ("how", "on_it", "on_the_other"),
+    ("wrap", "how", "on_it", "on_the_other"),
     [
-        ("raised", "one rank's mistake", "finish_gradient_synchronization"),
-        ("killed", "exit code -9", "finish_gradient_synchronization"),
-        ("late", "", "Timed out"),
+        ("ddp", "raised", "one rank's mistake", "finish_gradient_synchronization"),
+        ("ddp", "killed", "exit code -9", "finish_gradient_synchronization"),
+        ("ddp", "late", "", "Timed out"),
+        ("fsdp", "killed", "exit code -9", "backward"),
     ],
 )
-def test_a_rank_that_dies_or_hangs_in_backward_is_an_error_on_both(how, on_it, on_the_other):
+def test_a_rank_that_dies_or_hangs_in_backward_is_an_error_on_both(wrap, how, on_it, on_the_other):
     with Workers(2, timeout_s=2 if how == "late" else 20) as workers:
         start = time.monotonic()
         with pytest.raises(WorkerError) as caught:
-            workers.run(_die_in_backward, how)
+            workers.run(_die_in_backward, wrap, how)
         assert time.monotonic() - start < 20 + 10
     assert on_it in caught.value.failures[1]
     assert on_the_other in caught.value.failures[0]

@@ -8,12 +8,11 @@ import torch
 
 from tests.parallel import test_collectives, test_ddp, test_gloo
 from tests.parallel.fsdp import test_gpu
-from tests.parallel.meshes import mesh_of
-from tests.parallel.nets import OPTIMIZERS as FSDP_OPTIMIZERS
+from tests.parallel.fsdp.training import error
 from tests.parallel.nets import batch, loss_of, train_alone
 from tests.parallel.nets import build as build_net
 from tests.parallel.training import OPTIMIZERS, differing, reference
-from tests.parallel.zero import test_hybrid, test_optimizer, test_state
+from tests.parallel.zero import test_hybrid, test_optimizer
 from tests.workers import Workers
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.collectives import all_reduce_mean
@@ -124,15 +123,6 @@ def test_sharded_optimizer_trains_like_one_process(ranks, name, scattered):
     assert not differing(first, reference(name, "AdamW", 2, device="cuda"), relative=1e-6)
 
 
-def test_sharded_state_is_saved_and_loaded(ranks, tmp_path):
-    case = next(iter(test_state.CHECKPOINTED))
-    ranks.run(test_state._continue, case, tmp_path, range(2), None, "checkpoint")
-    (trained, full), _ = ranks.run(test_state._continue, case, tmp_path, range(2, 4), "checkpoint", None)
-    expected, expected_state = test_state._undivided(case, range(4), device="cuda")
-    assert not differing(trained, expected, relative=1e-4)
-    assert full["state"].keys() == expected_state["state"].keys()
-
-
 FSDP_CASES = {
     "float32": ({"frozen": True, "unused": True}, "sgd", None),
     "bfloat16": ({"tied": True}, "sgd", torch.bfloat16),
@@ -153,7 +143,7 @@ def _fsdp(process, lates):
 def _budget(options, how, dtype, ranks):
     """What training in one process gives in float64, and how far ours may be from it (see `fsdp/test_gpu.py`)."""
     oracle = train_alone(options, how, 3, ranks=1, trained=torch.float64)
-    own = test_gpu.error(train_alone(options, how, 3, ranks=ranks, dtype=dtype), oracle)
+    own = error(train_alone(options, how, 3, ranks=ranks, dtype=dtype), oracle)
     return oracle, 2 * own + torch.finfo(torch.float32).eps
 
 
@@ -162,8 +152,8 @@ def test_fsdp_trains_as_one_process_however_late_a_gpu_is(ranks):
     for (name, (options, how, dtype)), found, other in zip(FSDP_CASES.items(), first, second, strict=True):
         oracle, budget = _budget(options, how, dtype, 2)
         for by_lateness, of_other in zip(found, other, strict=True):
-            assert 0 < test_gpu.error(by_lateness[0], oracle) <= budget, name
-            assert all(test_gpu.error(late, by_lateness[0]) < 1e-6 for late in by_lateness[1:]), name
+            assert 0 < error(by_lateness[0], oracle) <= budget, name
+            assert all(error(late, by_lateness[0]) < 1e-6 for late in by_lateness[1:]), name
             assert not differing(of_other[0], by_lateness[0]), name
 
 
@@ -175,26 +165,11 @@ def test_peers_are_copied_to_where_each_has_a_gpu(ranks):
     assert ranks.run(_carriers) == ["peer-copies" if ranks.gpus == 2 else "collectives"] * 2
 
 
-def _hybrid(process, shape, case, transport):
-    options, how, dtype = case
-    mesh = mesh_of(*shape, device="cuda")
-    sharded = FullyShardedDataParallel(
-        build_net(**options), device=process.device, compute_dtype=dtype, mesh=mesh, transport=transport
-    )
-    optimizer = FSDP_OPTIMIZERS[how](sharded.parameters())
-    for step in range(3):
-        loss_of(sharded, batch(step).chunk(process.world_size)[process.rank].to(process.device)).backward()
-        sharded.finish_gradient_synchronization()
-        optimizer.step()
-        optimizer.zero_grad()
-    return sharded.gather_full_parameters(device="cpu")
-
-
 def _check_hybrid(workers, shape, transport):
     for name, case in FSDP_CASES.items():
-        first, *others = workers.run(_hybrid, shape, case, transport)
+        first, *others = workers.run(test_gpu._train, *case, False, None, transport, shape)
         oracle, budget = _budget(*case, workers.world_size)
-        assert 0 < test_gpu.error(first, oracle) <= budget, name
+        assert 0 < error(first, oracle) <= budget, name
         assert not any(differing(other, first) for other in others), name
 
 
@@ -212,7 +187,7 @@ def test_hybrid_of_four_ranks_trains_as_one_process(four_ranks, shape, transport
 @pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
 def test_sharded_optimizer_over_a_mesh_trains_as_one_process(four_ranks, shape, scattered):
-    by_rank = four_ranks.run(test_hybrid._train, shape, scattered, None, 0.05)
+    by_rank = four_ranks.run(test_hybrid._train, shape, scattered, {"clip": 0.05})
     for name in ("Plain", "Uneven"):
         assert not any(differing(found[name][0], by_rank[0][name][0]) for found in by_rank), name
         expected = reference(name, "AdamW", 4, clip=0.05, device="cuda")

@@ -1,11 +1,14 @@
-"""The same on GPUs, over NCCL: what Gloo cannot show (streams, means made on the way, grouped calls)."""
+"""The same on GPUs, over NCCL: what Gloo cannot show (streams, means made on the way, grouped calls).
+
+Collectives and data parallel training over NCCL are in `test_gloo_gpu`, whose groups have it beside Gloo and alone.
+"""
 
 import time
 
 import pytest
 import torch
 
-from tests.parallel import test_collectives, test_ddp
+from tests.parallel import test_ddp
 from tests.parallel.training import OPTIMIZERS, build, differing, loss_of, reference, shares, state
 from tests.parallel.zero import test_arrivals, test_optimizer, test_state
 from tests.workers import WorkerError, Workers
@@ -24,32 +27,10 @@ def gpus():
         yield workers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_each_collective(gpus, dtype):
-    test_collectives.check(gpus, dtype)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("scheme", test_ddp.SCHEMES)
-@pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Mixed", "Branches"])
-def test_ddp_trains_like_one_process(gpus, name, scheme, optimizer):
-    first, second = gpus.run(test_ddp.train, name, optimizer, scheme)
-    assert not differing(second, first), "both ranks have the same weights, to the bit"
-    assert not differing(first, reference(name, optimizer, 2, device="cuda"), relative=1e-6)
-
-
-@pytest.mark.parametrize("scheme", ["overlapped", "bucketed"])
-def test_ddp_with_late_ranks_and_layers(gpus, scheme):
-    expected = reference("Branches", "SGD", 2, device="cuda")
-    for results in gpus.run(test_ddp._train_delayed, scheme):
-        assert not any(differing(each, expected, relative=1e-6) for each in results)
-
-
 def test_ddp_under_autocast(gpus):
-    how = {"autocast": torch.bfloat16}
-    first, second = gpus.run(test_ddp._low_precision, how)
+    first, second = gpus.run(test_ddp.train_how, "autocast-bf16")
     assert not differing(second, first)
-    assert not differing(first, reference("Plain", "SGD", 2, device="cuda", **how), relative=1e-6)
+    assert not differing(first, reference("Plain", "SGD", 2, device="cuda", autocast=torch.bfloat16), relative=1e-6)
 
 
 def _sharded(process, name, optimizer, scattered, transport):
@@ -164,18 +145,5 @@ def test_a_rank_that_hangs_under_copies_is_named():
     assert "(_hang)" in said, said  # where its own thread is: backward runs on another
 
 
-def _infinite(process):
-    ddp = DistributedDataParallel(build("Plain").to(process.device), process_group=process.group)
-    before = state(ddp.module)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1, fused=True)
-    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
-    loss = loss_of(ddp, shares(2, 0)[process.rank]) * (float("inf") if process.rank else 1.0)
-    scaler.scale(loss).backward()
-    ddp.finish_gradient_synchronization()
-    scaler.step(optimizer)
-    scaler.update()
-    return differing(state(ddp.module), before), scaler.get_scale()
-
-
 def test_an_overflow_anywhere_skips_the_step_everywhere(gpus):
-    assert gpus.run(_infinite) == [([], 2.0), ([], 2.0)]
+    assert gpus.run(test_ddp._infinite) == [([], 2.0), ([], 2.0)]

@@ -109,20 +109,97 @@ class Unused(Plain):
 
 
 class Branches(nn.Module):
-    """Two branches; which one comes first, and so the order of the gradients, is up to the caller."""
+    """Two branches; which one comes first, and so the order of the gradients, is up to the rank."""
 
     def __init__(self):
         super().__init__()
         self.left = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
         self.right = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
-        self.swapped = False
 
     def forward(self, x):
-        if self.swapped:
+        if self.rank % 2:
             right, left = self.right(x), self.left(x)
         else:
             left, right = self.left(x), self.right(x)
         return left + right
+
+
+class Lazy(nn.Module):
+    """A layer of real numbers, and weights that are, or whose gradients are, views whose memory is not their value."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.build(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / 3)
+
+    def build(self, weight):
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x):
+        return self.turned(self.first(x).to(torch.complex64)).abs()
+
+
+class Conjugate(Lazy):
+    def turned(self, x):
+        return x @ self.weight.conj()
+
+
+class Adjoint(Lazy):
+    def turned(self, x):
+        return x @ self.weight.mH
+
+
+class ConjugateOnOneRank(Lazy):
+    def turned(self, x):
+        return x @ (self.weight.conj() if self.rank else self.weight.conj().resolve_conj())
+
+
+class LazilyNegative(torch.autograd.Function):
+    """-x, whose gradient is a lazy negative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return -x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch._neg_view(gradient.clone())
+
+
+class NegativeGradient(Lazy):
+    def build(self, weight):
+        self.weight, self.shift = nn.Parameter(weight.real.clone()), nn.Parameter(torch.randn(1))
+
+    def turned(self, x):
+        return x @ LazilyNegative.apply(self.weight).to(x.dtype) + LazilyNegative.apply(self.shift)
+
+
+class NegativeParameters(Lazy):
+    def build(self, weight):
+        self.weight = nn.Parameter(torch._neg_view(weight.real.clone()))
+        self.shift = nn.Parameter(torch._neg_view(torch.randn(3)))
+
+    def turned(self, x):
+        return x @ self.weight.to(x.dtype) + self.shift.sum()
+
+
+class ConjugateParameters(Lazy):
+    def build(self, weight):
+        self.weight, self.shift = nn.Parameter(weight.conj()), nn.Parameter(weight[0].clone().conj())
+        self.other = nn.Parameter(weight[:3].clone().mH)
+
+    def turned(self, x):
+        return x @ self.weight + self.shift + self.other.sum()
+
+
+class LazyBuffers(Lazy):
+    def build(self, weight):
+        self.weight = nn.Parameter(weight)
+        self.register_buffer("turn", weight.mH)
+        self.register_buffer("shift", torch._neg_view(torch.randn(WIDTH)))
+
+    def turned(self, x):
+        return x @ self.weight @ self.turn + self.shift
 
 
 class SignDescent(torch.optim.Optimizer):
@@ -144,6 +221,7 @@ class SignDescent(torch.optim.Optimizer):
 
 
 MODELS = {each.__name__: each for each in (Plain, Tied, Frozen, Uneven, Transposed, Mixed, Unused, Branches)}
+MODELS |= {each.__name__: each for each in Lazy.__subclasses__()}
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.125, "momentum": 0.5}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
@@ -152,9 +230,12 @@ EXCHANGE_MB = 700e-6
 """So little at once that these models need several exchanges."""
 
 
-def build(name, seed=0):
+def build(name, seed=0, rank=0):
+    """The model; `rank` is for those that differ by it."""
     torch.manual_seed(seed)
-    return MODELS[name]()
+    model = MODELS[name]()
+    model.rank = rank
+    return model
 
 
 def shares(world_size, step, rows=3):
@@ -178,14 +259,15 @@ def reference(
 ):
     """One process: the gradients of the ranks' shares, one after the other, averaged in the order of the ranks."""
     model = build(name).to(device=device, dtype=dtype)
-    optimizer_cls, options = OPTIMIZERS[optimizer]
+    optimizer_cls, options = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     optimizer = optimizer_cls([p for p in model.parameters() if p.requires_grad], **options)
     for step in range(steps):
         totals = {}
-        for rank in range(world_size):
+        for model.rank in range(world_size):
             model.zero_grad()
             for micro in range(accumulate):
-                loss_of(model, shares(world_size, step * accumulate + micro)[rank].to(dtype), autocast).backward()
+                x = shares(world_size, step * accumulate + micro)[model.rank]
+                loss_of(model, x.to(dtype), autocast).backward()
             for p in model.parameters():
                 if p.grad is not None:
                     part = p.grad / world_size
@@ -198,12 +280,12 @@ def reference(
     return state(model)
 
 
-def whole_batch(name, optimizer, world_size, *, steps=STEPS):
+def whole_batch(name, optimizer, world_size):
     """One process on all shares at once, as one batch."""
     model = build(name)
     optimizer_cls, options = OPTIMIZERS[optimizer]
     optimizer = optimizer_cls([p for p in model.parameters() if p.requires_grad], **options)
-    for step in range(steps):
+    for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(model, shares(world_size, step).flatten(0, 1)).backward()
         optimizer.step()
@@ -211,7 +293,39 @@ def whole_batch(name, optimizer, world_size, *, steps=STEPS):
 
 
 def state(model):
-    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+    """Parameters and buffers, their values in memory."""
+    values = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in model.state_dict().items()}
+    return {name: value.cpu().clone() for name, value in values.items()}
+
+
+def step_of(
+    process, ddp, optimizer, step, *, accumulate=1, clip=None, set_to_none=True, autocast=None, dtype=None, update=True
+):
+    """A step on this rank's shares, in so many backward passes, of which the last one sends gradients."""
+    optimizer.zero_grad(set_to_none)
+    for micro in range(accumulate):
+        x = shares(process.world_size, step * accumulate + micro)[process.rank].to(dtype)
+        with ddp.no_sync() if micro < accumulate - 1 else contextlib.nullcontext():
+            loss_of(ddp, x, autocast).backward()
+    ddp.finish_gradient_synchronization()
+    if clip is not None:
+        own = getattr(optimizer, "clip_grad_norm_", None)
+        own(clip) if own is not None else nn.utils.clip_grad_norm_(ddp.parameters(), clip)
+    if update:
+        optimizer.step()
+
+
+def train_steps(process, ddp, optimizer, *, steps=STEPS, delays=None, **how):
+    """The state after so many steps; with `delays`, a number, ranks and layers are late, each time otherwise."""
+    dice = random.Random(f"{delays} {process.rank}")
+    if delays is not None:
+        delay(ddp.module, dice)
+    for step in range(steps):
+        if delays is not None:
+            time.sleep(dice.random() * 0.01)
+        step_of(process, ddp, optimizer, step, **how)
+    getattr(optimizer, "wait_for_parameters", lambda: None)()
+    return state(ddp.module)
 
 
 def differing(a, b, relative=0.0):
@@ -222,9 +336,8 @@ def differing(a, b, relative=0.0):
     return [name for name in a if (a[name] - b[name]).norm() > relative * (b[name].norm() + 1e-3)]
 
 
-def delay(model, seed, longest=0.004):
+def delay(model, dice, longest=0.004):
     """Sleep for a random time whenever a layer's gradients are being made."""
-    dice = random.Random(seed)
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             layer.register_full_backward_pre_hook(lambda *_: time.sleep(dice.random() * longest))

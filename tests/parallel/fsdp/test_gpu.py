@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tests.parallel.fsdp.training import error, poisoned
+from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
 from tests.workers import WorkerError, Workers
 from trainstep.base.config import SIZES
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.step.model.transformer import build_transformer, cross_entropy, init_module
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -30,12 +31,6 @@ def gpus(request):
         yield workers
 
 
-def error(found, expected):
-    """‖found − expected‖ / ‖expected‖ over all parameters, in float64."""
-    total = sum((found[name].double() - value.double()).square().sum() for name, value in expected.items())
-    return (total / sum(value.double().square().sum() for value in expected.values())).sqrt().item()
-
-
 def _late(random):
     """The GPU is late by up to a millisecond, each time differently."""
 
@@ -45,10 +40,11 @@ def _late(random):
     return hook
 
 
-def _train(process, options, how, dtype, compiled, late, transport="auto"):
-    sharded = FullyShardedDataParallel(
-        build(**options), device=process.device, compute_dtype=dtype, transport=transport
-    )
+def _train(process, options, how, dtype, compiled, late, transport="auto", shape=None):
+    """Parameters after three steps, over all ranks or a mesh of this shape."""
+    mesh = None if shape is None else mesh_of(*shape, device=process.device.type)
+    settings = {"device": process.device, "compute_dtype": dtype, "transport": transport, "mesh": mesh}
+    sharded = FullyShardedDataParallel(build(**options), **settings)
     if late is not None:
         hook = _late(torch.Generator().manual_seed(1000 * late + process.rank))
         for module in [sharded.module.embedding, *sharded.module.blocks, sharded.module.head]:
@@ -79,6 +75,11 @@ def _train_cases(process, cases):
     return [_train(process, *case) for case in cases]
 
 
+def _poisoned(process, cases):
+    with poisoned(process.device):
+        return _train_cases(process, cases)
+
+
 def test_trains_as_one_process(gpus):
     """Within twice the error that plain PyTorch makes on a CPU in the same dtype, and one rounding of a parameter."""
     for (name, case), found in zip(CASES.items(), gpus.run(_train_cases, list(CASES.values()))[0], strict=True):
@@ -86,21 +87,6 @@ def test_trains_as_one_process(gpus):
         oracle = train_alone(options, how, 3, ranks=1, trained=torch.float64)
         own = error(train_alone(options, how, 3, ranks=gpus.world_size, dtype=dtype), oracle)
         assert 0 < error(found, oracle) <= 2 * own + torch.finfo(torch.float32).eps, name
-
-
-def _poisoned(process, cases):
-    """Gathered memory starts as NaN, so that a read before its time shows."""
-    original = GatherGroup._copy_own
-
-    def copy_own(group):
-        torch.empty(0, dtype=torch.uint8, device=process.device).set_(group._storage).fill_(255)
-        original(group)
-
-    GatherGroup._copy_own = copy_own
-    try:
-        return _train_cases(process, cases)
-    finally:
-        GatherGroup._copy_own = original
 
 
 @pytest.mark.parametrize("transport", ["collectives", "auto"])

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tests.parallel.fsdp.test_gpu import _late, _steps_without_waiting, error
+from tests.parallel.fsdp.test_gpu import _poisoned, _steps_without_waiting
+from tests.parallel.fsdp.training import error
 from tests.parallel.meshes import mesh_of
-from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
+from tests.parallel.nets import build, train_alone
 from tests.workers import Workers
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.parallel.fsdp.group import GatherGroup
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -34,56 +34,27 @@ def gpus(request):
         yield workers, request.param
 
 
-def _train(process, shape, dtype, late):
+def _transports(process, shape):
     mesh = mesh_of(*shape, device="cuda")
-    sharded = FullyShardedDataParallel(build(tied=True), device=process.device, compute_dtype=dtype, mesh=mesh)
-    if late is not None:
-        hook = _late(torch.Generator().manual_seed(1000 * late + process.rank))
-        for module in [sharded.module.embedding, *sharded.module.blocks, sharded.module.head]:
-            module.register_forward_pre_hook(hook)
-            module.register_full_backward_hook(hook)
-    optimizer = OPTIMIZERS["sgd"](sharded.parameters())
-    for step in range(3):
-        tokens = batch(step).chunk(process.world_size)[process.rank].to(process.device)
-        loss_of(sharded, tokens).backward()
-        sharded.finish_gradient_synchronization()
-        optimizer.step()
-        optimizer.zero_grad()
-    return sharded.gather_full_parameters(device="cpu"), (sharded.transport, sharded.transport_between)
-
-
-def _train_all(process, shape):
-    """By dtype: on time, and with GPUs that are late, gathered memory starting as NaN."""
-    original = GatherGroup._copy_own
-
-    def copy_own(group):
-        torch.empty(0, dtype=torch.uint8, device=process.device).set_(group._storage).fill_(255)
-        original(group)
-
-    GatherGroup._copy_own = copy_own
-    try:
-        return {
-            dtype: [_train(process, shape, dtype, late) for late in (None, 1, 2, 3)]
-            for dtype in (torch.float32, torch.bfloat16)
-        }
-    finally:
-        GatherGroup._copy_own = original
+    sharded = FullyShardedDataParallel(build(), device=process.device, mesh=mesh)
+    return sharded.transport, sharded.transport_between
 
 
 def test_trains_as_one_process_however_late_a_gpu_is(gpus):
+    """On time, and with GPUs that are late, gathered memory starting as NaN."""
     workers, shape = gpus
-    by_rank = workers.run(_train_all, shape)
-    ranks = shape[0] * shape[1]
+    for within, between in workers.run(_transports, shape):
+        assert within == ("peer-copies" if shape[1] > 1 else "collectives"), "between GPUs of a row"
+        assert between == ("collectives" if shape[0] > 1 else None)
     for dtype in (torch.float32, torch.bfloat16):
         oracle = train_alone({"tied": True}, "sgd", 3, ranks=1, trained=torch.float64)
-        own = error(train_alone({"tied": True}, "sgd", 3, ranks=ranks, dtype=dtype), oracle)
-        (first, transports), *late = by_rank[0][dtype]
+        own = error(train_alone({"tied": True}, "sgd", 3, ranks=shape[0] * shape[1], dtype=dtype), oracle)
+        cases = [({"tied": True}, "sgd", dtype, False, late, "auto", shape) for late in (None, 1, 2, 3)]
+        (first, *late), *others = workers.run(_poisoned, cases)
         assert 0 < error(first, oracle) <= 2 * own + torch.finfo(torch.float32).eps, dtype
-        assert transports[0] == ("peer-copies" if shape[1] > 1 else "collectives"), "between GPUs of a row"
-        assert transports[1] == ("collectives" if shape[0] > 1 else None)
-        assert all(error(found, first) < 1e-6 for found, _ in late)
-        for found in by_rank[1:]:
-            assert all(torch.equal(found[dtype][0][0][name], value) for name, value in first.items())
+        assert all(error(found, first) < 1e-6 for found in late)
+        for found, *_ in others:
+            assert all(torch.equal(found[name], value) for name, value in first.items())
 
 
 def _without_waiting(process, shape):

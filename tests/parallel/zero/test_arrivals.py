@@ -8,7 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.training import EXCHANGE_MB, OPTIMIZERS, WIDTH, build, differing, loss_of, reference, shares, state
+from tests.parallel.training import (
+    EXCHANGE_MB,
+    OPTIMIZERS,
+    WIDTH,
+    build,
+    differing,
+    loss_of,
+    reference,
+    shares,
+    step_of,
+    train_steps,
+)
+from tests.parallel.zero import test_optimizer
 from trainstep.base.errors import UsageError
 from trainstep.checkpointing.recomputing import Checkpointing
 from trainstep.measure.collectives import recorded_collectives
@@ -51,23 +63,13 @@ def _stacked(seed):
     return Stacked()
 
 
-def _wrap(process, model, transport="auto", **settings):
-    settings = {"bucket_mb": 600e-6, "exchange_mb": EXCHANGE_MB} | settings
+def _wrap(process, model, **settings):
     ddp = DistributedDataParallel(
-        model, process_group=process.group, bucket_mb=settings["bucket_mb"], transport=transport,
-        allow_unused=settings.pop("allow_unused", False),
-    )  # fmt: skip
-    cls, options = OPTIMIZERS["AdamW"]
-    return ddp, ShardedOptimizer(
-        ddp.parameters(), cls, ddp=ddp, overlap_gather=True, exchange_mb=settings["exchange_mb"], **options
+        model, process_group=process.group, bucket_mb=600e-6, allow_unused=settings.pop("allow_unused", False)
     )
-
-
-def _step(process, ddp, optimizer, step):
-    optimizer.zero_grad()
-    loss_of(ddp, shares(process.world_size, step)[process.rank]).backward()
-    ddp.finish_gradient_synchronization()
-    optimizer.step()
+    cls, options = OPTIMIZERS["AdamW"]
+    settings = {"exchange_mb": EXCHANGE_MB} | settings
+    return ddp, ShardedOptimizer(ddp.parameters(), cls, ddp=ddp, overlap_gather=True, **settings, **options)
 
 
 def _gathers(process):
@@ -99,15 +101,8 @@ def test_beside_forward_there_are_eight_runs_unless_that_makes_them_small_or_lar
 
 
 def train(process, transport):
-    found = {}
-    for name in MODELS:
-        model = build(name, seed=process.rank).to(process.device)
-        ddp, optimizer = _wrap(process, model, transport, allow_unused=name == "Unused")
-        for step in range(4):
-            _step(process, ddp, optimizer, step)
-        optimizer.wait_for_parameters()
-        found[name] = state(ddp.module)
-    return found
+    settings = {"transport": transport, "overlap_gather": True}
+    return {name: test_optimizer.train(process, name, *OPTIMIZERS["AdamW"], True, **settings) for name in MODELS}
 
 
 @pytest.mark.parametrize("transport", ["collectives", "peer-copies"])
@@ -167,7 +162,7 @@ def _late(process, policy):
         for number, block in enumerate(model.blocks):
             block.register_forward_pre_hook(lambda *_, number=number: seen.append((number, len(waited))))
         for step in range(3):
-            _step(process, ddp, optimizer, step)
+            step_of(process, ddp, optimizer, step)
         del checkpointing
         seen.clear(), waited.clear()
         with torch.no_grad():
@@ -188,26 +183,6 @@ def test_each_block_waits_for_its_own_parameters_when_it_is_called(two, policy):
         assert all(torch.equal(value, inner[name.removeprefix("module.")]) for name, value in saved.items())
 
 
-def _trained_late(process, policy):
-    with _lately():
-        model = _stacked(process.rank)
-        checkpointing = Checkpointing(model, policy)
-        ddp, optimizer = _wrap(process, model)
-        for step in range(4):
-            _step(process, ddp, optimizer, step)
-        del checkpointing
-        return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("policy", ["none", "every-1"])
-def test_gathers_that_come_late_change_nothing(two, policy):
-    first, second = two.run(_trained_late, policy)
-    expected = _alone(Stacked, 4)
-    for name, value in expected.items():
-        assert torch.equal(first[name], second[name]), name
-        torch.testing.assert_close(first[name], value, rtol=2e-6, atol=1e-7)
-
-
 class TiedAcross(Stacked):
     """The first parameter outside of blocks is a block's as well, and one block is in two lists."""
 
@@ -224,13 +199,23 @@ class TiedAcross(Stacked):
         return self.end(x)
 
 
-def _tied_late(process):
+def _trained_late(process, kind, policy):
     with _lately():
         torch.manual_seed(process.rank)
-        ddp, optimizer = _wrap(process, TiedAcross(), exchange_mb=0)
-        for step in range(4):
-            _step(process, ddp, optimizer, step)
-        return {name: value.clone() for name, value in ddp.module.state_dict().items()}
+        model = kind()
+        checkpointing = Checkpointing(model, policy)
+        ddp, optimizer = _wrap(process, model, exchange_mb=0 if kind is TiedAcross else EXCHANGE_MB)
+        trained = train_steps(process, ddp, optimizer)
+        del checkpointing
+        return trained
+
+
+@pytest.mark.parametrize(("kind", "policy"), [(Stacked, "none"), (Stacked, "every-1"), (TiedAcross, "none")])
+def test_gathers_that_come_late_change_nothing(two, kind, policy):
+    first, second = two.run(_trained_late, kind, policy)
+    for name, value in _alone(kind, 4).items():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], value, rtol=1e-5, atol=1e-6)
 
 
 def _in_groups(process):
@@ -246,7 +231,7 @@ def _in_groups(process):
         ]
         settings = {"ddp": ddp, "overlap_gather": True, "exchange_mb": EXCHANGE_MB, "lr": 0.1}
         first = ShardedOptimizer(groups, torch.optim.SGD, **settings)
-        _step(process, ddp, first, 0)
+        step_of(process, ddp, first, 0)
         for number, block in enumerate(model.blocks):
             block.register_forward_pre_hook(lambda *_, number=number: seen.append((number, len(waited))))
         with torch.no_grad():
@@ -263,7 +248,7 @@ def _loaded(process):
     """`load_state_dict` after a step, of a module in it: what is loaded stays."""
     with _lately():
         ddp, optimizer = _wrap(process, _stacked(0), exchange_mb=0)
-        _step(process, ddp, optimizer, 0)
+        step_of(process, ddp, optimizer, 0)
         zeros = {name: torch.zeros_like(value) for name, value in ddp.module.blocks[1].state_dict().items()}
         optimizer.step()
         ddp.module.blocks[1].load_state_dict(zeros)
@@ -271,12 +256,7 @@ def _loaded(process):
         return [value.count_nonzero().item() for value in ddp.module.blocks[1].state_dict().values()]
 
 
-def test_what_is_tied_listed_grouped_or_loaded(two):
-    first, second = two.run(_tied_late)
-    expected = _alone(TiedAcross, 4)
-    for name, value in expected.items():
-        assert torch.equal(first[name], second[name]), name
-        torch.testing.assert_close(first[name], value, rtol=1e-5, atol=1e-6)
+def test_what_is_grouped_or_loaded(two):
     for seen, by_itself, after in two.run(_in_groups):
         blocks = dict(seen)
         assert blocks[0] < blocks[3], "the first block did not wait for all"
@@ -304,9 +284,9 @@ def _mistakes(process):
     with _lately():
         torch.manual_seed(0)
         ddp, optimizer = _wrap(process, Bypassed(), exchange_mb=0, allow_unused=True)
-        _step(process, ddp, optimizer, 0)
+        step_of(process, ddp, optimizer, 0)
         try:
-            _step(process, ddp, optimizer, 1)
+            step_of(process, ddp, optimizer, 1)
         except UsageError as error:
             said.append(str(error))
         optimizer.wait_for_parameters()
@@ -320,14 +300,14 @@ def _mistakes(process):
     except UsageError as error:
         said.append(str(error))
     ddp, optimizer = _wrap(process, build("Plain"))
-    _step(process, ddp, optimizer, 0)
+    step_of(process, ddp, optimizer, 0)
     try:
         copy.deepcopy(ddp)
     except UsageError as error:
         said.append(str(error))
     optimizer.wait_for_parameters()
     twin = copy.deepcopy(ddp)
-    _step(process, ddp, optimizer, 1)
+    step_of(process, ddp, optimizer, 1)
     return said, [tuple(value.shape) for value in twin(shares(2, 0)[process.rank])][:1]
 
 

@@ -6,17 +6,17 @@ import torch.distributed.checkpoint as dcp
 
 from tests.parallel.meshes import mesh_of
 from tests.parallel.training import (
-    EXCHANGE_MB,
     OPTIMIZERS,
-    STEPS,
     build,
-    delay,
     differing,
     loss_of,
     reference,
     shares,
     state,
+    step_of,
+    train_steps,
 )
+from tests.parallel.zero.test_optimizer import wrap
 from trainstep.base.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
@@ -26,42 +26,23 @@ pytestmark = pytest.mark.distributed
 NAMES = ["Plain", "Tied", "Uneven", "Transposed", "Unused"]
 
 
-def _wrap(process, name, shape, scattered, seed=None, **settings):
-    model = build(name, seed=process.rank if seed is None else seed).to(process.device)
-    mesh = mesh_of(*shape, device=process.device.type) if shape else None
-    settings |= {"bucket_mb": 600e-6, "allow_unused": name == "Unused"}
-    ddp = DistributedDataParallel(model, mesh=mesh, **settings)
-    optimizer_cls, options = OPTIMIZERS["AdamW"]
-    ours = {"ddp": ddp} if scattered else {"mesh": mesh}
-    return ddp, ShardedOptimizer(ddp.parameters(), optimizer_cls, exchange_mb=EXCHANGE_MB, **ours, **options)
+def _wrap(process, name, shape, scattered, **settings):
+    return wrap(process, name, *OPTIMIZERS["AdamW"], scattered, shape=shape, **settings)
 
 
-def _step(process, ddp, optimizer, step, clip=None):
-    optimizer.zero_grad()
-    loss_of(ddp, shares(process.world_size, step)[process.rank]).backward()
-    ddp.finish_gradient_synchronization()
-    if clip is not None:
-        optimizer.clip_grad_norm_(clip)
-    optimizer.step()
-
-
-def _train(process, shape, scattered, late=None, clip=None):
+def _train(process, shape, scattered, how):
     found = {}
     for name in NAMES:
         ddp, optimizer = _wrap(process, name, shape, scattered)
-        if late is not None:
-            delay(ddp.module, seed=10 * late + process.rank, longest=0.002)
-        for step in range(STEPS):
-            _step(process, ddp, optimizer, step, clip)
-        held = sum(value.numel() for values in optimizer.state.values() for value in values.values())
-        found[name] = state(ddp.module), held
+        trained = train_steps(process, ddp, optimizer, **how)
+        found[name] = trained, sum(value.numel() for values in optimizer.state.values() for value in values.values())
     return found
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
 def test_every_shape_trains_as_one_process(four, shape, scattered):
-    by_rank = four.run(_train, shape, scattered)
+    by_rank = four.run(_train, shape, scattered, {})
     for name in NAMES:
         expected = reference(name, "AdamW", 4)
         assert not any(differing(found[name][0], by_rank[0][name][0]) for found in by_rank), name
@@ -73,54 +54,41 @@ def test_every_shape_trains_as_one_process(four, shape, scattered):
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
 def test_late_ranks_change_nothing(four, scattered):
-    expected = four.run(_train, (2, 2), scattered)[0]
-    for found in four.run(_train, (2, 2), scattered, 1):
+    expected = four.run(_train, (2, 2), scattered, {})[0]
+    for found in four.run(_train, (2, 2), scattered, {"delays": 1}):
         for name in NAMES:
             assert not differing(found[name][0], expected[name][0]), name
 
 
-def test_clipping_counts_every_element_once(four):
-    for scattered in (False, True):
-        for found in four.run(_train, (2, 2), scattered, None, 0.05):
-            for name in ("Plain", "Uneven"):
-                expected = reference(name, "AdamW", 4, clip=0.05)
-                assert not differing(found[name][0], expected, relative=2e-5), name
+def _norms(process, scattered):
+    """Before and after clipping."""
+    ddp, optimizer = _wrap(process, "Plain", (2, 2), scattered, seed=0)
+    step_of(process, ddp, optimizer, 0, update=False)
+    return [optimizer.clip_grad_norm_(most).item() for most in (0.05, 1e6)]
 
 
-def _norm(process):
-    ddp, optimizer = _wrap(process, "Plain", (2, 2), True, seed=0)
-    loss_of(ddp, shares(4, 0)[process.rank]).backward()
-    ddp.finish_gradient_synchronization()
-    return optimizer.clip_grad_norm_(1e6).item()
-
-
-def test_the_norm_is_that_of_one_replica(four):
+@pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
+def test_the_norm_is_that_of_one_replica_and_clipping_counts_every_element_once(four, scattered):
     model = build("Plain")
     for share in shares(4, 0):
         (loss_of(model, share) / 4).backward()
     expected = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
-    norms = four.run(_norm)
-    assert norms == pytest.approx([expected] * 4, rel=1e-5)
-    assert len(set(norms)) == 1
+    norms = four.run(_norms, scattered)
+    assert norms[0] == pytest.approx([expected, 0.05], rel=1e-4)
+    assert norms == norms[:1] * 4
 
 
 def _accumulated(process):
-    """Rounds that are finished each, and rounds without synchronisation."""
-    found = []
-    for apart in (True, False):
-        ddp, optimizer = _wrap(process, "Plain", (2, 2), True, seed=0)
-        optimizer.zero_grad()
-        for micro in range(3):
-            x = shares(4, micro)[process.rank]
-            if apart and micro < 2:
-                with ddp.no_sync():
-                    loss_of(ddp, x).backward()
-                continue
-            loss_of(ddp, x).backward()
-            ddp.finish_gradient_synchronization()
-        optimizer.step()
-        found.append(state(ddp.module))
-    return found
+    """Rounds without synchronisation, and rounds that are finished each."""
+    ddp, optimizer = _wrap(process, "Plain", (2, 2), True, seed=0)
+    step_of(process, ddp, optimizer, 0, accumulate=3)
+    found = [state(ddp.module)]
+    ddp, optimizer = _wrap(process, "Plain", (2, 2), True, seed=0)
+    for micro in range(3):
+        loss_of(ddp, shares(4, micro)[process.rank]).backward()
+        ddp.finish_gradient_synchronization()
+    optimizer.step()
+    return [*found, state(ddp.module)]
 
 
 def test_gradients_accumulate(four):
@@ -133,7 +101,7 @@ def _calls(process):
     ddp, optimizer = _wrap(process, "Plain", (2, 2), True, seed=0, reduce_dtype=torch.bfloat16)
     for step in range(2):
         with recorded_collectives() as calls:
-            _step(process, ddp, optimizer, step)
+            step_of(process, ddp, optimizer, step)
     sums = {}
     for call in calls:
         key = call.name, call.ranks, call.dtype
