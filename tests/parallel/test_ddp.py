@@ -84,7 +84,7 @@ HOW = {  # how both train, settings of the wrapper alone, and how far apart they
     "autocast-bf16": ({"autocast": BF16}, {}, 0.0),
     "bf16": ({"dtype": BF16}, {}, 0.0),
     "autocast-fp16": ({"autocast": FP16}, {}, 0.0),
-    "clipped": ({"clip": 0.1}, {}, 0.0),
+    "clipped, kept at zero": ({"clip": 0.1}, {}, 0.0),
     "sent in bf16": ({}, {"reduce_dtype": BF16}, 4 * 2**-8),
     "summed in fp32, then rounded": ({"dtype": BF16}, {"reduce_dtype": torch.float32}, 2**-6),
 }
@@ -92,7 +92,7 @@ HOW = {  # how both train, settings of the wrapper alone, and how far apart they
 
 def train_how(process, name):
     how, settings, _ = HOW[name]
-    how = how | {"set_to_none": "accumulate" in how}
+    how = how | {"set_to_none": "kept at zero" not in name}
     return train(process, "Plain", "SGD", **{"scheme": "bucketed"} | settings, how=how)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel.odd import callers
 from tests.parallel.odd.runs import OURS, PEERS, outcome_of
 from tests.parallel.odd.scenarios import SCENARIOS
 from tests.workers import Workers
@@ -35,6 +36,7 @@ TRAINS = {
             "own clip",
         ),
         *("GradScaler", "finish each", "plain state, inner", "declared optimizer"),
+        *list(callers.SCENARIOS)[:-2],
     ],
     "fsdp in pairs": [
         *("tied by reading", "block reads another", "read in a checkpoint", "aux in a list", "returns its weight"),
@@ -58,6 +60,8 @@ RAISES = {
         "plain optimizer's state": "has shape (8, 8), that of the whole parameter",
         "own norms": "norm of first.weight, which is sharded",
         "get_state_dict": "use save_checkpoint",
+        "a weight that is given other memory": "blocks.0.up.weight was changed in place while it was gathered",
+        "frozen weights that backward reaches past an output": "backward came to blocks.1 and had not gone through",
     },
     "fsdp in pairs": {
         "in place": "blocks.0 changes its input in place",

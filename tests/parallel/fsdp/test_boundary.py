@@ -135,3 +135,29 @@ def test_arguments_of_every_form():
         assert given_sharded == given, way
         assert all(map(torch.equal, gradients, expected)), way
         assert freed, way
+
+
+class Collecting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x, found, *, given):
+        found.append(self.layer(x))
+        assert given[0].dtype == torch.bfloat16
+        given.append(x)
+        return found[-1]
+
+
+def _of_the_wrapper(process):
+    """In another dtype: what stood there is as it was given, what is written is there."""
+    sharded = FullyShardedDataParallel(Collecting(), compute_dtype=torch.bfloat16)
+    found, x = [], torch.ones(3, 4)
+    given = [x]
+    output = sharded(x, found, given=given)
+    return found[0] is output, given[0] is x, len(given), given[1].dtype
+
+
+@pytest.mark.distributed
+def test_the_wrappers_own_arguments_are_written_into(two):
+    assert two.run(_of_the_wrapper) == 2 * [(True, True, 2, torch.bfloat16)]

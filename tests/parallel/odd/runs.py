@@ -270,27 +270,27 @@ def _of_failures(failures):
 
 def _train(process, name, scheme):
     """How far the weights are off on this rank, of how far they moved; and in words."""
-    from tests.parallel.odd.scenarios import SCENARIOS
-
-    scenario = SCENARIOS[name]
+    scenario, inner = _made(name)
     reference = scenario_weights(name)
-    torch.manual_seed(0)
-    inner = scenario.model()
     run = RUNS[scheme](scenario, inner, process.rank)
     scenario.train(run)
     return difference(run.weights(), reference)
 
 
+def _made(name):
+    from tests.parallel.odd.scenarios import EVERY
+
+    torch.manual_seed(0)
+    return EVERY[name], EVERY[name].model()
+
+
 @functools.cache
 def scenario_weights(name):
     """Every weight at the start and after training in one process."""
-    from tests.parallel.odd.scenarios import SCENARIOS
-
-    torch.manual_seed(0)
-    inner = SCENARIOS[name].model()
+    scenario, inner = _made(name)
     before = {key: parameter.detach().clone() for key, parameter in inner.named_parameters()}
-    alone = Alone(SCENARIOS[name], inner, 0)
-    SCENARIOS[name].train(alone)
+    alone = Alone(scenario, inner, 0)
+    scenario.train(alone)
     after = alone.weights()
     return {key: (before.get(key, after[key]), after[key]) for key in after}
 
