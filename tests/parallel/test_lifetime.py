@@ -4,7 +4,6 @@ The collector comes late, and it does not see through a tensor that a call to ot
 would then be built beside the last one.
 """
 
-import functools
 import gc
 import time
 import weakref
@@ -12,8 +11,8 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
+from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import Block
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
 
@@ -43,15 +42,6 @@ def _sharded_optimizer(module):
     return ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
 
 
-@functools.cache
-def _mesh():
-    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-
-
-def _two_replicas(module):
-    return FullyShardedDataParallel(module, mesh=_mesh())
-
-
 def _hooked(module):
     sharded = FullyShardedDataParallel(module)
     for each in sharded.parameters():
@@ -67,31 +57,27 @@ WRAPPERS = {
     "fsdp by collectives": (lambda module: FullyShardedDataParallel(module, transport="collectives"), _adamw),
     "fsdp by copies": (lambda module: FullyShardedDataParallel(module, transport="peer-copies"), _adamw),
     "fsdp in bfloat16": (lambda module: FullyShardedDataParallel(module, compute_dtype=torch.bfloat16), _adamw),
-    "fsdp, two replicas": (_two_replicas, _adamw),
+    "fsdp, two replicas": (lambda module: FullyShardedDataParallel(module, mesh=mesh_of(2, 1)), _adamw),
     "fsdp, hooked": (_hooked, _adamw),
+    "fsdp, unfinished": (FullyShardedDataParallel, _adamw),
 }
 
 
 def _train_and_drop(name):
-    """Train two steps, and return what would show that the wrapper or the optimizer is still there."""
-    if name == "fsdp, unfinished":
-        return _raise_after_backward()
+    """Train two steps, and return what would show that the wrapper or the optimizer is still there.
+
+    Unfinished, it leaves gradients that nothing has synchronised, as an error in the loop does.
+    """
     wrap, make = WRAPPERS[name]
     module = wrap(Net())
     optimizer = _sharded_optimizer(module) if make is None else make(module.parameters())
     for _ in range(2):
         module(torch.randn(2, 8)).square().mean().backward()
+        if name == "fsdp, unfinished":
+            break
         module.finish_gradient_synchronization()
         optimizer.step()
         optimizer.zero_grad()
-    return weakref.ref(module), weakref.ref(module.module), weakref.ref(optimizer)
-
-
-def _raise_after_backward():
-    """Leave a wrapper whose gradients nothing has synchronised, as an error in the loop does."""
-    module = FullyShardedDataParallel(Net())
-    optimizer = _adamw(module.parameters())
-    module(torch.randn(2, 8)).square().mean().backward()
     return weakref.ref(module), weakref.ref(module.module), weakref.ref(optimizer)
 
 
@@ -115,7 +101,7 @@ def _alive_after(process, name):
         gc.enable()
 
 
-@pytest.mark.parametrize("name", [*WRAPPERS, "fsdp, unfinished"])
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_memory_is_free_when_the_wrapper_goes(two, name):
     for alive, more in two.run(_alive_after, name):
         assert alive == [False, False, False]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.odd import callers
+from tests.parallel.odd import added, callers
 from tests.parallel.odd.runs import OURS, PEERS, outcome_of
 from tests.parallel.odd.scenarios import SCENARIOS
 from tests.workers import Workers
@@ -35,15 +35,19 @@ TRAINS = {
             "adapters",
             "own clip",
         ),
-        *("GradScaler", "finish each", "plain state, inner", "declared optimizer"),
+        *("GradScaler", "finish each", "plain state, inner", "declared optimizer", "evaluation", "two forwards"),
+        *("no_grad between", "zeros"),
         *list(callers.SCENARIOS)[:-2],
     ],
     "fsdp in pairs": [
         *("tied by reading", "block reads another", "read in a checkpoint", "aux in a list", "returns its weight"),
         *("dataclass", "shared module", "gradient penalty", "adapters"),
     ],
-    "sharded optimizer": ["finish each", "no zero_grad", "step twice", "zeros", "dropped by hand", "own clip"],
-    "ddp": ["finish last, no overlap", "clip by hand"],
+    "sharded optimizer": [
+        *("finish each", "no zero_grad", "step twice", "zeros", "dropped by hand", "own clip"),
+        *added.SCENARIOS,
+    ],
+    "ddp": ["finish last, no overlap", "clip by hand", *list(added.SCENARIOS)[-2:]],
 }
 RAISES = {
     "fsdp": {

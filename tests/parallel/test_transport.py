@@ -1,7 +1,6 @@
 """Copies between the memories of one host do what the collectives do, and are refused where they cannot be made."""
 
 import os
-import platform
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -215,9 +214,7 @@ def test_copies_are_counted_like_collectives(two):
     assert two.run(_announced) == [[("all-gather", 2, 768), ("all-to-all", 2, 800)]] * 2
 
 
-def _choose(process, asked, apart):
-    if apart and process.rank == 1:
-        platform.node = lambda: "elsewhere"
+def _choose(process, asked):
     return choose_transport(
         asked, process.group, process.device, slice_bytes=1, exchange_bytes=1, everyone=process.group
     ).name
@@ -228,27 +225,9 @@ def _obstacle(process):
 
 
 def test_collectives_are_chosen_for_cpus_unless_copies_are_asked_for(two):
-    assert two.run(_choose, "auto", False) == ["collectives"] * 2
-    assert two.run(_choose, "peer-copies", False) == ["peer-copies"] * 2
+    assert two.run(_choose, "auto") == ["collectives"] * 2
+    assert two.run(_choose, "peer-copies") == ["peer-copies"] * 2
     assert two.run(_obstacle) == [None, None]
-
-
-def _refused(process):
-    """What asking for copies raises when rank 1 says it is on another host."""
-    node = platform.node
-    try:
-        _choose(process, "peer-copies", True)
-    except UsageError as error:
-        return str(error)
-    finally:
-        platform.node = node
-    return None
-
-
-def test_copies_are_refused_on_two_hosts(two):
-    for message in two.run(_refused):
-        assert "2 hosts" in message
-        assert 'use "auto" or "collectives"' in message
 
 
 def _one_rank_cannot(process):
@@ -264,7 +243,7 @@ def _one_rank_cannot(process):
         if process.rank == 1:
             setattr(module, name, refuse)
         try:
-            _choose(process, "peer-copies", False)
+            _choose(process, "peer-copies")
         except UsageError as error:
             said.append(str(error))
         finally:

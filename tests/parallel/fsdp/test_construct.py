@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.parallel.nets import Net, batch, build
+from tests.parallel.nets import Net, build
 from trainstep.base.config import ModelConfig
 from trainstep.base.errors import UsageError
 from trainstep.parallel import FullyShardedDataParallel
@@ -125,17 +125,3 @@ def test_parameters_and_buffers_are_rank_0s(two):
         assert left == 0, "the whole parameter's memory is given back"
         assert mark == "kept"
         assert kind == [False, "Net"], "a subclass of the same name"
-
-
-def test_one_module_initialises_as_the_whole_does():
-    torch.manual_seed(1)
-    whole = build_transformer(CONFIG)
-    torch.manual_seed(1)
-    with torch.device("meta"):
-        parts = type(whole)(CONFIG)
-    parts.to_empty(device="cpu")
-    with torch.no_grad():
-        for module in parts.modules():
-            init_module(module)
-    tokens = batch(0, vocabulary=40)[:, :-1]
-    assert torch.equal(parts(tokens), whole(tokens))

@@ -291,4 +291,4 @@ def _by_copies(process):
 def test_copies_are_made_within_a_host_and_collectives_between_them_and_all_hear_where_they_cannot(four):
     for (copies, collectives), refused in four.run(_by_copies):
         assert_same(copies, collectives)
-        assert all("the ranks are on 2 hosts" in said for said in refused)
+        assert all('on 2 hosts; use "auto" or "collectives"' in said for said in refused)

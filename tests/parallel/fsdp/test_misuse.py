@@ -1,13 +1,14 @@
 """What users get wrong around FullyShardedDataParallel: an error on every rank that says what to do, and no hang."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
-from trainstep.base.errors import UsageError
+from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.parallel import FullyShardedDataParallel
 
 pytestmark = pytest.mark.distributed
@@ -32,6 +33,7 @@ def _arguments():
         "0.weight has no shape yet": lambda: FullyShardedDataParallel(lazy),
         "0 is an nn.LSTM, which keeps": lambda: FullyShardedDataParallel(nn.Sequential(nn.LSTM(2, 2))),
         "cannot be copied; build another": lambda: copy.deepcopy(sharded),
+        "head.weight shares the memory of embedding.weight": lambda: FullyShardedDataParallel(_tied_by_memory(build())),
         "was moved or cast; give": lambda: FullyShardedDataParallel(build()).to(torch.bfloat16),
     }
 
@@ -55,51 +57,67 @@ def _optimizer_of_another_module():
     del sharded
 
 
-def _added_parameter():
+def _tied_by_memory(net):
+    net.head.weight = nn.Parameter(net.embedding.weight.data[:])
+    return net
+
+
+def _insert(net, *more):
+    net.blocks[1] = nn.Sequential(net.blocks[1], *more)
+
+
+LATE = {  # how the module is changed once it is sharded
+    "parameter blocks.1.up.extra was added after": lambda net: setattr(net.blocks[1].up, "extra", _ones(2, 2)),
+    "parameter blocks.5.weight was added after": lambda net: net.blocks.append(nn.Linear(12, 12)),
+    "parameter head.weight was added after": lambda net: setattr(net, "head", nn.Linear(12, 23)),
+    "parameter blocks.1.1.weight was added after": lambda net: _insert(net, nn.Linear(12, 12)),
+    "a ModuleList was changed after FullyShardedDataParallel was built": lambda net: net.blocks.pop(3),
+    "head.weight was replaced or removed after": lambda net: setattr(net.head, "weight", _ones(23, 12)),
+    "requires_grad of head.weight was True when it was sharded and is False now": (
+        lambda net: net.head.weight.requires_grad_(False)
+    ),
+    "no error": _insert,
+}
+
+
+def _ones(*shape):
+    return nn.Parameter(torch.ones(shape))
+
+
+def _changed(change):
     sharded = FullyShardedDataParallel(build())
-    sharded.module.blocks[1].up.extra = nn.Parameter(torch.ones(2, 2))
-    loss_of(sharded, batch(0))
-
-
-def _added_module():
-    sharded = FullyShardedDataParallel(build())
-    sharded.module.blocks.append(nn.Linear(12, 12))
-    loss_of(sharded, batch(0))
-
-
-def _replaced_parameter():
-    sharded = FullyShardedDataParallel(build())
-    sharded.module.head.weight = nn.Parameter(torch.ones(23, 12))
-    loss_of(sharded, batch(0))
-
-
-def _frozen_later():
-    sharded = FullyShardedDataParallel(build())
-    sharded.module.head.weight.requires_grad_(False)
-    loss_of(sharded, batch(0))
+    change(sharded.module)
+    loss_of(sharded, batch(0)).backward()
+    sharded.finish_gradient_synchronization()
 
 
 def _message(attempt):
     try:
         attempt()
-    except UsageError as error:
+    except (UsageError, UnsupportedError) as error:
         return str(error)
     return "no error"
 
 
-LATE = {
+OPTIMIZERS_BESIDE = {
     "as it was before sharding; build the optimizer after": _optimizer_before,
     "no error": _optimizer_of_another_module,
-    "parameter blocks.1.up.extra was added after": _added_parameter,
-    "parameter blocks.5.weight was added after": _added_module,
-    "head.weight was replaced or removed after": _replaced_parameter,
-    "requires_grad of head.weight was True when it was sharded and is False now": _frozen_later,
 }
 
 
 def _all(process):
-    attempts = _arguments() | LATE
-    return [(expected, _message(attempt)) for expected, attempt in attempts.items()]
+    """(expected, message) of every mistake; the last are of ranks that differ."""
+    rank = process.rank
+    attempts = _arguments() | {
+        "rank 1 has blocks.0.up.weight (float32 (20, 12))": lambda: FullyShardedDataParallel(build(inner=19 + rank)),
+        "rank 1 has compute_dtype": lambda: FullyShardedDataParallel(build(), compute_dtype=[BF16, FP16][rank]),
+        "rank 1 has groups": lambda: FullyShardedDataParallel(net := build(), groups=[net.blocks[0].up][:rank] or None),
+    }
+    found = [(said, _message(attempt)) for made in (attempts, OPTIMIZERS_BESIDE) for said, attempt in made.items()]
+    return found + [(said, _message(functools.partial(_changed, change))) for said, change in LATE.items()]
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def test_every_mistake_is_named(two):
@@ -107,27 +125,3 @@ def test_every_mistake_is_named(two):
     assert by_rank[0] == by_rank[1]
     for expected, message in by_rank[0]:
         assert expected in message
-
-
-def _disagree(process, how):
-    rank = process.rank
-    return _message(
-        {
-            "width": lambda: FullyShardedDataParallel(build(inner=19 + rank)),
-            "dtype": lambda: FullyShardedDataParallel(build(), compute_dtype=torch.bfloat16 if rank else torch.float16),
-            "groups": lambda: FullyShardedDataParallel(
-                module := build(), groups=[module.blocks[0].up] if rank else None
-            ),
-        }[how]
-    )
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [("width", "blocks.0.up.weight (float32 (20, 12))"), ("dtype", "compute_dtype"), ("groups", "groups")],
-)
-def test_ranks_that_differ(two, how, expected):
-    messages = two.run(_disagree, how)
-    assert messages[0] == messages[1]
-    assert "FullyShardedDataParallel: the ranks disagree: rank 1" in messages[0]
-    assert expected in messages[0]

@@ -278,6 +278,8 @@ def test_what_the_loss_calls_after_forward_is_gathered_once(two, heads, prefetch
         forward, _ = halves(events)
         gathered = [number for kind, number in forward if kind == "gather"]
         assert gathered == [0, 1, 2, *(3 + head for head in dict.fromkeys(heads))], "each once, in order"
+        last = ("gather", 3 + heads[-1])
+        assert prefetch == 0 or last not in events[len(forward) :], "kept from forward, for all of its calls"
     assert not any(left[3:]), "where no loss called it, it is freed with the next forward"
 
 

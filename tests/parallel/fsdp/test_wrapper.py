@@ -6,7 +6,6 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from tests.parallel.fsdp.training import (
@@ -25,7 +24,6 @@ from tests.parallel.nets import OPTIMIZERS, Net, batch, build, loss_of, train_al
 from tests.workers import Workers
 from trainstep.checkpointing.recomputing import Checkpointing
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.parallel.fsdp.group import GatherGroup
 
 pytestmark = pytest.mark.distributed
 
@@ -37,18 +35,13 @@ def test_two_ranks_train_as_one_process_bit_for_bit(two):
         assert_same(others, found, name)
 
 
-def test_four_ranks_train_as_one_process(four):
-    """In float32 within the error budget: the order of four ranks' sum is Gloo's. In bfloat16 the order is ours."""
-    names = ["plain", "tied"]
-    *wide, narrow, half = four.run(train_cases, [CASES[name] for name in [*names, "bfloat16", "float16"]])[3]
-    for found, name in zip(wide, names, strict=True):
-        options, how, _ = CASES[name]
-        oracle = train_alone(options, how, 4, ranks=1, trained=torch.float64)
-        own = error(train_alone(options, how, 4, ranks=1), oracle)
-        assert 0 < error(found, oracle) <= 2 * own + torch.finfo(torch.float32).eps, name
-    assert_same(narrow, train_alone({}, "adamw", 4, ranks=4, dtype=torch.bfloat16))
-    options, how, dtype = CASES["float16"]
-    assert_same(half, train_alone(options, how, 4, ranks=4, dtype=dtype))
+def test_four_ranks_train_as_one_process_bit_for_bit(four):
+    """In a narrower dtype, where the order in which ranks are added up is ours."""
+    for name, found in zip(
+        ["bfloat16", "float16"], four.run(train_cases, [CASES["bfloat16"], CASES["float16"]])[3], strict=True
+    ):
+        options, how, dtype = CASES[name]
+        assert_same(found, train_alone(options, how, 4, ranks=4, dtype=dtype), name)
 
 
 def _train_scores(process, transport, rows):
@@ -250,58 +243,6 @@ def test_under_autocast(two):
         assert 1e-4 < error(found, oracle) <= budget, dtype
 
 
-class Routed(nn.Module):
-    """A model in which the data decides whether a branch is used."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)}) for _ in range(3))
-        self.inner = nn.ModuleList(Choice() for _ in range(3))
-
-    def forward(self, x, use):
-        for block in self.blocks:
-            x = block["a"](x) + block["b"](x)
-        for choice in self.inner:
-            x = choice(x, use)
-        return x
-
-
-class Choice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.always, self.sometimes, self.never = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x, use):
-        return self.always(x) + (self.sometimes(x) if use else 0)
-
-
-def _route(process, poisoned):
-    sharded = FullyShardedDataParallel(Routed())
-    x = torch.ones(2, 6) * (process.rank + 1)
-    sharded(x, process.rank == 1).sum().backward()
-    sharded.finish_gradient_synchronization()
-    return {p.name: None if p.shard.grad is None else p.shard.grad.clone() for p in sharded.sharded_parameters()}
-
-
-def test_a_parameter_that_one_rank_uses_has_a_gradient_on_all(two):
-    gradients = {}
-    for rank in range(2):
-        module = Routed()
-        module(torch.ones(2, 6) * (rank + 1), rank == 1).sum().backward()
-        for name, parameter in module.named_parameters():
-            if parameter.grad is not None:
-                gradients.setdefault(name, []).append(parameter.grad)
-    by_rank = two.run(_route, False)
-    for name in by_rank[0]:
-        whole = [found[name] for found in by_rank]
-        if ".never." in name:
-            assert whole == [None, None], name
-        else:
-            expected = sum(gradients[name]) / 2
-            assert torch.equal(torch.cat(whole) if expected.dim() > 1 else whole[1], expected), name
-
-
 def _train_late(process, repeats, dtype, **settings):
     results = []
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
@@ -334,122 +275,6 @@ def test_delays_change_nothing(two, four, dtype):
         assert error(first, expected) < 1e-4
         for _, second in by_rank:
             assert_same(second, first)
-
-
-def _evaluate(process):
-    """Forwards that no backward follows, changed shards, several forwards before a backward, kept gradients."""
-    sharded = FullyShardedDataParallel(build())
-    tokens = batch(0)[:, :-1]
-    with torch.no_grad():
-        outputs = [sharded(tokens)]
-        gathered = [group.is_gathered for group in sharded._schedule.groups]
-    for _ in range(2):
-        loss_of(sharded, batch(0))  # recorded, never differentiated
-    with torch.no_grad():
-        for parameter in sharded.parameters():
-            parameter.mul_(0.5)
-    outputs.append(sharded(tokens).detach())
-    first, second = loss_of(sharded, batch(1)), loss_of(sharded, batch(2))
-    (first + second).backward()
-    sharded.finish_gradient_synchronization()
-    gradients = [[p.shard.grad.clone() for p in sharded.sharded_parameters()]]
-    sharded.zero_grad(set_to_none=False)
-    (loss_of(sharded, batch(1)) + loss_of(sharded, batch(2))).backward()
-    sharded.finish_gradient_synchronization()
-    gradients.append([p.shard.grad for p in sharded.sharded_parameters()])
-    sharded.finish_gradient_synchronization()
-    gathered += [group.is_gathered for group in sharded._schedule.groups]
-    same = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    shards = [p for p in sharded.sharded_parameters() if p.name == "position"]
-    return outputs, gathered, same, shards[0].shard.grad
-
-
-def test_without_backward_and_with_several_forwards(two):
-    module = build()
-    tokens = batch(0)[:, :-1]
-    expected = [module(tokens).detach()]
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.mul_(0.5)
-    expected.append(module(tokens).detach())
-    (loss_of(module, batch(1)) + loss_of(module, batch(2))).backward()
-    by_rank = two.run(_evaluate)
-    for outputs, gathered, same, _ in by_rank:
-        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
-        assert not any(gathered), "nothing stays gathered"
-        assert same, "zeroed gradients are added to"
-    position = torch.cat([position for *_, position in by_rank])
-    assert error({"position": position}, {"position": module.position.grad}) < 1e-6
-
-
-def _discard(process):
-    """Gradients are left over in full, added up or by a backward that failed half way; then a step like any other."""
-    sharded = FullyShardedDataParallel(build(unused=True))
-    with sharded.no_sync():
-        loss_of(sharded, batch(7)).backward()
-    sharded.zero_grad()
-    fail = sharded.module.blocks[2].register_full_backward_hook(_fail)
-    with pytest.raises(ArithmeticError, match="half way"):
-        loss_of(sharded, batch(8)).backward()
-    fail.remove()
-    sharded.zero_grad()
-    loss_of(sharded, batch(0).chunk(2)[process.rank]).backward()
-    sharded.finish_gradient_synchronization()
-    OPTIMIZERS["sgd"](sharded.parameters()).step()
-    return sharded.gather_full_parameters()
-
-
-def _fail(*_):
-    raise ArithmeticError("half way")
-
-
-def test_zero_grad_forgets_what_was_not_sent(two):
-    expected = train_alone({"unused": True}, "sgd", 1, ranks=2)
-    for found in two.run(_discard):
-        assert_same(found, expected)
-
-
-def _outside(process):
-    """The head is called by the loss, slice by slice, with its activations computed again."""
-    sharded = FullyShardedDataParallel(build())
-    optimizer = OPTIMIZERS["adamw"](sharded.parameters())
-    calls = []
-    gather = GatherGroup.gather
-
-    def counted(group, *how):
-        calls.append(group.parameters[0].name if not group.is_gathered else None)
-        gather(group, *how)
-
-    head = sharded.module.head
-    sharded.module.head = nn.Identity()
-    GatherGroup.gather = counted
-    try:
-        for step in range(3):
-            tokens = batch(step).chunk(2)[process.rank]
-            hidden = sharded(tokens[:, :-1]).flatten(0, 1)
-            total = 0
-            for states, ids in zip(hidden.split(4), tokens[:, 1:].flatten().split(4), strict=True):
-                part = torch.utils.checkpoint.checkpoint(_slice_loss, head, states, ids, use_reentrant=False)
-                total = total + part
-            calls.clear()
-            (total / tokens[:, 1:].numel()).backward()
-            sharded.finish_gradient_synchronization()
-            optimizer.step()
-            optimizer.zero_grad()
-    finally:
-        GatherGroup.gather = gather
-    return sharded.gather_full_parameters(), calls.count("head.weight")
-
-
-def _slice_loss(head, states, ids):
-    return F.cross_entropy(head(states), ids, reduction="sum")
-
-
-def test_a_head_that_the_loss_calls(two):
-    found, gathers = two.run(_outside)[0]
-    expected = train_alone({}, "adamw", 3, ranks=2)
-    assert error(found, expected) < 1e-5
-    assert gathers == 0, "kept from forward, and once for all slices"
 
 
 def _with_a_graph(process):

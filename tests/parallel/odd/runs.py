@@ -117,7 +117,7 @@ class Run:
 
     def each_rank(self, step, call, micro=0):
         """`call(x)` on this rank's share of a step; alone: on every rank's, then `.grad` has the mean of theirs."""
-        self.inner.step = step
+        self.inner.step, self.inner.micro = step, micro
         call(batch(step, self.rank, micro))
 
     def finish(self):
@@ -138,7 +138,7 @@ class Alone(Run):
     scheme = "alone"
 
     def each_rank(self, step, call, micro=0):
-        self.inner.step = step
+        self.inner.step, self.inner.micro = step, micro
         before = {each: each.grad for each in self.inner.parameters()}
         sums = {}
         for self.inner.rank in range(RANKS):
@@ -157,7 +157,7 @@ class Ddp(Run):
     scheme = "ddp"
 
     def wrapped(self, inner, unused=False, **settings):
-        return DistributedDataParallel(inner, bucket_mb=0.0005, allow_unused=unused, **settings)
+        return DistributedDataParallel(inner, allow_unused=unused, **{"bucket_mb": 0.0005} | settings)
 
 
 class Sharded(Ddp):
