@@ -1,5 +1,6 @@
 import pytest
 
+from trainstep.report.columns import Cell
 from trainstep.report.numbers import count, gib, number, typeset
 
 
@@ -30,6 +31,8 @@ def test_whole_counts_have_no_decimals(value, text):
 )  # fmt: skip
 def test_numbers_are_typeset_on_the_page(text, typeset_text):
     assert typeset(text) == typeset_text
+    assert Cell(text, 1.0).typeset == typeset_text
+    assert Cell(text, text).typeset == text, "a name stays as it is"
 
 
 def test_sizes_carry_the_unit_that_reads_better():

@@ -12,8 +12,6 @@ from tests.report import sample
 from tests.report.page import HOSTILE, Page, as_numbers, expected_ladder, hostile_records
 from trainstep.base.errors import UsageError
 from trainstep.report.blocks import fact
-from trainstep.report.columns import Cell
-from trainstep.report.numbers import number
 from trainstep.report.page import render, write_html
 from trainstep.rows import ChangeRow, PlanMachineRow, StepRow
 from trainstep.rows.records import Row, of_kind, read_records
@@ -143,30 +141,7 @@ def test_an_unwritable_path_is_a_user_s_error(tmp_path: Path) -> None:
         write_html(sample.cpu_analysis(), tmp_path / "file" / "report.html")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0"),
-        (1.0, "1.00"),
-        (145.66, "146"),
-        (999.7, "1,000"),
-        (5409.4, "5,409"),
-        (0.0040013, "0.00400"),
-        (9.8051e-08, "9.81×10⁻⁸"),
-        (-0.00012345, "−0.000123"),
-        (-0.000012345, "−1.23×10⁻⁵"),
-        (3609728, "3,609,728"),
-        (None, "–"),
-        (True, "yes"),
-        ("bf16", "bf16"),
-    ],
-)
-def test_numbers_have_three_significant_digits(value: float | str | None, text: str) -> None:
-    assert Cell(number(value), value).typeset == text
-
-
 def test_sizes_and_names_carry_units() -> None:
-    assert fact("peak_gib", 0.2229630290)[1].text == "228 MiB"
     assert fact("max_sm_clock_mhz", 1980)[0] == "Highest SM clock"
     assert fact("max_sm_clock_mhz", 1980)[1].text == "1,980 MHz"
     assert fact("first_step_ms", 229.8)[0] == "First step"

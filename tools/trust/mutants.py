@@ -110,7 +110,7 @@ JUDGES = {
         ("parallel", "test_cards", "subjects/test_parallel"),
         ("plan", "test_cards", "subjects/test_plan"),
         ("precision", "subjects/test_memory"),
-        ("steps", "test_cards", "test_findings", "subjects/test_thresholds", "subjects/test_steps_counts"),
+        ("steps", "test_cards", "test_findings", "subjects/test_thresholds"),
         ("sweep", "subjects/test_sweep"),
     )
 }

@@ -14,7 +14,6 @@ from trainstep.measure.outcome import Failure
 from trainstep.measure.profile.kernels import Kernel, KernelProfile, kernel_family
 from trainstep.measure.profile.trace import Stream, Trace
 from trainstep.report.page import render, write_html
-from trainstep.report.subjects import findings
 from trainstep.rows import ParallelFamilyRow, ParallelRow, ParallelTraceRow
 from trainstep.rows.records import Times
 
@@ -113,21 +112,6 @@ def test_computation_is_added_up_by_phase_and_family_and_communication_left_out(
     assert not list(family_rows(timed("fsdp"), Failure("failed", "no CUPTI")))
 
 
-def test_what_the_fastest_computes_is_found() -> None:
-    rows = [*records(), *family_records("flat"), *family_records("single")]
-    (found,) = (each for each in findings(rows) if each.id == "parallel.computation")
-    fastest = min(records(), key=lambda row: row.computation_ms or 0).scheme
-    assert found.figures == {
-        "scheme": fastest,
-        "computation_ms": pytest.approx(STEP_MS),
-        "family_0": "tensor-core matmul",
-        "family_0_ms": pytest.approx(BLOCKS * (FORWARD + BACKWARD) / 1e3),
-        "family_1": "optimizer",
-        "family_1_ms": pytest.approx(UPDATE / 1e3),
-    }
-    assert not [each for each in findings(records()) if each.id == "parallel.computation"]
-
-
 def test_the_page_shows_schemes_on_one_axis_and_their_sums() -> None:
     failed = trace_row(timed("fsdp"), Failure("failed", "no CUPTI"), trace="trace-fsdp.json.gz")
     html = render([*records(parts=400), failed])
@@ -139,23 +123,6 @@ def test_the_page_shows_schemes_on_one_axis_and_their_sums() -> None:
     assert "no CUPTI" in html
     assert "communication, hidden behind computation" in html
     assert len(html.encode()) < 1_000_000
-
-
-def test_what_is_hidden_most_and_least_is_found() -> None:
-    (found,) = (each for each in findings(records()) if each.id == "parallel.hidden")
-    assert found.figures == {
-        "most": "overlapped",
-        "most_hidden_share": pytest.approx(1 - 1 / BLOCKS),
-        "most_exposed_ms": pytest.approx(SENT / 1e3),
-        "most_communication_ms": pytest.approx(BLOCKS * SENT / 1e3),
-        "least": "flat",
-        "least_hidden_share": 0,
-        "least_exposed_ms": pytest.approx(BLOCKS * SENT / 1e3),
-        "least_communication_ms": pytest.approx(BLOCKS * SENT / 1e3),
-    }
-    assert (found.topic, "97% with overlapped (1.20 of 38.4 ms" in found.sentence) == ("data parallel", True)
-    assert "least" not in findings([record("single"), record("flat")])[0].figures
-    assert [each for each in findings([record("single")]) if each.topic == "data parallel"] == []
 
 
 # In a browser

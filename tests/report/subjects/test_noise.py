@@ -63,24 +63,6 @@ CEILINGS = [
 ]
 
 
-def test_more_than_all_of_the_arithmetic_is_told():
-    rows = [
-        family("matmul", "step", 130.0),
-        family("matmul", "forward", 120.0),
-        family("matmul", "backward", 140.0),
-        family("matmul", "loss", 400.0, share=0.001),  # has no row on the page
-        family("fused attention", "forward", 100.4),
-        family("copy", "forward", None, gb_s=90.0),  # from a cache
-    ]
-    only = noise(*CEILINGS, *rows)["noise.beyond-arithmetic"]
-    assert only.figures == {"matmul in backward": 1.4, "matmul in forward": 1.2}
-    assert only.sentence.startswith(
-        "More than can be, of the arithmetic that a large product reached: matmul in backward 140% and matmul in "
-        "forward 120%. "
-    )
-    assert noise(*CEILINGS, *rows[4:]) == {}
-
-
 def test_the_table_marks_what_cannot_be():
     shown = profile(10.0, cost_coverage=1.0, kernels=1.0, busy_ms=1.0, profiled_step_ms=10.0, n=7, profiled_n=3)
 

@@ -42,10 +42,6 @@ def ceiling(tflops=100.0):
     return CeilingRow(operation="matmul", precision="fp32", tflops=tflops)
 
 
-def product(share, phase, tflops):
-    return [ceiling(), family("matmul", share, phase, tflops=tflops, ceiling_precision="fp32")]
-
-
 def interval(low, high):
     return step(step_low_ms=low, step_high_ms=high)
 
@@ -94,18 +90,14 @@ def piece(name, ms, tflop, gb_s=None):
         ("noise.control", [baseline(49.0, 51.0), final(**drifted("first", 1.0, 1.0, 0.9, 1.0))], False),
         ("noise.control", [baseline(49.0, 51.0), final(**drifted("first", 1.0, 1.1, 1.01, 1.2))], True),
         ("noise.control", [baseline(49.0, 51.0), final(**drifted("first", 1.0, 0.9, 0.8, 0.99))], True),
-        ("noise.beyond-arithmetic", product(0.5, "forward", 105.0), True),
-        ("noise.beyond-arithmetic", product(0.5, "forward", 104.0), False),
-        ("noise.beyond-arithmetic", product(0.01, "loss", 200.0), True),
-        ("noise.beyond-arithmetic", product(0.009, "loss", 200.0), False),
-        ("noise.beyond-arithmetic", product(None, "loss", 200.0), False),
-        ("noise.beyond-arithmetic", [*product(0.5, "loss", 90.0), OTHER], False),
         ("utilisation.beyond", [step(achieved_tflops=90.0), ceiling(), OTHER], False),
         ("utilisation.low", [step(achieved_tflops=49.0), ceiling()], True),
         ("utilisation.low", [step(achieved_tflops=50.0), ceiling()], False),
         ("utilisation.high", [step(achieved_tflops=50.0), ceiling()], True),
         ("utilisation.high", [step(achieved_tflops=100.0), ceiling()], True),
         ("utilisation.beyond", [step(achieved_tflops=101.0), ceiling()], True),
+        ("utilisation.uncounted", [step(flops_uncounted=("lib::product",))], True),
+        ("utilisation.uncounted", [step()], False),
         ("launches.bound", [step(forward_issue_ms=28.4)], False),
         ("launches.bound", [step(forward_issue_ms=28.5)], True),
         ("warm-up.needed", [cold(110.0), step(5)], False),

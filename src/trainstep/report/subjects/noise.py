@@ -11,11 +11,9 @@ from trainstep.report.subjects.climbs import changes, of_steps
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.rows import (
     AttentionRow,
-    CeilingRow,
     ChangeRow,
     CheckpointingRow,
     CollectiveRow,
-    FamilyRow,
     FitRow,
     ParallelRow,
     ProfileRow,
@@ -192,24 +190,4 @@ def _enclosed(row: Row) -> tuple[float, float] | None:
     return (min(samples), max(samples)) if samples and len(samples) >= FEWEST else None
 
 
-def beyond_arithmetic(rows: Sequence[Row]) -> list[Finding]:
-    """Families of kernels that compute faster than a large product did here; caches excuse bytes, not FLOPs."""
-    limits = {row.precision: row.tflops for row in of_kind(rows, CeilingRow) if row.operation == "matmul"}
-    parts = {
-        f"{row.family} in {row.phase}": row.tflops / limit
-        for row in of_kind(rows, FamilyRow)
-        if row.phase != "step" and (row.share or 0) >= SEEN and row.ceiling_precision is not None
-        if row.tflops and (limit := limits.get(row.ceiling_precision))
-    }
-    beyond = {name: part for name, part in sorted(parts.items(), key=lambda each: -each[1]) if part >= BEYOND}
-    if not beyond:
-        return []
-    said = (
-        f"More than can be, of the arithmetic that a large product reached: "
-        f"{listed([f'{name} {part:.0%}' for name, part in beyond.items()])}. That product or the profile was disturbed "
-        "(or their clocks differed), so shares of the device's limit are not to be trusted here."
-    )
-    return [found("noise.beyond-arithmetic", said, **beyond)]
-
-
-RULES = (unsteady, throttled, measured_again, drift, same_step_twice, beyond_arithmetic)
+RULES = (unsteady, throttled, measured_again, drift, same_step_twice)

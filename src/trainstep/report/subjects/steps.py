@@ -19,7 +19,7 @@ from trainstep.report.findings import Claim, Finding, found
 from trainstep.report.numbers import number, numeric
 from trainstep.report.subjects.climbs import advised, changes, tried
 from trainstep.report.tables import Table, TableRow, define, page_table
-from trainstep.rows import CeilingRow, ChangeRow, FamilyRow, StepRow, WorkloadRow
+from trainstep.rows import CeilingRow, ChangeRow, StepRow, WorkloadRow
 from trainstep.rows.records import Row, Scalar, Times, of_kind
 
 
@@ -60,9 +60,6 @@ WARMUP = define(
 )
 TABLES = (STEPS,)
 
-COUNTS_AGREE = 1.1
-"""Two counts of a step's FLOPs this factor apart, or less, are taken for the same."""
-_RECOMPUTES = ("backward", "fused attention")  # whose kernels compute the scores again, and are counted with them
 LAUNCH_BOUND_ISSUE = 0.95
 """A GPU forward whose launches alone take more than this share of its time is bound by the host."""
 COLD_MEAN_EXCESS = 0.05  # Leaving out warm-up is remarked on when it changes the mean by more than this share
@@ -202,34 +199,13 @@ def utilisation(rows: Sequence[Row]) -> list[Finding]:
     return [found(f"utilisation.{judgement}", said, claim, **figures)]
 
 
-def counts_apart(rows: Sequence[Row]) -> list[Finding]:
-    """The FLOPs of a user's step, counted as it was dispatched, beside those of the shapes that the profiler recorded;
-    and operators that are in no count."""
+def uncounted(rows: Sequence[Row]) -> list[Finding]:
+    """Operators of a user's step that are in no count of its FLOPs."""
     step = analysed_step(rows)
-    if step is None or step.model_tflop is None or step.batch is not None:  # ours are a formula
+    if step is None or not step.flops_uncounted:
         return []
-    if step.flops_uncounted:
-        said = "{uncounted:list} may multiply matrices and is in no count of FLOPs: the step’s rate is not told."
-        return [found("utilisation.uncounted", said, uncounted=step.flops_uncounted)]
-    same = (step.workload, step.precision, step.compile, step.checkpointing)
-    recorded = sum(
-        (row.tflop or 0.0) * (BACKWARD_OVER_FORWARD / 2.5 if (row.phase, row.family) == _RECOMPUTES else 1)
-        for row in of_kind(rows, FamilyRow)
-        if (row.workload, row.precision, row.compile, row.checkpointing) == same
-        and row.phase in ("forward", "loss", "backward")
-        and (row.family.endswith("matmul") or row.family == "fused attention")
-    )
-    if not recorded or 1 / COUNTS_AGREE <= (apart := step.model_tflop / recorded) <= COUNTS_AGREE:
-        return []
-    figures = {"counted_tflop": step.model_tflop, "recorded_tflop": recorded, "apart": apart}
-    said = "The step’s mathematics is {counted_tflop:n} TFLOP, what the profiler recorded of its products "
-    said += "{recorded_tflop:n}: "
-    said += (
-        "more runs than the mathematics asks for, as where causal attention computes all scores."
-        if apart < 1
-        else "some products are not in the kernels’ rates, which are too low."
-    )
-    return [found("utilisation.counts", said, **figures)]
+    said = "{uncounted:list} may multiply matrices and is in no count of FLOPs: the step’s rate is not told."
+    return [found("utilisation.uncounted", said, uncounted=step.flops_uncounted)]
 
 
 def launch_bound(rows: Sequence[Row]) -> list[Finding]:
@@ -285,7 +261,7 @@ def cold_mean(rows: Sequence[Row]) -> list[Finding]:
     return [found("warm-up.needed", said, claim, **figures)]
 
 
-RULES = (not_finite, phase_findings, utilisation, counts_apart, launch_bound, cold_mean)
+RULES = (not_finite, phase_findings, utilisation, uncounted, launch_bound, cold_mean)
 
 
 def phases(rows: Sequence[Row]) -> Section | None:
