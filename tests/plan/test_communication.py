@@ -15,11 +15,10 @@ from trainstep.plan import communication
 from trainstep.plan.communication import (
     COLLECTIVES,
     Link,
-    best_bucket_bytes,
+    best_calls,
     bus_factor,
     bytes_sent,
     collective_seconds,
-    exposed_seconds,
     passes,
     rank_bytes,
     sticking_out_s,
@@ -104,8 +103,6 @@ def test_seconds_are_overhead_and_bytes():
     assert collective_seconds("all-reduce", 3 * 10**9, 4, link) == pytest.approx(0.015 + 1e-5)
     assert collective_seconds("broadcast", 3 * 10**9, 4, link) == pytest.approx(0.01 + 1e-5)
     assert collective_seconds("all-gather", 3 * 10**9, 1, link) == 0
-    assert link.algorithm_bytes_per_s("all-gather", 2) == 6e11
-    assert link.algorithm_bytes_per_s("all-gather", 1) == math.inf
 
 
 def run_through(transfer, overhead, backward, buckets):
@@ -122,47 +119,26 @@ def run_through(transfer, overhead, backward, buckets):
 @settings(deadline=None)
 @given(
     transfer=st.floats(1e-4, 1.0),
-    overhead=st.floats(1e-6, 1e-2),
-    backward=st.one_of(st.none(), st.floats(1e-4, 1.0)),
-    buckets=st.integers(1, 400),
-)
-def test_exposed_time_is_that_of_running_through_the_buckets(transfer, overhead, backward, buckets):
-    link = Link(overhead, 1e9)
-    size = transfer * 1e9  # two ranks: the bus factor is 1
-    expected = run_through(transfer, overhead, transfer if backward is None else backward, buckets)
-    assert exposed_seconds(size, buckets, 2, link, backward) == pytest.approx(expected, rel=1e-6, abs=1e-9)
-
-
-@settings(deadline=None)
-@given(
-    transfer=st.floats(1e-4, 1.0),
     overhead=st.floats(0, 1e-2),
     backward=st.floats(1e-4, 1.0),
-    buckets=st.integers(1, 50),
-    left=st.floats(0.01, 1.0),
+    buckets=st.integers(1, 400),
+    left=st.one_of(st.none(), st.floats(0.01, 1.0)),
 )
-def test_buckets_that_are_full_leave_the_rest_to_the_last(transfer, overhead, backward, buckets, left):
-    full = 1 / (buckets - 1 + left)
-    expected = run_through(transfer, overhead, backward, [full] * (buckets - 1) + [left * full])
-    found = sticking_out_s(backward, transfer, buckets, overhead, full)
-    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+def test_exposed_time_is_that_of_running_through_the_buckets(transfer, overhead, backward, buckets, left):
+    """All alike, or full ones that leave the rest to the last."""
+    full = None if left is None else 1 / (buckets - 1 + left)
+    shares = buckets if full is None else [full] * (buckets - 1) + [left * full]
+    expected = run_through(transfer, overhead, backward, shares)
+    assert sticking_out_s(backward, transfer, buckets, overhead, full) == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 @settings(deadline=None, max_examples=50)
 @given(transfer=st.floats(1e-3, 0.1), overhead=st.floats(1e-5, 1e-3), backward=st.floats(1e-3, 0.1))
 def test_no_number_of_buckets_is_better_than_the_best(transfer, overhead, backward):
-    link, size = Link(overhead, 1e9), transfer * 1e9
-    best = size / best_bucket_bytes(size, 2, link, backward)
+    best = best_calls(backward, transfer, overhead)
     tried = [run_through(transfer, overhead, backward, k) for k in {int(1.15**i) for i in range(67)}]
     around = [run_through(transfer, overhead, backward, max(1, k)) for k in (math.floor(best), math.ceil(best))]
     assert min(around) <= min(tried) * (1 + 1e-9) + 1e-12
-
-
-def test_the_best_bucket_without_knowledge_of_backward():
-    link = Link(overhead_s=30e-6, bus_bytes_per_s=323e9)
-    assert best_bucket_bytes(13.64e9, 2, link) == pytest.approx(math.sqrt(13.64e9 * 323e9 * 30e-6))
-    assert best_bucket_bytes(13.64e9, 1, link) == 13.64e9
-    assert best_bucket_bytes(1000.0, 2, link) == 1000.0, "a call costs more than sending everything"
 
 
 def walk(scheme, parameters, n, *, replicas=1, frozen=0, weight=4, gathered=4, on_the_way=4, scattered=True):
@@ -297,13 +273,8 @@ def test_gradients_that_go_by_copies_are_staged(scheme):
 
 
 def test_what_makes_no_sense_is_refused():
-    link = Link(1e-5, 1e9)
     with pytest.raises(UsageError, match="world_size is 0"):
         bus_factor("all-reduce", 0)
-    with pytest.raises(UsageError, match="buckets is 0"):
-        exposed_seconds(1.0, 0, 2, link)
-    with pytest.raises(UsageError, match="expected a positive one"):
-        best_bucket_bytes(1.0, 2, Link(0.0, 1e9))
     for scheme, ranks, replicas in (("hsdp", 4, 3), ("hsdp", 4, 0), ("fsdp", 4, 2)):
         with pytest.raises(UsageError, match=f"{ranks} ranks of {scheme} do not divide into {replicas}"):
             rank_bytes(scheme, 1, ranks, replicas=replicas)

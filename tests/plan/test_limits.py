@@ -9,7 +9,6 @@ from tests.plan.test_communication import simulate
 from trainstep.base.config import SIZES
 from trainstep.base.errors import UsageError
 from trainstep.plan.limits import (
-    best_fsdp_ranks,
     best_mesh_tokens,
     data_axis_tokens,
     intensity,
@@ -78,14 +77,6 @@ def test_no_mesh_needs_fewer_tokens_than_the_best(overlapped):
     tried = [mesh_tokens(ALPHA, F, y, overlapped=overlapped) for y in range(1, 7)]
     best = best_mesh_tokens(ALPHA, F, overlapped=overlapped)
     assert best <= min(tried) < 1.3 * best
-
-
-def test_the_best_mesh_communicates_equally_long_on_both_axes():
-    gpus, tokens = 64, 48_000
-    x = best_fsdp_ranks(tokens, 32_768, gpus, fsdp_axes=2)
-    assert x == pytest.approx(13.7, abs=0.1), "the book's example"
-    y = gpus / x
-    assert 32_768 / (y * 2) == pytest.approx(tokens / x)
 
 
 def test_a_whole_block_counts_as_two_matrices_of_another_width():

@@ -13,7 +13,7 @@ from trainstep.plan.communication import LEAST_BUCKET_BYTES, Link
 from trainstep.plan.flops import step_flops
 from trainstep.plan.machine import LINK_HOP_S, NETWORK_HOP_S, NETWORK_OVERHEAD_S, Cluster, machine_of
 from trainstep.plan.parallelism import gpu_counts, scaled, strategy_plan
-from trainstep.plan.strategies import Layout, layout_of, tensor_parallel_choices
+from trainstep.plan.strategies import Layout, mesh_of, tensor_parallel_choices
 
 MODEL = SIZES["2.7B"]
 STEP = StepConfig(batch=4, context=512, precision="bf16", attention="sdpa", optimizer="adamw-fused")
@@ -212,16 +212,14 @@ def test_more_nodes_never_help_a_gpu():
 
 
 def test_meshes():
-    assert layout_of("fsdp + tp", 16, 4, MODEL) == Layout("fsdp + tp", 4, 4)
-    assert layout_of("fsdp", 16, 4, MODEL) == Layout("fsdp", 16)
-    assert layout_of("single", 16, 1, MODEL).gpus == 1
+    assert mesh_of(16, 4, MODEL) == Layout("fsdp + tp", 4, 4)
     assert tensor_parallel_choices(cluster(8), MODEL) == [2, 4, 8]
     assert tensor_parallel_choices(cluster(8), SIZES["2025/xl"]) == [], "25 heads"
     for tensor, words in ((3, "3 is impossible: it does not divide 16 GPUs; choose among 1, 2, 4, 8, 16"), (0, "0")):
         with pytest.raises(UsageError, match=words):
-            layout_of("fsdp + tp", 16, tensor, MODEL)
+            mesh_of(16, tensor, MODEL)
     with pytest.raises(UsageError, match="25 heads; choose among 1"):
-        layout_of("fsdp + tp", 16, 2, SIZES["2025/xl"])
+        mesh_of(16, 2, SIZES["2025/xl"])
 
 
 @pytest.mark.parametrize("settings", [{"gpus_per_node": 0}, {"nodes": -1}, {"network": 0.0}, {"network": math.inf}])

@@ -10,12 +10,12 @@ from trainstep.plan.machine import GIB, Cluster, machine_of
 from trainstep.plan.memory import peak_bytes
 from trainstep.plan.strategies import (
     Layout,
+    fewest_gpus,
     fits,
     kept_groups,
     largest_batch,
     largest_group,
     shared_bytes,
-    smallest_gpus,
     strategy_memory,
 )
 from trainstep.step.blocks import blocks_in_runs
@@ -24,6 +24,10 @@ from trainstep.step.model.transformer import build_transformer
 MODEL = ModelConfig(vocab_size=512, d_model=256, d_ff=1024, num_layers=6, num_heads=8)
 STEP = StepConfig(batch=2, context=128, precision="bf16", attention="sdpa", optimizer="adamw-fused")
 CLUSTER = Cluster(machine_of(require_device("H200")), 8, 1, 4e10)
+
+
+def smallest_gpus(model, step, cluster, layout):
+    return fewest_gpus(lambda each: strategy_memory(model, step, each), cluster, layout)
 
 
 def walked(layout, optimizer_moments=2):

@@ -52,11 +52,6 @@ class Link:
     overhead_s: float  # of each call, whatever its size
     bus_bytes_per_s: float  # on each link of the ring
 
-    def algorithm_bytes_per_s(self, collective: CollectiveName, world_size: int) -> float:
-        """Payload bytes per second; infinite for a single rank, which sends nothing."""
-        factor = bus_factor(collective, world_size)
-        return self.bus_bytes_per_s / factor if factor else math.inf
-
 
 def bus_factor(collective: CollectiveName, world_size: int) -> float:
     """Bytes on the busiest link of the ring per byte of payload."""
@@ -83,22 +78,6 @@ def collective_seconds(collective: CollectiveName, payload: int, world_size: int
     return link.overhead_s + bus_factor(collective, world_size) * payload / link.bus_bytes_per_s
 
 
-def exposed_seconds(
-    gradient_bytes: float, buckets: int, world_size: int, link: Link, backward_s: float | None = None
-) -> float:
-    """By how much averaging gradients makes a step longer, when it is overlapped with backward.
-
-    `buckets` are the calls that they are cut into, and `backward_s` is how long backward takes alone, by default as
-    long as communication without overheads.
-    """
-    if buckets < 1:
-        raise UsageError(f"buckets is {buckets}; expected at least 1")
-    if world_size == 1:
-        return 0.0
-    transfer = gradient_bytes / link.algorithm_bytes_per_s("all-reduce", world_size)
-    return sticking_out_s(transfer if backward_s is None else backward_s, transfer, buckets, link.overhead_s)
-
-
 def sticking_out_s(work_s: float, transfer_s: float, calls: int, overhead_s: float, full: float | None = None) -> float:
     """By how much `calls` transfers outlast the work that they hide behind: the maximum derived above.
 
@@ -119,21 +98,6 @@ def sticking_out_s(work_s: float, transfer_s: float, calls: int, overhead_s: flo
 def best_calls(work_s: float, transfer_s: float, overhead_s: float) -> float:
     """The number of calls that sticks out least (see above)."""
     return max(math.sqrt(work_s / overhead_s), (work_s - transfer_s) / overhead_s)
-
-
-def best_bucket_bytes(gradient_bytes: float, world_size: int, link: Link, backward_s: float | None = None) -> float:
-    """The bucket size that exposes least (see above); at most all gradients.
-
-    Raises:
-        UsageError: the overhead is not positive: then smaller is always better, and the model has no optimum.
-    """
-    if link.overhead_s <= 0:
-        raise UsageError(f"the overhead of a call is {link.overhead_s} s; expected a positive one")
-    if world_size == 1:
-        return gradient_bytes
-    transfer = gradient_bytes / link.algorithm_bytes_per_s("all-reduce", world_size)
-    calls = best_calls(transfer if backward_s is None else backward_s, transfer, link.overhead_s)
-    return gradient_bytes / max(calls, 1.0)
 
 
 OUTBOX_BYTES, INBOX_BYTES = 2**28, 2**29

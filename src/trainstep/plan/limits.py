@@ -67,11 +67,6 @@ def best_mesh_tokens(
     return (1 if overlapped else 4) * alpha**2 / (fsdp_axes * tensor_axes * d_ff)
 
 
-def best_fsdp_ranks(tokens: float, d_ff: float, gpus: int, *, fsdp_axes: float = 1, tensor_axes: float = 1) -> float:
-    """X of the mesh at which both axes communicate equally long: √(B/F · M_x/M_y · N)."""
-    return math.sqrt(tokens / d_ff * fsdp_axes / tensor_axes * gpus)
-
-
 def width_between_collectives(model: ModelConfig) -> float:
     """F of a whole block: its products are as many per byte sent as those of two matrices D × F and F × D.
 

@@ -151,7 +151,7 @@ def _layouts(request: PlanRequest) -> list[Layout]:
         refuse_for_own_models(chosen, request.blocks_per_group)
         return [_alone(request, each) for each in _strategies(request)]
     sizes = strategies.tensor_parallel_choices(request.cluster, model) if chosen is None else [chosen]
-    meshes = [strategies.layout_of("fsdp + tp", gpus, size, model) for size in sizes]
+    meshes = [strategies.mesh_of(gpus, size, model) for size in sizes]
     plans = [strategy_plan(model, request.step, request.cluster, mesh) for mesh in meshes if mesh.tensor > 1]
     plans.sort(key=lambda plan: (not strategies.fits(plan.memory, request.cluster), plan.step_s / plan.layout.gpus))
     alone = [_alone(request, each) for each in _strategies(request)]

@@ -99,16 +99,12 @@ class Layout:
         return 1.0 if self.strategy in ("single", "ddp") else 1 / self.parts
 
 
-def layout_of(strategy: Strategy, gpus: int, tensor_parallel: int, model: ModelConfig) -> Layout:
-    """The mesh of a strategy over all GPUs; `tensor_parallel` counts for "fsdp + tp" alone.
+def mesh_of(gpus: int, tensor_parallel: int, model: ModelConfig) -> Layout:
+    """The mesh of FSDP and tensor parallelism over all GPUs.
 
     Raises:
         UsageError: GPUs, heads or the feed-forward cannot be divided so.
     """
-    if strategy == "single":
-        return Layout(strategy)
-    if strategy != "fsdp + tp":
-        return Layout(strategy, gpus)
     if tensor_parallel < 1:
         raise UsageError(f"tensor_parallel is {tensor_parallel}; expected at least 1")
     for what, count in (("GPUs", gpus), ("heads", model.num_heads), ("columns of d_ff", model.d_ff)):
@@ -116,7 +112,7 @@ def layout_of(strategy: Strategy, gpus: int, tensor_parallel: int, model: ModelC
             fit = ", ".join(map(str, _divisors(math.gcd(gpus, model.num_heads, model.d_ff))))
             mesh = f"a mesh with tensor parallelism of {tensor_parallel} is impossible"
             raise UsageError(f"{mesh}: it does not divide {count} {what}; choose among {fit}")
-    return Layout(strategy, gpus // tensor_parallel, tensor_parallel)
+    return Layout("fsdp + tp", gpus // tensor_parallel, tensor_parallel)
 
 
 def tensor_parallel_choices(cluster: Cluster, model: ModelConfig) -> list[int]:
@@ -244,14 +240,8 @@ def largest_batch(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
     return _first(too_many, 1 << 20) - 1
 
 
-def smallest_gpus(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> int | None:
-    """The fewest GPUs on which `step.batch` sequences per GPU fit; None if `MOST_GPUS` do not help."""
-
-    return fewest_gpus(lambda each: strategy_memory(model, step, each), cluster, layout)
-
-
 def fewest_gpus(memory_of: Callable[[Layout], MemorySplit], cluster: Cluster, layout: Layout) -> int | None:
-    """The same of any memory."""
+    """The fewest GPUs that what `memory_of` says fits on; None if `MOST_GPUS` do not help."""
     together = layout.tensor * layout.replicas
 
     def enough(ranks: int) -> bool:
