@@ -1,4 +1,4 @@
-"""State that a checkpointed block reaches outside of its tensors: put back, or refused by name."""
+"""A checkpointed block is run again in the state in which it ran first, whatever it reaches, or refused by name."""
 
 import array
 import functools
@@ -8,14 +8,20 @@ import os
 import random
 import types
 import weakref
+from collections import deque
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from trainstep import Workload
+from trainstep.base.config import StepConfig
 from trainstep.base.errors import UnsupportedError
 from trainstep.checkpointing.recomputing import Checkpointing
+from trainstep.step.training_step import TrainingStep
 
 POLICIES = ["every-1", "selective"]
 
@@ -41,6 +47,18 @@ class Slotted:
         return self.count * self.__source.rand()
 
 
+class Cache:
+    """Keys by layer, as decoders keep them: an object that holds a list of objects; and a tensor of a fixed size."""
+
+    def __init__(self, layers):
+        self.layers, self.fixed = [types.SimpleNamespace(keys=None) for _ in range(layers)], torch.zeros(3, 5, 8)
+
+    def update(self, layer, keys):
+        held = self.layers[layer]
+        held.keys = keys if held.keys is None else torch.cat([held.keys, keys], dim=1)
+        return held.keys
+
+
 class Block(nn.Module):
     """Multiplies by `extra(block, x)` before a product, so that wrong numbers reach the gradients."""
 
@@ -62,16 +80,19 @@ class Block(nn.Module):
         self.method = np.random.default_rng(seed).random
         self.system, self.scales = random.SystemRandom(), iter([1.0 + n for n in range(99)])
         self.hidden = [nn.Linear(8, 8)]
+        self.norm, self.count, self.table, self.recent, self.names = nn.BatchNorm1d(8), 0, {}, deque(), set()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
         self.hook = types.SimpleNamespace(source=torch.Generator().manual_seed(seed))
         self.out.register_forward_pre_hook(self.before)
 
     def before(self, module, args):
         return (args[0] * torch.rand(8, generator=self.hook.source),) if self.extra is hooked else None
 
-    def forward(self, x, source=None):
+    def forward(self, x, source=None, cache=None):
         x = torch.tanh(self.fc(x))
-        factor = self.extra(self, x) if self.extra is not passed else torch.rand(8, generator=source)
-        return x + torch.tanh(self.out(x * factor))
+        given = (source, cache) if self.extra in TAKE_ARGUMENTS else ()
+        return x + torch.tanh(self.out(x * self.extra(self, x, *given)))
 
 
 class Stack(nn.Module):
@@ -82,8 +103,9 @@ class Stack(nn.Module):
         Checkpointing(self, policy)
 
     def forward(self, x):
+        cache = Cache(2)
         for block in self.blocks:
-            x = block(x, self.source)
+            x = block(x, self.source, cache)
         return x
 
 
@@ -119,8 +141,22 @@ def hooked(block, x):
     return 1.0
 
 
-def passed(block, x):
-    raise AssertionError
+def passed(block, x, source, cache):
+    return torch.rand(8, generator=source)
+
+
+def fills_a_cache(block, x, source, cache):
+    keys = cache.update(0, block.fc(x))
+    return torch.softmax(x @ keys.mT, -1) @ keys
+
+
+def fixed_cache(block, x, source, cache):
+    keys = block.fc(x)
+    cache.fixed += keys.detach()
+    return keys + cache.fixed.clone()
+
+
+TAKE_ARGUMENTS = (passed, fills_a_cache, fixed_cache)
 
 
 def generator_of_the_file(block, x):
@@ -176,18 +212,76 @@ def scalar_drawn_once_in_three(block, x):
     return block.numpy.random(8).astype("f4")[0].item() if block.slotted.count % 3 == 0 else 2.0
 
 
+def counts(block, x):
+    block.count += 1
+    return block.count
+
+
+def adds_to_a_buffer(block, x):
+    block.mean += 1
+    return block.mean
+
+
+def replaces_a_buffer(block, x):
+    block.mean = block.mean + 1
+    return block.mean
+
+
+def makes_a_table_once(block, x):
+    if "scale" not in block.table:
+        block.table["scale"] = torch.ones(8, 2).matmul(torch.ones(2, 8))[0]  # another product than the second time
+    return block.table["scale"]
+
+
+def remembers(block, x):
+    block.recent.append(len(block.recent))
+    block.names.add(len(block.names))
+    return len(block.recent) + len(block.names)
+
+
+def makes_an_attribute(block, x):
+    if not hasattr(block, "made"):
+        block.made = 3.0
+        return 2.0
+    return block.made
+
+
+def draws_from_python(block, x):
+    return random.random()
+
+
+def draws_from_numpy(block, x):
+    return float(np.random.rand())
+
+
+def normalizes(block, x):
+    return block.norm(x.mT).mT
+
+
+def normalizes_by_a_function(block, x):
+    return F.batch_norm(x.mT, block.mean, block.var, training=True).mT
+
+
+def drops(block, x):
+    return F.dropout(x, 0.5)
+
+
 RIGHT = [
     *(torch_generator, numpy_generator, bit_generator, python_generator, slots, partial, bound_method, hooked, passed),
     *(generator_of_the_file, generator_of_another_file, generator_of_the_class, default_argument),
     *(counts_in_the_file, counts_in_the_class, counts_in_the_function, matrix_through_data),
     *(scalar_drawn_once_in_three, "closure"),
+    *(fills_a_cache, counts, adds_to_a_buffer, replaces_a_buffer, makes_a_table_once, remembers, makes_an_attribute),
+    *(draws_from_python, draws_from_numpy, normalizes, normalizes_by_a_function, drops),
 ]
 
 
 def trained(policy, extra, steps=4):
-    """Gradients of some steps, and the number that each generator would draw next."""
+    """Gradients of some steps, and afterwards what each generator would draw next, and what blocks count and hold."""
     global calls_of_the_file
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
     calls_of_the_file, Block.calls, Block.shared = 0, 0, np.random.default_rng(5)
     of_the_file.seed(3)
     helpers.source.manual_seed(4)
@@ -206,7 +300,9 @@ def trained(policy, extra, steps=4):
     after = [torch.rand((), generator=each).item() for each in sources]
     after += [first.numpy.random(), np.random.Generator(first.philox).random(), first.python["rng"].random()]
     after += [first.slotted(), first.method(), of_the_file.random(), Block.shared.random()]
-    return seen, [*after, calls_of_the_file, Block.calls, getattr(counts_in_the_function, "calls", 0), *first.matrix[0]]
+    after += [torch.rand(()).item(), random.random(), np.random.rand(), calls_of_the_file, Block.calls]
+    after += [getattr(counts_in_the_function, "calls", 0), first.count, first.recent, first.names, [*first.table]]
+    return seen, [*after, *(each.tolist() for each in module.buffers())]
 
 
 @pytest.mark.parametrize("extra", RIGHT, ids=lambda extra: getattr(extra, "__name__", extra))
@@ -289,6 +385,7 @@ REFUSED = [
     (iterator_of_the_file, r"the global numbers_of_the_file of .*test_reaching, a count"),
     (generator_in_a_closure(), r"factors in the closure of .*<lambda>, a generator"),
     (system_random, r"blocks\.0\.system, a SystemRandom"),
+    (fixed_cache, r"blocks.0 changes its argument (cache|2) in place"),
 ]
 
 
@@ -391,3 +488,78 @@ UNKNOWN = [bits, array_of_bytes, operating_system, hidden_module]
 def test_what_is_not_found_is_noticed_in_the_first_step(extra, policy):
     with pytest.raises(UnsupportedError, match=r"blocks\.\d does not compute in backward what it computed in forward"):
         trained(policy, extra, steps=1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_second_backward_repeats_the_same(policy):
+    def gradients(policy):
+        torch.manual_seed(0)
+        module = Stack(counts, policy)
+        loss = module(torch.ones(3, 5, 8).cumsum(1)).square().mean()
+        loss.backward(retain_graph=True)
+        trained = [each for each in module.parameters() if each.grad is not None]
+        first = [each.grad.clone() for each in trained]
+        if policy != "selective":  # torch lets selective results be used once
+            loss.backward()
+            assert all(torch.equal(each.grad, 2 * once) for each, once in zip(trained, first, strict=True))
+        return first
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(policy), gradients("none"), strict=True))
+
+
+def test_a_spectral_norms_iteration_is_not_taken_twice():
+    def gradients(policy):
+        torch.manual_seed(0)
+        module = Stack(normalizes, "none")
+        for block in module.blocks:
+            nn.utils.parametrizations.spectral_norm(block.fc)
+        Checkpointing(module, policy)
+        module(torch.ones(3, 5, 8).cumsum(1)).square().mean().backward()
+        return [*(p.grad for p in module.parameters() if p.grad is not None), *module.buffers()]
+
+    for policy in POLICIES:
+        assert all(torch.equal(a, b) for a, b in zip(gradients(policy), gradients("none"), strict=True))
+
+
+outside = bytearray()  # memory that is not put back
+
+
+def adds_more_the_second_time(block, x):
+    outside.append(1)
+    for _ in range(1 + (len(outside) > 2)):
+        x = x @ torch.eye(8)  # selective policies count products
+    return x.sigmoid()
+
+
+def changes_shape_the_second_time(block, x):
+    outside.append(1)
+    return x.mul(2).reshape(3, 40).sigmoid().view(3, 5, 8) if len(outside) <= 2 else x.mul(2).sigmoid()
+
+
+@pytest.mark.parametrize(
+    ("policy", "extra"),
+    [
+        ("every-1", changes_shape_the_second_time),
+        ("selective", changes_shape_the_second_time),
+        ("selective", adds_more_the_second_time),
+    ],
+)
+def test_what_cannot_be_repeated_names_the_block(policy, extra):
+    outside.clear()
+    torch.manual_seed(0)
+    batches = [(torch.ones(3, 5, 8).cumsum(1),)]
+    workload = Workload(Stack(extra, "none"), batches, lambda output, _: output.square().mean(), torch.optim.SGD)
+    step = TrainingStep(workload, StepConfig(device="cpu", checkpointing=policy))
+    with pytest.raises(UnsupportedError, match=r"blocks\.\d.* does not do in backward what it did in forward"):
+        step.gradients(step.next_batch())
+
+
+def test_lack_of_memory_in_backward_stays_what_it_is():
+    def asks_for_too_much(block, x):
+        outside.append(1)
+        return x if len(outside) <= 2 else x.expand(1 << 40, *x.shape).contiguous()[0]
+
+    outside.clear()
+    with set_checkpoint_early_stop(False), pytest.raises(RuntimeError, match=r"memory|too large") as caught:
+        trained("every-1", asks_for_too_much, steps=1)
+    assert not isinstance(caught.value, UnsupportedError)
