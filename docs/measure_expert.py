@@ -94,7 +94,8 @@ def measure(
 ) -> dict[str, Any]:
     """The expert's `runs` times, the ladder for at most so many seconds, the expert's as often again."""
     experts = [by_expert(pair, out / f"expert-{number}", steps) for number in range(runs)]
-    options = ["--ladder", "--steps", str(steps), "--changes", pair.changes, *(["--at-once"] if at_once else [])]
+    options = ["--ladder", "--in-place", "--steps", str(steps), "--changes", pair.changes]
+    options += ["--at-once"] if at_once else []
     start = time.monotonic()
     changes = of_kind(rows_of(pair.plain, out / "ladder", options, seconds), ChangeRow)
     climbed_s = time.monotonic() - start

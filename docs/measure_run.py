@@ -218,7 +218,7 @@ def cannot_run(script: Script, gpus: int) -> str | None:
 def climb(script: Script, changes: str, steps: int, limit_s: float) -> dict[str, Any]:
     """The script's ladder: its changes, each with its speed-up over the script as it is."""
     with tempfile.TemporaryDirectory() as name:
-        options = ["--ladder", "--steps", str(steps), "--changes", changes]
+        options = ["--ladder", "--in-place", "--steps", str(steps), "--changes", changes]
         rows, last = run_script(script, Path(name) / "ladder", script.path, options, limit_s)
     every = of_kind(rows, ChangeRow)
     if not every:

@@ -18,6 +18,7 @@ from trainstep.ladder.ladder import Ladder
 from trainstep.ladder.patch import patch_of
 from trainstep.ladder.single import Script
 from trainstep.ladder.trial.trial import WATCHING
+from trainstep.observe.copying import Copies
 from trainstep.observe.log import log_path, read_log
 
 STEPS = 8
@@ -159,7 +160,20 @@ def test_a_script_that_starts_elsewhere_each_time_is_not_judged(tmp_path, forked
     rows = list(ladder_of(Script(alone(["resuming.py"]), tmp_path / "runs", 4), [FUSED]).climb())
     assert [(row.change, row.verdict, row.status) for row in rows] == [("baseline", "not reproducible", "failed")]
     assert "start from other weights" in rows[0].reason
-    assert "--cwd-copy" in rows[0].reason
+    assert "--in-place" in rows[0].reason
+
+
+@pytest.mark.parametrize("name", ["log.txt", "state/count"])
+def test_a_first_run_in_place_that_changes_what_was_there_ends_the_ladder(name, tmp_path, forked_runs, monkeypatch):  # noqa: F811
+    script, file = (SCRIPTS / "climbing.py").read_text(), tmp_path / name
+    (tmp_path / "appending.py").write_text(f"open({name!r}, 'a').write('begun')\n{script}")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("before")
+    monkeypatch.chdir(tmp_path)
+    script = Script(alone(["appending.py"]), tmp_path / "runs", 4)
+    (row,) = ladder_of(script, [FUSED]).climb()
+    assert (row.verdict, script.runs) == ("not reproducible", 1)
+    assert f"the first run changed {name} of the folder" in row.reason
 
 
 def test_gradients_that_a_closure_computes_are_those_of_the_first_update(tmp_path, forked_runs):  # noqa: F811
@@ -256,7 +270,7 @@ def test_two_models_with_an_optimizer_each_are_a_baseline(tmp_path, forked_runs)
 def test_a_copy_of_the_directory_is_each_runs_own(tmp_path, forked_runs, monkeypatch):  # noqa: F811
     (tmp_path / "resuming.py").write_text((SCRIPTS / "resuming.py").read_text())
     monkeypatch.chdir(tmp_path)
-    script = Script(alone(["resuming.py"]), Path("runs"), 4, copies=True)
+    script = Script(alone(["resuming.py"]), Path("runs"), 4, Copies(Path("runs"), Path("runs/large")))
     first, second = script.run("once"), script.run("twice")
     assert first.captured.weights == second.captured.weights
     assert first.log.facts["settings"]["optimizers"][0]["file"] == str(tmp_path / "resuming.py")

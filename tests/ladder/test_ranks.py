@@ -85,9 +85,9 @@ def test_runs_are_of_all_ranks_and_end_when_one_fails(two):
 def test_a_script_under_torchrun_climbs(tmp_path):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainstep", "run"]
     names = "fused optimizer,bf16 autocast"
-    options = ["--ladder", "--steps", "8", "--changes", names, "--out", str(tmp_path), str(SCRIPTS / "ddp.py")]
+    options = ["--ladder", "--in-place", "--steps", "8", "--changes", names, "--out", str(tmp_path)]
     ended = subprocess.run(
-        [sys.executable, *command, *options],
+        [sys.executable, *command, *options, str(SCRIPTS / "ddp.py")],
         capture_output=True,
         text=True,
         timeout=900,

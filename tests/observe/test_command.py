@@ -189,6 +189,7 @@ def test_a_signal_reaches_the_script_and_its_steps_are_kept(number, tmp_path):
     ("options", "environment", "said"),
     [
         (["--patch", "out.diff"], {}, "--patch belongs to a ladder: add --ladder"),
+        (["--in-place"], {}, "--in-place belongs to a ladder: add --ladder"),
         (["--ladder", "--steps", "2"], {}, "steps is 2; expected 3 or more"),
         (["--ladder", "--rungs", "magic"], {}, "unknown change 'magic'; expected some of TF32 matmuls"),
         (["--ladder"], {"RANK": "0", "WORLD_SIZE": "2"}, "--ladder has 1 of 2 ranks on this host; expected all"),
@@ -201,7 +202,7 @@ def test_what_no_ladder_can_do_is_said(options, environment, said, tmp_path):
 
 
 def test_a_ladder_of_a_script_that_fails_has_its_exit_code(tmp_path):
-    ended, rows = run_command(tmp_path, "--ladder", "--steps", "4", SCRIPTS / "ending.py", "sys.exit")
+    ended, rows = run_command(tmp_path, "--ladder", "--in-place", "--steps", "4", SCRIPTS / "ending.py", "sys.exit")
     assert ended.returncode == 7
     assert "checkpoints and logs, each run writes again" in sentences(ended)
     assert [(row.kind, row.status) for row in rows] == [("change", "failed")]
@@ -241,8 +242,10 @@ def test_what_is_compiled_in_the_step_that_is_recorded_runs_as_it_is_written(tmp
 
 def test_a_script_that_compiles_its_step_is_judged(tmp_path):
     """Roundings are drawn under a mode in which torch compiles nothing, and raises where it must."""
-    words = ["--ladder", "--steps", "4", "--changes", "bf16 autocast"]
-    ended, rows = run_command(tmp_path, *words, "python", SCRIPTS / "compiled_step.py")
+    words = ["--ladder", "--cwd-copy", "--steps", "4", "--changes", "bf16 autocast"]
+    ended, rows = run_command(tmp_path, *words, "python", SCRIPTS / "compiled_step.py", cwd=tmp_path)
+    assert "--cwd-copy is the default now, and --in-place the opposite" in sentences(ended)
+    assert "Each run has a copy of this folder" in sentences(ended)
     assert ended.returncode == 0, ended.stderr
     baseline, other = of_kind(rows, ChangeRow)
     assert baseline.verdict == "baseline", baseline.reason

@@ -21,16 +21,16 @@ SEEN = (
     "The script is started anew for every run, with equal seeds, and ended after {steps} updates. {place} Its output "
     "is in {folder}/*/output.txt."
 )
-HERE = "It runs in this directory: what it writes there, such as checkpoints and logs, each run writes again."
+HERE = "It runs in this folder: what it writes there, such as checkpoints and logs, each run writes again."
 LEFT = (
     "{least} to {most} runs are left, {first:.0f} to {last:.0f} minutes at the {own_s:.1f} s of the first; --changes "
     "names fewer changes, and Ctrl-C keeps what was measured."
 )
-COPIED = "Each run has a copy of this directory, which is removed; what it writes elsewhere, each run writes again."
+COPIED = "Each run has a copy of this folder, which is removed; what it writes elsewhere, each run writes again."
 
 
 def climb_script(
-    leader: Leader, out: Path, *, steps: int, names: str | None, at_once: bool, patch: Path | None, copies: bool
+    leader: Leader, out: Path, *, steps: int, names: str | None, at_once: bool, patch: Path | None, is_in_place: bool
 ) -> int:
     """Climb, and report; the exit code.
 
@@ -41,15 +41,17 @@ def climb_script(
         names: of changes, divided by commas; None for all.
         at_once: whether all of them are tried together first.
         patch: the file that a diff is written to.
-        copies: whether each run has a copy of the working directory.
+        is_in_place: whether it runs in the working folder itself, and not in copies of it.
 
     Raises:
-        UsageError: no such change, a folder that cannot be written, or a file that is no diff in the patch's place.
+        UsageError: no such change, a folder that cannot be written, or a file that is no diff in the patch's place,
+            or a working folder that cannot be copied.
     """
     from trainstep.ladder.change import all_changes, chosen
     from trainstep.ladder.ladder import Ladder
     from trainstep.ladder.scripts import ScriptRunner
     from trainstep.ladder.single import Interrupted, Script
+    from trainstep.observe.copying import Copies
     from trainstep.observe.rows import script_records
     from trainstep.rows import BASELINE, ChangeRow
     from trainstep.rows.records import RecordWriter
@@ -60,7 +62,9 @@ def climb_script(
     console = console_for_output(to_stderr=True)
     console.print(f"trainstep run --ladder {command.name} → {out}")
     folder = out / "runs"
-    console.print(SEEN.format(steps=steps, place=COPIED if copies else HERE, folder=folder))
+    copies = None if is_in_place else Copies(without=folder, stock=folder / "large")
+    place = HERE if copies is None else f"{COPIED} {copies.linked}".strip()
+    console.print(SEEN.format(steps=steps, place=place, folder=folder))
     script = Script(leader, folder, steps, copies, lambda text: console.print(text))
     runner = ScriptRunner(script, are_named=names is not None)
     ladder = Ladder(changes, runner, at_once=at_once)
@@ -80,6 +84,9 @@ def climb_script(
                 writer.write(patched)
     except (Interrupted, KeyboardInterrupt):
         is_interrupted = True
+    finally:
+        if copies is not None:
+            copies.close()
     if runner.first is not None:
         for found in script_records([runner.first.log], command.name, runner.first.code):
             writer.write(found)

@@ -37,15 +37,25 @@ def parse_as(commands: Any, words: Sequence[str]) -> Common:
     Raises SystemExit for words that cannot be parsed, when what is wrong was printed, and after --help.
     """
     config = (OmitArgPrefixes, DisallowNone)
-    parsed: Any = tyro.cli(
-        commands, args=list(map(_renamed, words)), prog="trainstep", description=DESCRIPTION, config=config
-    )
+    given = [_renamed(word) for word in words if not _is_default(word)]
+    parsed: Any = tyro.cli(commands, args=given, prog="trainstep", description=DESCRIPTION, config=config)
     command: Common = getattr(parsed, "experiment", parsed)
     return command
 
 
 RENAMED = {"rungs": "changes"}
 """Flags of the version before → today's; the old names are accepted for this version."""
+
+DEFAULTS = {"cwd-copy": "in-place"}
+"""Flags of the version before that are the default today → the flag for the opposite."""
+
+
+def _is_default(word: str) -> bool:
+    name = word.removeprefix("--")
+    if is_default := name in DEFAULTS and word.startswith("--"):
+        text = f"trainstep: {word} is the default now, and --{DEFAULTS[name]} the opposite; the next version refuses it"
+        print(text, file=sys.stderr)
+    return is_default
 
 
 def _renamed(word: str) -> str:

@@ -54,8 +54,8 @@ class Run(Common):
     """With --ladder: try all changes together first, in a fraction of the runs; one by one only if that is rejected."""
     patch: Path | None = None
     """With --ladder: write what was accepted as a diff of the script, if that diff, run and measured again, holds."""
-    cwd_copy: FlagCreatePairsOff[bool] = False
-    """With --ladder: give each run a copy of the working directory, so that none sees what another one wrote."""
+    in_place: FlagCreatePairsOff[bool] = False
+    """With --ladder: run in the working folder itself; by default each run has a copy of it."""
     script: Suppress[tuple[str, ...]] = ()
 
     def run(self) -> int:
@@ -70,7 +70,7 @@ class Run(Common):
             once = ("profiled_steps", "profile_after", "memory")
             self.refuse("{flag} is for a run that is measured once; leave it out, or --ladder", *once)
             return self._climb(command, rank)
-        self.refuse("{flag} belongs to a ladder: add --ladder", "changes", "at_once", "patch", "cwd_copy")
+        self.refuse("{flag} belongs to a ladder: add --ladder", "changes", "at_once", "patch", "in_place")
         if self.steps is not None:
             last = "{flag} counts from the start, and with --steps the last steps are profiled; leave one of them out"
             self.refuse(last, "profile_after")
@@ -114,7 +114,7 @@ class Run(Common):
                 names=self.changes,
                 at_once=self.at_once,
                 patch=self.patch,
-                copies=self.cwd_copy,
+                is_in_place=self.in_place,
             )
 
     def _report(self, rows: Sequence[Row], name: str) -> None:

@@ -33,6 +33,7 @@ from trainstep.rows import ANOTHER_STEP, FINAL, PATCHED, ChangeRow
 from trainstep.rows.records import Times
 
 NOT_REPRODUCIBLE = "not reproducible"
+MOVED = ". It ran in a copy of the folder; --in-place runs it in the folder itself"
 MOST_ROUNDS = 3
 """Times that B A A B is run, at most."""
 AsShown = Callable[[Sequence[Taken]], list[Sequence[float]]]
@@ -217,11 +218,19 @@ class ScriptRunner:
         first = self.script.run("the script as it is")
         self.code = first.code
         if first.captured is None or first.failure:
-            raise Refused("failed", first.failure, **self._tried([], first, None, ()).values)
+            why = first.failure + MOVED * (self.script.copies is not None and "No such file" in first.failure)
+            raise Refused("failed", why, **self._tried([], first, None, ()).values)
         self.first = first
         self.settings = first.log.facts["settings"] | seen_of(first.log)
         self._own, self.drops = _precision_of(self.settings), any(model["drops"] for model in self.settings["models"])
         try:
+            if self.script.changed:
+                names = ", ".join(self.script.changed[:3]) + " and more" * (len(self.script.changed) > 3)
+                raise not_judged(
+                    f"the first run changed {names} of the folder, and "
+                    "the next would begin with that: leave out --in-place, so that each run has a copy of it",
+                    NOT_REPRODUCIBLE,
+                )
             repeat = self._repeated(first.captured)
         except Refused as refused:
             raise Refused(**{**self._tried([], first, None, ()).values, **refused.values}) from None
@@ -235,7 +244,7 @@ class ScriptRunner:
         if again.weights != reference.weights:
             raise not_judged(
                 "two runs from the same seeds start from other weights: they are drawn from another seed, or the "
-                "second run resumes what the first one wrote, which --cwd-copy prevents",
+                "second run resumes what the first one wrote, which a copy for each run (without --in-place) prevents",
                 NOT_REPRODUCIBLE,
             )
         judge = ScriptCheck(reference, [again], self._own, self._draw)

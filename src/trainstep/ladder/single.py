@@ -17,6 +17,7 @@ from trainstep.base.precision import PrecisionName
 from trainstep.ladder.change import Change
 from trainstep.ladder.ranks import Failed, Leader, Order
 from trainstep.ladder.trial.capture import FILE, Captured, of_all_ranks, read_captured
+from trainstep.observe.copying import Copies, InPlace
 from trainstep.observe.loaders import begins_again
 from trainstep.observe.log import RankLog, log_path, read_log
 from trainstep.observe.rows import script_records
@@ -81,16 +82,18 @@ class Script:
         leader: runs what is to be run, on all ranks.
         folder: under which each run has its own.
         steps: updates of each run.
-        copies: whether each run has a copy of the working directory.
+        copies: makes a copy of the working folder for each run; None if all run in the folder itself.
         tell: called with what is run, before it is.
     """
 
     leader: Leader
     folder: Path
     steps: int
-    copies: bool = False
+    copies: Copies | None = None
     tell: Callable[[str], object] = lambda text: None
     runs: int = field(default=0, init=False)
+    changed: list[str] = field(default_factory=list, init=False)
+    """Files that were there before the first run, which changed them in place."""
     own_s: float | None = field(default=None, init=False)
     """Seconds that it took as it is, the first time: a change may make it wait for ever."""
 
@@ -131,10 +134,13 @@ class Script:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         command, place = self.command, Path.cwd()
-        if self.copies:
-            place = self._copied((folder / "copy").resolve())
-            command = dataclasses.replace(command, target=self._in_copy(command, place))
-            sources = {str(place / Path(path).relative_to(Path.cwd())): text for path, text in sources.items()}
+        before = InPlace(self.folder) if self.copies is None and self.own_s is None else None
+        if self.copies is not None:
+            place, here = (folder / "copy").resolve(), self.copies.root
+            self.copies.make(place)
+            command = dataclasses.replace(command, target=self.copies.target(command, place))
+            own = {path: text for path, text in sources.items() if Path(path).is_relative_to(here)}
+            sources = {**sources, **{str(place / Path(path).relative_to(here)): text for path, text in own.items()}}
         is_limited = self.own_s is not None and rounding is None  # under random roundings it takes far longer
         order = Order(
             self.runs,
@@ -159,8 +165,10 @@ class Script:
             self._drop_captured(order)
             return Taken(folder, -signal.SIGTERM, read_log(log_path(folder, 0)), (), None, failure, None)
         finally:
-            if self.copies:
+            if self.copies is not None:
                 shutil.rmtree(place, ignore_errors=True)
+            if before is not None:
+                self.changed = before.changed()
         took_s = time.monotonic() - start
         if self.own_s is None:
             self.own_s = took_s
@@ -174,8 +182,8 @@ class Script:
     def _taken(self, order: Order, code: int, elsewhere: Failed | None) -> Taken:
         folder, place = Path(order.folder), Path(order.place)
         log = read_log(log_path(folder, 0))
-        if self.copies and "settings" in log.facts:  # which files the copy's are copies of
-            here, there = (json.dumps(str(each))[1:-1] for each in (Path.cwd(), place))
+        if self.copies is not None and "settings" in log.facts:  # which files the copy's are copies of
+            here, there = (json.dumps(str(each))[1:-1] for each in (self.copies.root, place))
             log.facts["settings"] = json.loads(json.dumps(log.facts["settings"]).replace(there, here))
         rows = of_kind(script_records([log], self.command.name, code), ScriptRow)
         timed = [row for row in rows if row.status == "ok"]
@@ -211,22 +219,6 @@ class Script:
         """Drop what was captured: it is as large as the model."""
         for rank in range(self.leader.rank.world_size):
             (order.captured(rank) / FILE).unlink(missing_ok=True)
-
-    def _copied(self, place: Path) -> Path:
-        """A copy of the working directory; links stay links."""
-        own = self.folder.resolve()
-
-        def ignored(folder: str, names: list[str]) -> list[str]:
-            return [name for name in names if Path(folder).resolve() / name == own]
-
-        shutil.copytree(Path.cwd(), place, symlinks=True, ignore=ignored)
-        return place
-
-    def _in_copy(self, command: Command, place: Path) -> str:
-        if command.is_module:
-            return command.target
-        target, here = Path(command.target).resolve(), Path.cwd().resolve()
-        return str(place / target.relative_to(here)) if target.is_relative_to(here) else str(target)
 
 
 def _last_words(path: Path) -> str:
