@@ -65,6 +65,21 @@ def drag(browser: Any, chart: str) -> None:
         browser.execute_cdp_cmd("Input.dispatchMouseEvent", at | pressed)
 
 
+BAR = """
+const [chart, model, bar, tipped] = arguments;
+const source = Bokeh.documents.map((doc) => doc.get_model_by_name(model)).find(Boolean);
+const {left, right, y, name: names, tip} = source.data;
+const at = [...names].findIndex((each, i) => each === bar && tip[i].startsWith(tipped));
+const view = Bokeh.index.get_by_id(source.document.roots()[0].id).frame;
+const {width} = document.getElementById(chart).getBoundingClientRect();
+return [view.x_scale.compute((left[at] + right[at]) / 2) / width, view.y_scale.compute(y[at])];"""
+
+
+def hover_bar(browser: Any, chart: str, model: str, bar: str, tipped: str = "") -> str:
+    """Move the pointer to the first bar of this name whose tooltip begins so; the lines that show."""
+    return hover(browser, chart, *browser.execute_script(BAR, chart, model, bar, tipped))
+
+
 DEEP = """
 const deep = (root, selector) => [
   ...root.querySelectorAll(selector),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -87,10 +86,7 @@ def test_bars_have_whiskers_a_base_and_a_second_bar() -> None:
     assert len(caps) == 2
     assert [span.location for span in plot.select(Span)] == [20]
     assert plot.x_range.end > 20
-
-
-def test_bars_without_an_interval_have_no_whisker() -> None:
-    assert glyphs(bars([Bar("a", 10.0, "10", "")], "ms"), Segment) == []
+    assert glyphs(bars([Bar("a", 10.0, "10", "")], "ms"), Segment) == [], "without an interval there is no whisker"
 
 
 def test_rows_are_labelled_with_plain_text_never_typeset() -> None:
@@ -126,18 +122,10 @@ def test_noise_is_not_blown_up_to_fill_a_chart() -> None:
 
 
 @pytest.mark.parametrize("plot", plots(), ids=["bars", "waterfall", "lines", "dots"])
-def test_every_colour_is_a_stand_in_for_the_page_s(plot: figure) -> None:
-    text = json.dumps(embedded(plot))
-
-    colours = set(re.findall(r"#[0-9a-fA-F]{6}\b", text))
-    assert colours
-    assert colours <= set(COLOURS.values())
-
-
-@pytest.mark.parametrize("plot", plots(), ids=["bars", "waterfall", "lines", "dots"])
-def test_charts_take_no_gestures_and_fill_their_column(plot: figure) -> None:
-    assert plot.toolbar_location is None
-    assert plot.sizing_mode == "stretch_width"
+def test_charts_take_no_gestures_fill_their_column_and_have_stand_ins_for_colours(plot: figure) -> None:
+    colours = set(re.findall(r"#[0-9a-fA-F]{6}\b", json.dumps(embedded(plot))))
+    assert set() < colours <= set(COLOURS.values())
+    assert (plot.toolbar_location, plot.sizing_mode) == (None, "stretch_width")
     assert [type(tool) for tool in plot.tools] == [HoverTool]
 
 
@@ -148,8 +136,4 @@ def test_stand_ins_are_distinct_and_are_in_the_style_sheet() -> None:
     day, night = css.split("prefers-color-scheme: dark", 1)
     assert len(set(COLOURS.values())) == len(COLOURS)
     for part in (day, night):
-        assert missing(part, COLOURS) == []
-
-
-def missing(css: str, roles: Sequence[str] | Any) -> list[str]:
-    return [role for role in roles if not re.search(rf"--{role}: #[0-9a-f]{{6}};", css)]
+        assert [role for role in COLOURS if not re.search(rf"--{role}: #[0-9a-f]{{6}};", part)] == []

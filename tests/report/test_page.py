@@ -13,7 +13,17 @@ from tests.report.page import HOSTILE, Page, as_numbers, expected_ladder, hostil
 from trainstep.base.errors import UsageError
 from trainstep.report.blocks import fact
 from trainstep.report.page import render, write_html
-from trainstep.rows import ChangeRow, PlanMachineRow, StepRow
+from trainstep.rows import (
+    AttentionRow,
+    ChangeRow,
+    CollectiveRow,
+    MemoryTimelineRow,
+    ParallelTraceRow,
+    PlanMachineRow,
+    ProfileRow,
+    StepRow,
+    SweepRow,
+)  # fmt: skip
 from trainstep.rows.records import Row, of_kind, read_records
 
 
@@ -78,6 +88,25 @@ def test_a_grid_shows_its_failed_cases_with_their_reason() -> None:
     assert "#grid" in Page(html).anchors
     assert "no fp16 on this CPU" in html
     assert "#grid" not in Page(render([row])).anchors
+
+
+FAILED = {"status": "failed", "reason": "no room for it"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ProfileRow(workload="m", **FAILED),
+        MemoryTimelineRow(workload="m", **FAILED),
+        CollectiveRow(collective="all-reduce", world_size=2, dtype="fp32", size_mb=1.0, backend="nccl", **FAILED),
+        AttentionRow(impl="eager", batch=1, heads=2, seq=64, head_dim=64, causal="yes", dtype="bf16", **FAILED),
+        SweepRow(command="bench step", **FAILED),
+        ParallelTraceRow(workload="m", scheme="fsdp", world_size=2, **FAILED),
+    ],
+    ids=lambda row: row.kind,
+)
+def test_what_did_not_run_says_why(row: Row) -> None:
+    assert "no room for it" in render([row])
 
 
 def test_a_ladder_on_which_nothing_ran() -> None:

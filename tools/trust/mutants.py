@@ -106,7 +106,7 @@ JUDGES = {
             "subjects/test_script_ladder",
         ),
         ("memory", "test_cards", "subjects/test_thresholds", "subjects/test_memory"),
-        ("noise", "test_findings", "subjects/test_thresholds", "subjects/test_noise"),
+        ("noise", "test_findings", "subjects/test_thresholds"),
         ("parallel", "test_cards", "subjects/test_parallel"),
         ("plan", "test_cards", "subjects/test_plan"),
         ("precision", "subjects/test_memory"),

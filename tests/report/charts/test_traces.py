@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.browsing import hover, noise, open_page
+from tests.report.browsing import hover_bar, noise, open_page
 from tests.report.page import Page
 from trainstep.bench.parallel.trace import TracedStep, family_rows, phases_of, trace_row
 from trainstep.measure.outcome import Failure
@@ -128,14 +128,6 @@ def test_the_page_shows_schemes_on_one_axis_and_their_sums() -> None:
 # In a browser
 
 CHART = "chart-parallel-trace"
-PLACE = """
-const [chart, name, bar, scheme] = arguments;
-const source = Bokeh.documents.map((doc) => doc.get_model_by_name(name)).find(Boolean);
-const {left, right, y, name: names, tip} = source.data;
-const at = [...names].findIndex((each, i) => each === bar && tip[i].startsWith(scheme));
-const view = Bokeh.index.get_by_id(source.document.roots()[0].id).frame;
-const {width} = document.getElementById(chart).getBoundingClientRect();
-return [view.x_scale.compute((left[at] + right[at]) / 2) / width, view.y_scale.compute(y[at])];"""
 
 
 @pytest.mark.browser
@@ -144,12 +136,12 @@ def test_communication_lies_under_backward_with_overlap_and_after_it_without(bro
     write_html(records(), path)
     open_page(browser, path.as_uri())
     all_reduce = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
-    place = browser.execute_script(PLACE, CHART, "parallel-trace", all_reduce, "overlapped")
-    assert hover(browser, CHART, *place).split("\n") == [all_reduce, "overlapped: communication, backward", "1.20 ms"]
-    place = browser.execute_script(PLACE, CHART, "parallel-trace-exposed", "exposed communication", "flat")
-    assert "38.4 ms in which nothing is computed" in hover(browser, CHART, *place)
-    place = browser.execute_script(PLACE, CHART, "parallel-trace-phases", "communication", "flat")
-    assert hover(browser, CHART, *place).split("\n") == ["communication", "flat: from 109 to 147 ms"]
+    tip = hover_bar(browser, CHART, "parallel-trace", all_reduce, "overlapped")
+    assert tip.split("\n") == [all_reduce, "overlapped: communication, backward", "1.20 ms"]
+    tip = hover_bar(browser, CHART, "parallel-trace-exposed", "exposed communication", "flat")
+    assert "38.4 ms in which nothing is computed" in tip
+    tip = hover_bar(browser, CHART, "parallel-trace-phases", "communication", "flat")
+    assert tip.split("\n") == ["communication", "flat: from 109 to 147 ms"]
     spans = browser.execute_script(
         """const source = Bokeh.documents.map((doc) => doc.get_model_by_name('parallel-trace')).find(Boolean);
         const {name, left, right, tip} = source.data, found = {};

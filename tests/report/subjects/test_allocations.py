@@ -13,9 +13,8 @@ from trainstep.bench.allocations import allocation_records, imported_records
 from trainstep.measure.allocations.snapshot import snapshot_of, write_snapshot
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
 from trainstep.report.page import render, write_html
-from trainstep.report.subjects import findings
 from trainstep.report.subjects.allocations import owner_findings
-from trainstep.rows import AllocationRow, ChangeRow, MemoryTimelineRow, OwnerRow
+from trainstep.rows import AllocationRow, MemoryTimelineRow, OwnerRow
 from trainstep.rows.records import Row, of_kind, read_records, write_whole
 from trainstep.step.workload import builtin_source
 
@@ -69,27 +68,6 @@ def test_rows_survive_the_file(toy_records: list[Row], tmp_path: Path) -> None:
     assert "Who owns the peak" in render(again)
 
 
-def test_owners_and_the_largest_line_are_named_and_the_ladder_proves_what_shrinks_them(toy_records: list[Row]) -> None:
-    (timeline,) = of_kind(toy_records, MemoryTimelineRow)
-    owners = [row for row in of_kind(toy_records, OwnerRow) if row.is_total]
-    (largest, *_) = of_kind(toy_records, AllocationRow)
-    (found,) = (each for each in findings(toy_records) if each.topic == "memory")
-    assert found.id == "memory.owners"
-    assert (found.figures["peak_gib"], found.figures["phase"]) == (timeline.peak_gib, timeline.peak_phase)
-    for row in owners[:3]:
-        assert found.figures[f"share of {row.owner}"] == row.share
-    assert (found.figures["largest_gib"], found.figures["line"]) == (largest.mib / 1024, largest.line)
-    assert ".py:" in found.sentence
-    assert "change" not in found.figures
-    peaks = (("baseline", 4.0), ("bf16 autocast", 3.95), ("fused attention", 3.0), ("compiled", 2.9))
-    rungs = [
-        ChangeRow(change=name, precision="fp32", peak_gib=peak, accepted=True, verdict="faster") for name, peak in peaks
-    ]
-    (proven,) = owner_findings([*toy_records, *rungs])
-    assert proven.figures.items() >= {"change": "fused attention", "before_gib": 3.95, "after_gib": 3.0}.items()
-    assert proven.sentence.endswith("On the ladder, fused attention took the peak from 3.95 GiB to 3.00 GiB.")
-
-
 def large_timeline(count: int = 12_000) -> Timeline:
     """Nested activations, each with a temporary after it, and names that are hostile to a page."""
     frame, half = (LINE,), count // 2
@@ -123,11 +101,6 @@ def test_owners_of_a_foreign_snapshot_are_its_lines(tmp_path: Path) -> None:
     records = list(imported_records(tmp_path / "foreign.pickle"))
     assert {(row.owner, row.is_total) for row in of_kind(records, OwnerRow)} == {(str(LINE), True)}
     assert records[0].case == {"workload": "foreign.pickle", "device": 0}
-
-
-def test_a_step_that_was_not_recorded_says_why() -> None:
-    failed = MemoryTimelineRow(workload="w", status="out of memory", reason="no room for it")
-    assert "no room for it" in render([failed])
 
 
 # In a browser
@@ -182,7 +155,7 @@ def test_the_slider_hides_small_allocations_and_loses_none(
 
 
 @pytest.mark.browser
-def test_hovering_shows_size_owner_and_line(browser: Any, allocations_page: str) -> None:
+def test_hovering_shows_size_owner_and_line_and_dragging_zooms(browser: Any, allocations_page: str) -> None:
     open_page(browser, allocations_page)
     move(browser, 1)
     box = browser.execute_script(
@@ -206,27 +179,16 @@ def test_hovering_shows_size_owner_and_line(browser: Any, allocations_page: str)
     assert 0 < middle[1] < box[1]
     tip = hover(browser, CHART, middle[0] / middle[2], middle[1])
     assert tip.startswith("activations of ")
-    assert "KiB" in tip or "MiB" in tip
-    assert "made in forward" in tip or "made in loss" in tip
-    assert ".py:" in tip
-    assert "alive from event" in tip
+    assert all(each in tip for each in ("iB", "made in ", ".py:", "alive from event"))
 
-
-@pytest.mark.browser
-def test_a_phone_has_room_for_it(browser: Any, allocations_page: str) -> None:
-    open_page(browser, allocations_page, width=320)
-    assert browser.execute_script("return document.documentElement.scrollWidth") == 320
-
-
-@pytest.mark.browser
-def test_dragging_zooms_and_reset_returns(browser: Any, allocations_page: str) -> None:
-    open_page(browser, allocations_page)
     span = FIGURE + "return [figure.x_range.start, figure.x_range.end]"
     whole = browser.execute_script(span)
     drag(browser, CHART)
     wait_for(browser, FIGURE + "return figure.x_range.end - figure.x_range.start < 0.5 * arguments[0]", whole[1])
     browser.execute_script(FIGURE + "figure.reset.emit()")
     wait_for(browser, FIGURE + "return figure.x_range.end === arguments[0]", whole[1])
+    open_page(browser, allocations_page, width=320)
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 320, "a phone has room for it"
 
 
 @pytest.mark.browser

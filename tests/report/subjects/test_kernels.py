@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.report import sample
-from tests.report.browsing import drag, hover, noise, open_page, wait_for
+from tests.report.browsing import drag, hover_bar, noise, open_page, wait_for
 from tests.report.page import Page
 from trainstep.measure.profile.kernels import Family, Kernel, KernelProfile, Lane
 from trainstep.measure.profile.rows import profile_rows, summary_values
@@ -118,11 +118,6 @@ def test_families_that_beat_the_large_product_are_marked() -> None:
     }
 
 
-def test_a_profile_that_did_not_run_says_why() -> None:
-    failed = ProfileRow(workload="large", status="out of memory", reason="no room for it")
-    assert "no room for it" in render([failed])
-
-
 def test_a_trace_without_steps_says_so() -> None:
     rows = records(dataclasses.replace(gpu_profile(), has_steps=False))
     assert "none announced: every figure is of the whole trace" in render(rows)
@@ -165,38 +160,17 @@ def kernels_page(page_folder: Path) -> str:
     return path.as_uri()
 
 
-def on_screen(browser: Any, name: str) -> tuple[float, float]:
-    """The middle of a kernel's bar: as a share of the chart's width, and in pixels from its top."""
-    x, y, width = browser.execute_script(
-        FIGURE
-        + """
-        const i = source.data.name.indexOf(arguments[1]);
-        const view = Bokeh.index.get_by_id(figure.id).frame;
-        const rect = document.getElementById(arguments[0]).getBoundingClientRect();
-        const middle = (source.data.left[i] + source.data.right[i]) / 2;
-        return [view.x_scale.compute(middle), view.y_scale.compute(source.data.y[i]), rect.width];""",
-        CHART,
-        name,
-    )
-    return x / width, y
-
-
 @pytest.mark.browser
-def test_hovering_shows_a_kernel_its_phase_and_module(browser: Any, kernels_page: str) -> None:
+def test_hovering_shows_a_kernel_and_dragging_zooms_in_time_alone(browser: Any, kernels_page: str) -> None:
     open_page(browser, kernels_page)
-    tip = hover(browser, CHART, *on_screen(browser, "nvjet_backward"))
+    tip = hover_bar(browser, CHART, "timeline", "nvjet_backward")
     assert tip.split("\n") == ["nvjet_backward", "tensor-core matmul, backward", "blocks.1.attention", "150 µs"]
-    tip = hover(browser, CHART, *on_screen(browser, "ncclDevKernel_AllReduce"))
+    tip = hover_bar(browser, CHART, "timeline", "ncclDevKernel_AllReduce")
     assert tip.startswith("ncclDevKernel_AllReduce\ncommunication, backward")
-    tip = hover(browser, CHART, *on_screen(browser, f"elementwise {HOSTILE}"))
-    assert HOSTILE in tip
+    assert HOSTILE in hover_bar(browser, CHART, "timeline", f"elementwise {HOSTILE}")
     assert browser.title == "large · trainstep report"
     assert noise(browser) == []
 
-
-@pytest.mark.browser
-def test_dragging_zooms_in_time_alone_and_reset_returns(browser: Any, kernels_page: str) -> None:
-    open_page(browser, kernels_page)
     ranges = FIGURE + "return [figure.x_range.end - figure.x_range.start, figure.y_range.end - figure.y_range.start]"
     whole, lanes = browser.execute_script(ranges)
     drag(browser, CHART)
@@ -204,9 +178,5 @@ def test_dragging_zooms_in_time_alone_and_reset_returns(browser: Any, kernels_pa
     assert browser.execute_script(ranges)[1] == lanes
     browser.execute_script(FIGURE + "figure.reset.emit()")
     wait_for(browser, FIGURE + "return figure.x_range.end - figure.x_range.start === arguments[0]", whole)
-
-
-@pytest.mark.browser
-def test_a_phone_has_room_for_it(browser: Any, kernels_page: str) -> None:
     open_page(browser, kernels_page, width=320)
-    assert browser.execute_script("return document.documentElement.scrollWidth") == 320
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 320, "a phone has room for it"

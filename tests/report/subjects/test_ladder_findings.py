@@ -42,8 +42,6 @@ def test_a_change_of_two_settings_is_there_while_one_of_them_is():
 def test_what_came_after_a_precision_is_said_and_needs_both_times():
     kept = [BASELINE, bf16(step_ms=200.0), bf16("fused", case={"optimizer": "adamw-fused"}, step_ms=100.0)]
     assert after_precision(climb_of(*kept)) == {"precision_change": "bf16 autocast", "after_precision": 2.0}
-    (told,) = found(kept, "gain")
-    assert "(2.00× of it after bf16 autocast)" in told.sentence
     untimed = [replace(each, times={}) for each in kept]
     assert (
         after_precision(climb_of(*kept[:2], untimed[2]))
@@ -90,18 +88,10 @@ def test_of_several_ladders_those_without_a_baseline_are_named():
     cases = [{"workload": name} for name in ("a", "b", "{c}")]
     first, last = failed_baseline(cases[0]), failed_baseline(cases[2], "torn file")
     rows = [first, rung("baseline", "baseline", case=cases[1]), last]
-    assert [(each.id, each.sentence) for each in found(rows, "gain")] == [
-        (
-            "gain.no-baseline",
-            "workload a: the baseline failed (failed): no such file. There is nothing to compare with, and no "
-            "change was tried.",
-        ),
-        (
-            "gain.no-baseline",
-            "workload {c}: the baseline failed (failed): torn file. There is nothing to compare with, and no change "
-            "was tried.",
-        ),
-        ("gain.none", "workload b: No change on the ladder made the step faster: the baseline is the best found."),
+    assert [(each.id, each.sentence.partition(":")[0], each.figures.get("reason")) for each in found(rows, "gain")] == [
+        ("gain.no-baseline", "workload a", "no such file"),
+        ("gain.no-baseline", "workload {c}", "torn file"),
+        ("gain.none", "workload b", None),
     ]
 
 
@@ -117,7 +107,6 @@ def test_speedups_of_a_ladder_whose_baseline_is_too_large_are_over_the_first_run
     rest = [rung("x", "inconclusive", False), first_that_fits(), bf16(), rung("fused", case={"optimizer": "fused"})]
     told, gained = found([too_large(), *rest], "gain")
     assert (told.id, told.figures) == ("gain.too-large", {"reason": "40 GiB", "first": "tf32"})
-    assert told.sentence == "The baseline is too large (40 GiB): speed-ups are over tf32, the first that fits."
     assert gained.id == "gain.faster"
     case = {"workload": "b"}
     named, _, _ = found([too_large(case), first_that_fits(case=case), BASELINE], "gain")
@@ -172,8 +161,7 @@ def test_of_two_ladders_only_the_one_that_is_disputed_is_withheld():
     disputed = again({"precision": "bf16", "workload": "b"}, 1.0, 1.1)
     claimed, withheld = found([*rows, disputed], "gain")
     assert (claimed.id, withheld.id) == ("gain.faster", "gain.withheld")
-    assert claimed.sentence.startswith("workload a: Bf16 autocast makes the step 2.00× faster")
-    assert withheld.sentence.startswith("workload b: No speed-up is claimed: in turns with baseline at the end,")
+    assert [each.sentence.partition(":")[0] for each in (claimed, withheld)] == ["workload a", "workload b"]
 
 
 def test_ladders_of_steps_and_of_scripts_are_told_apart():

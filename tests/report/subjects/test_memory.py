@@ -63,11 +63,8 @@ def test_every_kind_has_its_finding() -> None:
         "memory.does-not-fit": {"mode": "step", "context": 256, "predicted_gib": 200.0},
         "checkpointing.best": {"peak_gib": 4.0, "without_gib": None},
     }  # fmt: skip
-    assert found["residuals.compiled-step"].sentence.endswith(
-        "eager code keeps 4.00 GiB and compiled code 2.00 GiB (-50%)."
-    )
     assert "(context 128, precision fp32, checkpointing every-1)" in found["memory.prediction-off"].sentence
-    assert "9.9531 in fp16, and 10.0021 if only" in found["precision.accumulation"].sentence
+    assert found["precision.accumulation"].figures == {"fp16": 9.9531, "fp32_sum": 10.0021}
 
 
 def test_dtypes_are_told_by_precision_of_the_rows_that_ran() -> None:
@@ -87,19 +84,6 @@ def test_dtypes_are_told_by_precision_of_the_rows_that_ran() -> None:
                              "gradients": ("none",)}  # fmt: skip
     assert mixed.figures == {"precision": "bf16", "result": "bf16, fp32", "loss": "fp32",
                              "parameters": ("bf16, fp32", "fp32"), "gradients": ("fp32",)}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("errors", "sentence"),
-    [
-        ((0.0,), "The plan predicts the measured peak to within 0.01%."),
-        ((-0.0123,), "The plan predicts the measured peak to within 1.23%."),
-        ((0.0001, 0.0), "The plan predicts 2 measured peaks to within 0.01%."),
-    ],
-)
-def test_how_closely_is_told_with_how_many(errors: tuple[float, ...], sentence: str) -> None:
-    (found,) = findings([PeakRow(context=n, mode="step", prediction_error=error) for n, error in enumerate(errors)])
-    assert found.sentence == sentence
 
 
 def test_a_block_is_the_sum_of_all_its_tensors_whatever_the_order_of_rows() -> None:
@@ -127,7 +111,6 @@ def test_a_compiled_block_is_set_beside_the_eager_one_under_each_precision() -> 
         ("residuals.compiled-block", "fp32", 1.0, 0.5),
         ("residuals.compiled-block", "bf16", 0.25, 0.125),
     ]
-    assert found[1].sentence.startswith("Under bf16, compiled, one block keeps 128 MiB")
 
 
 def test_peaks_on_the_page_are_those_of_the_rows() -> None:
@@ -152,17 +135,13 @@ def best(rows: list[Row]) -> Finding:
 @pytest.mark.parametrize(
     ("times", "ratio", "cost"),
     [
-        ((119.0, 119.5, 120.0, 120.0, 120.0, 121.0, 122.0), (1.20, 1.14, 1.26),
-         " With it a step takes 1.20× the time without (95 % interval "
-         "within this run 1.14–1.26)."),
-        ((96.0, 98.0, 100.0, 101.0, 102.0, 103.0, 120.0), (1.01, 0.92, 1.24),
-         " With it these samples show no difference in time (95 % interval "
-         "within this run 0.92–1.24)."),
-        ((120.0, 121.0), (None, None, None), " Too few steps were timed to say what that costs in time."),
+        ((119.0, 119.5, 120.0, 120.0, 120.0, 121.0, 122.0), (1.20, 1.14, 1.26), " With it a step takes 1.20×"),
+        ((96.0, 98.0, 100.0, 101.0, 102.0, 103.0, 120.0), (1.01, 0.92, 1.24), " With it these samples show no"),
+        ((120.0, 121.0), (None, None, None), " Too few steps"),
         ((), (None, None, None), ""),
     ],
-)  # fmt: skip
-def test_what_the_best_policy_costs_has_its_interval_and_its_subject(
+)
+def test_what_the_best_policy_costs_has_its_interval(
     times: tuple[float, ...], ratio: tuple[float | None, ...], cost: str
 ) -> None:
     without = policy("none", 9.0, 99.0, 99.5, 100.0, 100.0, 100.0, 101.0, 102.0)
@@ -170,7 +149,8 @@ def test_what_the_best_policy_costs_has_its_interval_and_its_subject(
     names = ("time_ratio", "time_ratio_low", "time_ratio_high")
     told = tuple(found.figures.get(name) for name in names)
     assert tuple(each if each is None else round(float(str(each)), 2) for each in told) == ratio
-    assert found.sentence == (f"A checkpoint at every block peaks at 4.00 GiB; without checkpointing 9.00 GiB.{cost}")
+    assert found.sentence.partition("9.00 GiB.")[2].startswith(cost)
+    assert bool(cost) is not found.sentence.endswith("9.00 GiB.")
 
 
 def test_a_study_without_a_policy_of_blocks_has_no_best() -> None:
@@ -183,45 +163,29 @@ def test_each_of_several_studies_is_named() -> None:
         CheckpointingRow(**CASE | {"precision": precision}, checkpointing="every-1", peak_gib=4.0, attention=attention)
         for precision, attention in (("fp32", "eager"), ("bf16", "sdpa"))
     ]
-    assert [each.sentence for each in findings(rows)] == [
-        "fp32, eager: A checkpoint at every block peaks at 4.00 GiB.",
-        "bf16, sdpa: A checkpoint at every block peaks at 4.00 GiB.",
-    ]
-    assert findings(rows[:1])[0].sentence.startswith("A checkpoint")
+    names = [each.sentence.partition("A checkpoint")[0] for each in (*findings(rows), *findings(rows[:1]))]
+    assert names == ["fp32, eager: ", "bf16, sdpa: ", ""]
 
 
 def test_checkpointing_that_saves_nothing_is_not_the_best() -> None:
-    rows = [policy("none", 65.62 / 1024), policy("every-1", 65.61 / 1024)]
-    assert best(rows).id == "checkpointing.no-gain"
-    assert best(rows).sentence.endswith("65.6 MiB without, 65.6 MiB with them.")
+    assert best([policy("none", 65.62 / 1024), policy("every-1", 65.61 / 1024)]).id == "checkpointing.no-gain"
 
 
 @pytest.mark.parametrize(
-    ("limit", "id", "sentence"),
-    [
-        (None, "best", "A checkpoint at every block peaks at 3.00 GiB; without checkpointing 9.00 GiB."),
-        (8.0, "best", "A checkpoint at every block peaks at 3.00 GiB"),
-        (3.0, "best", "A checkpoint at every block peaks at 3.00 GiB"),
-        (9.0, "not-needed", "No checkpointing is needed: the step fits without (9.00 GiB of 9.00 GiB)."),
-        (10.0, "not-needed", "No checkpointing is needed: the step fits without (9.00 GiB of 10.00 GiB). For a larger "
-                             "batch or context, a checkpoint at every block peaks at 3.00 GiB."),
-        (2.0, "none-fits", "A checkpoint at every block does not fit 2.00 GiB: it peaks at 3.00 GiB; without "
-                           "checkpointing 9.00 GiB."),
-    ],
-)  # fmt: skip
-def test_the_best_policy_is_the_best_for_the_memory_there_is(limit: float | None, id: str, sentence: str) -> None:
+    ("limit", "id"),
+    [(None, "best"), (8.0, "best"), (3.0, "best"), (9.0, "not-needed"), (10.0, "not-needed"), (2.0, "none-fits")],
+)
+def test_the_best_policy_is_the_best_for_the_memory_there_is(limit: float | None, id: str) -> None:
     peaks = {"none": 9.0, "every-1": 3.0, "selective": 2.5}
     found = best([policy(name, peak, limit=limit) for name, peak in peaks.items()])
     assert found.id == f"checkpointing.{id}"
     assert found.figures == {"peak_gib": 3.0, "without_gib": 9.0}
-    assert found.sentence.startswith(sentence)
 
 
 def test_a_step_that_ran_out_of_memory_without_is_not_compared() -> None:
     rows = [policy("none", None, limit=8.0, status="out of memory"), policy("every-1", 4.0)]
     found = best(rows)
-    assert found.figures == {"peak_gib": 4.0, "without_gib": None}
-    assert found.sentence == "A checkpoint at every block peaks at 4.00 GiB."
+    assert (found.id, found.figures) == ("checkpointing.best", {"peak_gib": 4.0, "without_gib": None})
 
 
 def test_of_several_caches_the_largest_is_told() -> None:
@@ -234,10 +198,8 @@ def test_of_several_caches_the_largest_is_told() -> None:
     others = [DtypeRow(**CASE, module="fc"), PeakRow(**CASE, mode="step"), StepRow(mode="step", cache_gib=0.0)]
     (found,) = cache_findings([*others, *rows])
     assert (found.id, dict(found.figures)) == ("memory.cache", {"gib": 3.0})
-    assert found.sentence.startswith("Forward fills a key-value cache of 3.00 GiB that")
-    assert [dict(each.figures)["gib"] for row in rows for each in cache_findings([*others, row])] == [
-        0.5, 3.0, 2.0, 0.25
-    ]  # fmt: skip
+    sizes = [dict(each.figures)["gib"] for row in rows for each in cache_findings([*others, row])]
+    assert sizes == [0.5, 3.0, 2.0, 0.25]
     assert cache_findings(others) == []
 
 

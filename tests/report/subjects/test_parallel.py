@@ -65,11 +65,6 @@ def test_charts_are_per_number_of_ranks_and_need_two_sizes():
     assert "collective-bus" not in render([row("all-reduce", 1.0), row("broadcast", 1.0)])
 
 
-def test_failures_alone_are_a_table():
-    page = render([row("all-reduce", size, status="wrong", reason="rank 1 did not get it") for size in (1.0, 2.0)])
-    assert "rank 1 did not get it" in page
-
-
 def scheme(name, step=None, peak=None, **more):
     times = {} if step is None else {"step": Times(step, step - 1, step + 1)}
     return ParallelRow(workload="2.7B", scheme=name, world_size=2, times=times, peak_gib=peak, **more)
@@ -124,10 +119,6 @@ def test_the_schemes_that_wait_most_and_least_are_told():
         "most": "naive", "most_share": 0.25, "most_exposed_ms": 50.0, "most_step_ms": 200.0,
         "least": "fsdp", "least_share": 0.05, "least_exposed_ms": 5.0, "least_step_ms": 100.0,
     }  # fmt: skip
-    assert found.sentence == (
-        "Exposed communication takes 25% of the step with naive (50.0 of 200 ms), and 5.0% of the step with fsdp (5.00 "
-        "of 100 ms)."
-    )
     (one,) = exposed_findings(rows[:1])
     assert (one.figures["most"], "least" in one.figures) == ("fsdp", False)
     assert exposed_findings(rows[2:]) == []
@@ -189,12 +180,7 @@ def test_the_schemes_that_hide_most_and_least_of_their_communication_are_told():
         "most": "bucketed-25", "most_hidden_share": 0.9, "most_exposed_ms": 1.25, "most_communication_ms": 12.5,
         "least": "flat", "least_hidden_share": 0.0, "least_exposed_ms": 12.5, "least_communication_ms": 12.5,
     }  # fmt: skip
-    assert found.sentence == (
-        "Of communication in the traced step, computation hides 90% with bucketed-25 (1.25 of 12.5 ms are exposed), "
-        "and 0% with flat (12.5 of 12.5 ms)."
-    )
     (alone,) = overlap_findings(rows[2:])
-    assert alone.sentence.endswith("computation hides 90% with bucketed-25 (1.25 of 12.5 ms are exposed).")
     assert (alone.figures["most"], "least" in alone.figures) == ("bucketed-25", False)
     (two,) = overlap_findings(rows[:2])
     assert (two.figures["most"], two.figures["least"]) == ("fsdp", "flat")
@@ -219,13 +205,8 @@ def test_schemes_that_wait_for_their_host_are_told():
         "schemes": "fsdp, torch-fsdp2, compile blocks", "latest": "torch-fsdp2, compile blocks", "issue_ms": 218.0,
         "step_ms": 230.0,
     }  # fmt: skip
-    assert found.sentence == (
-        "The host sets the pace of fsdp, torch-fsdp2, compile blocks: the GPU comes to the update when the host does "
-        "(torch-fsdp2, compile blocks: launched in 218 ms, of a step of 230 ms). Compiled blocks, more tokens per GPU, "
-        "or host cores of each rank’s own (taskset, torchrun’s --numa-binding) help; faster links will not."
-    )
-    (found,) = host_findings([compiled])
-    assert "). More tokens per GPU, or host cores" in found.sentence
+    (alone,) = host_findings([compiled])
+    assert ["Compiled blocks, more tokens" in each.sentence for each in (found, alone)] == [True, False]
     cells = Page(render([busy, late])).values["parallel"].values()
     assert [each["issue_ms"] for each in cells] == ["78.0", "139.5"]
 
@@ -248,15 +229,6 @@ def test_odd_batches_and_losses_are_said_once_per_workload():
     batches, shares = data_findings(rows)
     assert (batches.id, shares.id) == ("parallel.batches", "parallel.shares")
     assert shares.figures == {"workload": "theirs", "share": 0.17}
-    assert batches.sentence == (
-        "theirs: its loader gives every rank other batches; all schemes, and the one process beside them, trained on "
-        "those of rank 0, divided among the ranks."
-    )
-    assert shares.sentence == (
-        "theirs: the gradients of a whole batch are 17.0% away from the mean of its shares’. Its loss is no mean over "
-        "equal counts (padding, ignored labels), or looks across the batch (statistics, negatives): with more ranks "
-        "every scheme, ours and torch’s, trains something a little different."
-    )
 
 
 def families(scheme, **ms):
@@ -280,10 +252,6 @@ def test_what_the_fastest_traced_scheme_computes_is_told_by_family_the_most_firs
         "scheme": "fsdp", "computation_ms": 29.25, "family_0": "matmul", "family_0_ms": 19.0,
         "family_1": "attention", "family_1_ms": 8.0, "family_2": "reduction", "family_2_ms": 1.5, "rest_ms": 0.75,
     }  # fmt: skip
-    assert found.sentence == (
-        "Of 29.2 ms of kernels that compute in the traced step of fsdp: matmul 19.0, attention 8.00, reduction 1.50, "
-        "everything else 0.750 ms."
-    )
     (few,) = computation_findings([traces[1], *families("fsdp", matmul=(7.0, 12.0))])
-    assert few.sentence == "Of 19.0 ms of kernels that compute in the traced step of fsdp: matmul 19.0 ms."
+    assert "rest_ms" not in few.figures
     assert computation_findings([traces[1], *others]) == computation_findings(own) == []

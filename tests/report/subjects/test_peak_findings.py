@@ -8,7 +8,7 @@ import pytest
 from tests.report.test_findings import rung, step
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.allocations import owner_findings
-from trainstep.rows import AllocationRow, MemoryTimelineRow, OwnerRow
+from trainstep.rows import MemoryTimelineRow, OwnerRow
 
 CASE = {"workload": "m", "precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach", "compile": "off",
         "loss": "dense", "batch": 4, "checkpointing": None}  # fmt: skip
@@ -93,15 +93,9 @@ def test_without_owners_no_more_is_said_than_is_known():
     assert most.figures == {"peak_gib": 4.0, "at_rest_gib": 1.5, "phase": "backward", "remedies": ()}
     rest = peak([step(at_rest_gib=3.0)])
     assert rest.figures["remedies"] == ("sharding", "a smaller optimizer state")
-    assert rest.sentence.endswith(
-        "25% comes and goes with it: most of it stays, so sharding or a smaller optimizer state shrink it."
-    )
     plain = peak([step(at_rest_gib=3.0, optimizer_state_gib=0.0)])
     assert plain.figures["remedies"] == ("sharding",)
-    assert (
-        "(weights and the batch), 25% comes and goes with it: most of it stays, so sharding shrinks it."
-        in plain.sentence
-    )
+    assert "(weights and the batch), 25% comes and goes with it" in plain.sentence
 
 
 @pytest.mark.parametrize(
@@ -148,16 +142,6 @@ def test_a_peak_that_changes_by_what_runs_differ_by_is_left(after, told):
     assert peak([row, *tried]).sentence.endswith(f"{told}.")
     (owners,) = owner_findings([*timeline({}, {"parameters": 1.0}), *tried])
     assert ("On the ladder" in owners.sentence) is (after == 48.9)
-
-
-@pytest.mark.parametrize(("count", "times"), [(None, ""), (1, ""), (2, ", 2 times a step")])
-def test_how_often_the_largest_allocation_is_made_is_told_where_it_is_not_once(count, times):
-    rows = timeline({}, {"parameters": 1.0})
-    largest = AllocationRow(**CASE, rank=1, mib=1024.0, count=count, line="train.py:3", operation="mul")
-    (found,) = owner_findings([*rows, largest])
-    assert f" The largest allocation, 1.00 GiB{times}, is made by train.py:3 (" in found.sentence
-    (found,) = owner_findings([*rows, replace(largest, mib=None)])
-    assert "largest" not in found.sentence
 
 
 def test_owners_of_another_step_or_of_another_phase_are_not_its_owners():

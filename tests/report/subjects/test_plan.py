@@ -44,8 +44,6 @@ def test_the_fastest_that_fits_is_named():
         "strategy": "fsdp", "gpus": 8, "tokens_per_s": 1e6, "utilisation": 0.4, "step_ms": 51.3,
         "limit": "communication",
     }  # fmt: skip
-    for text in ("fsdp is fastest on 8 GPUs", "1,000,000 tokens/s", "40% of the peak", "51.3 ms a step"):
-        assert text in found["plan.fastest"].sentence
     assert found["plan.basis"].figures == {"basis": "a datasheet"}
 
 
@@ -53,7 +51,6 @@ def test_launches_that_are_known_of_some_strategies_alone_are_told():
     rows = [replace(strategy(name, fits=True), launch_ms=known) for name, known in (("ddp", 40.0), ("fsdp", None))]
     told = found_in(*rows)["plan.launches"]
     assert told.figures == {"strategies": "fsdp"}
-    assert "a step of fsdp is not in the calibration and not counted" in told.sentence
     for known in (40.0, None):
         assert "plan.launches" not in found_in(*(replace(row, launch_ms=known) for row in rows))
 
@@ -68,10 +65,8 @@ def test_where_nothing_fits():
             "fewest_gpus_strategy": "fsdp",
         },
     )  # fmt: skip
-    assert "needs least, 12.34 GiB on each GPU, which has room for 10.00 GiB" in found.sentence
     (found,) = found_in(strategy("ddp", fits=False)).values()
     assert found.figures["fewest_gpus"] is None
-    assert found.sentence.endswith("checkpoint activations, or take a smaller batch.")
     assert found_in(MACHINE) == {}
 
 
@@ -86,8 +81,7 @@ def test_of_several_the_fastest_the_least_and_the_fewest_are_named():
     ]
     found = found_in(*none)["plan.nothing-fits"]
     assert (found.figures["strategy"], found.figures["fewest_gpus_strategy"]) == ("b", "a")
-    assert found.sentence.endswith("With a it takes 64 GPUs.")
-    assert found_in(*none[1:])["plan.nothing-fits"].sentence.endswith("With c it takes 1,024 GPUs.")
+    assert found_in(*none[1:])["plan.nothing-fits"].figures["fewest_gpus"] == 1024
 
 
 def test_of_several_numbers_of_gpus_the_most_steps_of_a_gpus_batch_count():
