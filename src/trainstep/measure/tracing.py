@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trainstep.measure.costs import Tensors, operator_cost
 from trainstep.measure.memory import LiveStorages, StorageLife, storages_of
+from trainstep.plan.traced import Moment
 
 WEIGHTS, GRADIENTS, STATE, OTHER = "weights", "gradients", "optimizer state", "activations"
 
@@ -56,14 +57,6 @@ class OperatorCall:
     flops: float  # of a product, a convolution or fused attention; else 0
     bytes: float
     product: tuple[int, int, int, int] | None  # (batch, m, n, k) of a matrix product
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Bytes alive at once that depend on the moment."""
-
-    gradients: int
-    other: int  # activations and temporaries, the batch among them
 
 
 class StepTracer(LiveStorages):

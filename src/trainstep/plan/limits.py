@@ -60,11 +60,9 @@ def mesh_tokens(
     return alone if overlapped else alone / (1 - used)
 
 
-def best_mesh_tokens(
-    alpha: float, d_ff: float, *, fsdp_axes: float = 1, tensor_axes: float = 1, overlapped: bool = True
-) -> float:
-    """The fewest tokens per GPU for FSDP × TP, with the mesh that needs fewest."""
-    return (1 if overlapped else 4) * alpha**2 / (fsdp_axes * tensor_axes * d_ff)
+def best_mesh_tokens(alpha: float, d_ff: float, *, overlapped: bool = True) -> float:
+    """The fewest tokens per GPU for FSDP × TP, with the mesh that needs fewest, one connection for each axis."""
+    return (1 if overlapped else 4) * alpha**2 / d_ff
 
 
 def width_between_collectives(model: ModelConfig) -> float:

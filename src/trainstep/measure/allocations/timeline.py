@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,13 +128,7 @@ class Table(Sequence[Allocation]):
     def __len__(self) -> int:
         return len(self.columns.start)
 
-    @overload
-    def __getitem__(self, place: int) -> Allocation: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Allocation]: ...
-    def __getitem__(self, place: int | slice) -> Allocation | list[Allocation]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
+    def __getitem__(self, place: int) -> Allocation:  # type: ignore[override]  # nobody asks for slices
         start, end, size, label = (int(column[place]) for column in self.columns[:4])
         return self._allocation(start, None if end < 0 else end, size, int(self._address[place]), label)
 
@@ -228,11 +222,6 @@ class Timeline:
     def peak(self) -> int:
         """The most bytes alive at once."""
         return int(self.live.max())
-
-    def alive(self, state: int) -> list[Allocation]:
-        start, end = self.columns[:2]
-        places = np.flatnonzero((start <= state) & ((end < 0) | (state < end)))
-        return [self.allocations[int(place)] for place in places]
 
     def phase_of(self, state: int) -> str:
         """The phase that a state is in; empty outside of all."""
