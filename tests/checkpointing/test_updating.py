@@ -36,19 +36,13 @@ def weights_after(step, steps=4):
     return losses, [parameter.detach() for parameter in step.module.parameters()]
 
 
-def test_weights_and_losses_are_those_of_updates_after_backward(in_backward):
-    after, during = (weights_after(build_step(SOURCE, config)) for config in (AFTER, in_backward))
-    assert after[0] == during[0]
-    assert all(torch.equal(a, b) for a, b in zip(after[1], during[1], strict=True))
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
-def test_compiled_blocks_are_updated_the_same(in_backward):
-    after, during = (
-        weights_after(build_step(SOURCE, replace(config, compile="blocks", precision="bf16")))
-        for config in (AFTER, in_backward)
-    )
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"compile": "blocks", "precision": "bf16"}, marks=pytest.mark.thorough)], ids=str
+)
+def test_weights_and_losses_are_those_of_updates_after_backward(in_backward, changes):
+    if changes and shutil.which("g++") is None:
+        pytest.skip("torch.compile on a CPU needs g++")
+    after, during = (weights_after(build_step(SOURCE, replace(config, **changes))) for config in (AFTER, in_backward))
     assert after[0] == during[0]
     assert all(torch.equal(a, b) for a, b in zip(after[1], during[1], strict=True))
 
@@ -136,47 +130,42 @@ def test_weights_that_are_shared_frozen_or_not_used(optimizer):
     assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
 
 
-class Counting(torch.optim.SGD):
-    """Keeps how many updates there were in its groups, as schedule-free optimizers do."""
+class Noting(torch.optim.SGD):
+    """Does something to each of its groups before it updates."""
+
+    def __init__(self, parameters, note):
+        super().__init__(parameters, lr=0.1)
+        self.note = note
+        self.param_groups[0]["in a tensor"] = torch.zeros(())
 
     def step(self, closure=None):
         for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
+            self.note(group)
         return super().step(closure)
 
 
-def test_an_optimizer_that_counts_updates_in_its_groups_is_refused():
+def counts(group):
+    """Keeps how many updates there were in its groups, as schedule-free optimizers do."""
+    group["k"] = group.get("k", 0) + 1
+
+
+def counts_in_a_tensor(group):
+    group["in a tensor"] += 1
+
+
+@pytest.mark.parametrize(("note", "name"), [(counts, "k"), (counts_in_a_tensor, "in a tensor")])
+def test_an_optimizer_that_counts_updates_in_its_groups_is_refused(note, name):
     model = Uneven()
-    updates = UpdatesInBackward(model, Counting(model.parameters(), lr=0.1))
-    with pytest.raises(UnsupportedError, match="Counting counts 'k' in its parameter groups"), updates.on():
+    updates = UpdatesInBackward(model, Noting(model.parameters(), note))
+    with pytest.raises(UnsupportedError, match=f"Noting counts '{name}' in its parameter groups"), updates.on():
         model(torch.ones(2, 8)).sum().backward()
 
 
 def test_a_setting_that_is_written_anew_with_its_value_is_no_count():
-    class Careful(torch.optim.SGD):
-        def step(self, closure=None):
-            for group in self.param_groups:
-                group["lr"] = float(str(group["lr"]))
-            return super().step(closure)
-
     model = Uneven()
-    with UpdatesInBackward(model, Careful(model.parameters(), lr=0.1)).on():
+    with UpdatesInBackward(model, Noting(model.parameters(), lambda group: group.update(lr=float("0.1")))).on():
         model(torch.ones(2, 8)).sum().backward()
     assert not torch.equal(model.scale, torch.ones(8))
-
-
-def test_a_count_in_a_tensor_is_seen():
-    class InPlace(torch.optim.SGD):
-        def step(self, closure=None):
-            for group in self.param_groups:
-                group["k"] += 1
-            return super().step(closure)
-
-    model = Uneven()
-    optimizer = InPlace(model.parameters(), lr=0.1)
-    optimizer.param_groups[0]["k"] = torch.zeros(())
-    with pytest.raises(UnsupportedError, match="InPlace counts 'k'"), UpdatesInBackward(model, optimizer).on():
-        model(torch.ones(2, 8)).sum().backward()
 
 
 def test_hooks_around_the_step_would_run_for_each_block():

@@ -23,6 +23,19 @@ TRAIN = TrainConfig(
 TEXT = Path(__file__).parents[2] / "src" / "trainstep" / "step" / "model" / "transformer.py"
 
 
+COMMAND = [
+    "train", "--vocab-size", "256", "--d-model", "32", "--d-ff", "64", "--num-layers", "2", "--num-heads", "2",
+    "--batch", "2", "--context", "32", "--learning-rate", "3e-3", "--device", "cpu", "--global-batch", "8",
+    "--samples", "0", "--no-tensorboard", "--validation-fraction", "0.1", "--data", str(TEXT),
+]  # fmt: skip
+"""Command of the small run, without its length and schedule."""
+
+
+def flags(settings):
+    """Settings of a `TrainConfig` as words of the command."""
+    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
 def config(model=None, step=None, **changes):
     """The small run with some fields of its `TrainConfig`, `ModelConfig` and `StepConfig` changed."""
     return RunConfig(

@@ -82,19 +82,13 @@ def test_auto_stands_for_ddp_on_several_ranks():
     assert config(scheme="hsdp", replicas=8).scheme(16, 4).replicas == 8
     assert config(scheme="ddp", replicas=8).scheme(16, 4).replicas is None
     assert [config(global_batch=8).passes(ranks) for ranks in (1, 2, 4)] == [4, 2, 1]
+    assert config(global_batch=8).tokens_per_update == 8 * 32
 
 
 def test_validations_and_checkpoints_come_at_their_intervals_and_at_the_end():
     train = config(steps=11, eval_every=4, save_every=5).train
     assert [step for step in range(1, 12) if train.validates_after(step)] == [4, 8, 11]
     assert [step for step in range(1, 12) if train.saves_after(step)] == [5, 10, 11]
-
-
-def test_what_an_update_takes():
-    run = config(global_batch=8, steps=12, warmup=0.25)
-    assert run.tokens_per_update == 8 * 32
-    assert [run.learning_rate(step) for step in (1, 3)] == pytest.approx([1e-3, 3e-3])
-    assert run.learning_rate(12) == pytest.approx(3e-4)
 
 
 def test_the_identity_is_what_the_curve_depends_on():

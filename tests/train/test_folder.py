@@ -56,6 +56,9 @@ def test_where_it_goes_on(tmp_path, found, asked, is_restart, step, later, is_fi
     assert (start.step, start.is_finished, start.is_new) == (step, is_finished, found is None)
     assert (start.checkpoint is None) == (step == 0)
     assert start.aside == tuple(f"aside-1-step-{each:08d}" for each in later)
+    kept = [f"step-{each:08d}" for each in (found or {}).get("steps", ()) if each not in later]
+    assert names(tmp_path) == [*start.aside, *kept]
+    assert (tmp_path / "results.jsonl").exists() == is_finished, "what goes on would look finished"
 
 
 @pytest.mark.parametrize(
@@ -97,14 +100,6 @@ def trained(tmp_path):
     write_run(tmp_path, **FINISHED)
     (tmp_path / "checkpoints" / ".step-00000012.writing").mkdir()
     return tmp_path
-
-
-def test_going_back_sets_later_checkpoints_and_the_results_aside(trained):
-    start = open_folder(trained, {"a": 1}, updates=12, resume_from="step-00000004")
-    assert (start.step, start.is_finished) == (4, False)
-    assert start.aside == ("aside-1-step-00000008", "aside-1-step-00000012")
-    assert names(trained) == ["aside-1-step-00000008", "aside-1-step-00000012", "step-00000004"]
-    assert not (trained / "results.jsonl").exists(), "what goes on would look finished"
 
 
 @pytest.mark.parametrize("mistake", ["another run", "no such checkpoint", "damaged"])

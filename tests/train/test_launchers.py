@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import TEXT, alone, config, far_apart, losses
+from tests.train.runs import COMMAND, alone, config, far_apart, flags, losses
 from trainstep.commands.cli import main, parse
 
 RUN = ["train", "--size", "large", "--scheme", "fsdp", "--precision", "bf16", "--batch", "2", "--global-batch", "64",
@@ -148,13 +148,8 @@ finally:
 
 
 REPOSITORY = Path(__file__).parents[2]
-SMALL = [
-    "train", "--size", "tiny", "--vocab-size", "256", "--d-model", "32", "--d-ff", "64", "--num-layers", "2",
-    "--num-heads", "2", "--batch", "2", "--context", "32", "--learning-rate", "3e-3", "--device", "cpu",
-    "--global-batch", "8", "--samples", "0", "--no-tensorboard", "--validation-fraction", "0.1", "--data", str(TEXT),
-    "--steps", "150", "--warmup", "0.05", "--eval-every", "60", "--save-every", "10", "--eval-batches", "1",
-]  # fmt: skip
 CURVE = {"steps": 150, "warmup": 0.05, "eval_every": 60, "save_every": 10, "eval_batches": 1}
+SMALL = [*COMMAND, "--size", "tiny", *flags(CURVE)]
 
 
 @pytest.fixture

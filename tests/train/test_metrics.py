@@ -178,19 +178,17 @@ def rows_of(*starts):
     return found
 
 
-def test_updates_of_earlier_starts_are_in_the_curve_and_not_in_the_speed():
-    values = run_record(config(), ALONE, rows_of((40, 8.0), (WARMUP + 9, 2.0)), 40, 2**30).values
-    assert (values["n"], values["step_ms"], values["tokens_per_s"]) == (9, 2.0, 1e3 * 8 * 32 / 2.0)
-    assert (values["first_loss"], values["tokens"], values["peak_gib"]) == (8.99, 256 * (40 + WARMUP + 9), 1.0)
-
-
-def test_a_last_start_within_its_first_updates_has_those():
-    record = run_record(config(), ALONE, rows_of((40, 8.0), (3, 2.0)), 40, None)
-    assert (record.n, record.times["step"].median, record.peak_gib) == (3, 1000.0, None)
-
-
-def test_a_start_after_the_last_update_measured_nothing():
-    record = run_record(config(), ALONE, rows_of((40, 8.0)), 40, 2**30)
-    assert (record.n, record.times) == (0, {})
-    assert (record.tokens_per_s, record.peak_gib) == (None, None)
-    assert record.validation_loss == 2.0
+@pytest.mark.parametrize(
+    ("starts", "peak", "expected"),
+    [
+        (((40, 8.0), (WARMUP + 9, 2.0)), 2**30, {"n": 9, "step_ms": 2.0, "tokens_per_s": 128e3, "peak_gib": 1.0}),
+        (((40, 8.0), (3, 2.0)), None, {"n": 3, "step_ms": 1000.0, "tokens_per_s": 256.0, "peak_gib": None}),
+        (((40, 8.0),), 2**30, {"n": 0, "step_ms": None, "tokens_per_s": None, "peak_gib": None}),
+    ],
+    ids=["the last start's", "of fewer updates than its first ones", "after the last update"],
+)
+def test_updates_of_earlier_starts_are_in_the_curve_and_not_in_the_speed(starts, peak, expected):
+    made = rows_of(*starts)
+    values = run_record(config(), ALONE, made, 40, peak).values
+    assert {name: values.get(name) for name in expected} == expected
+    assert (values["first_loss"], values["tokens"], values["validation_loss"]) == (8.99, 256 * len(made), 2.0)

@@ -42,6 +42,18 @@ def alone(run, out, **options):
     return train_alone(run, out, data=factory_source(run.name), **options)
 
 
+def changed(name, change):
+    """The source of a small workload, `change` applied to each that it builds."""
+    source = factory_source(f"tests.train.own_models:{name}")
+
+    def build(step):
+        made = source.build(step)
+        change(made)
+        return made
+
+    return dataclasses.replace(source, build=build)
+
+
 def _runs(process, runs):
     for run, out in runs:
         on_rank(process, run, out)
@@ -149,41 +161,33 @@ def test_batches_that_are_others_after_a_restart_stop_it(tmp_path):
     with pytest.raises(UsageError, match=r"another run .*data.first_batch"):
         alone(run, tmp_path / "run")
     # The first batch is as before, a later one is not.
-    source = factory_source("tests.train.own_models:counting")
     run = own("counting", save_every=2)
-    train_alone(run, tmp_path / "other", data=source, stop_after=2)
-    build = source.build
+    alone(run, tmp_path / "other", stop_after=2)
 
-    def changed(step):
-        made = build(step)
+    def skips(made):
         made.batches = [made.batches[0], made.batches[2], *made.batches[2:]]
-        return made
 
     with pytest.raises(UsageError, match=r"batch 1 of the workload, drawn again, is not the one that was trained on"):
-        train_alone(run, tmp_path / "other", data=dataclasses.replace(source, build=changed))
+        train_alone(run, tmp_path / "other", data=changed("counting", skips))
     assert identity["workload"] == "tests.train.own_models:unseeded"
 
 
 def test_an_optimizer_that_is_made_otherwise_is_another_run(tmp_path):
-    source = factory_source("tests.train.own_models:two_losses")
     run = own("two_losses")
     alone(run, tmp_path / "run", stop_after=3)
-    build = source.build
 
-    def changed(step):
-        made = build(step)
+    def slower(made):
         optimizer = made.optimizer
 
-        def slower(parameters):
+        def make(parameters):
             found = optimizer(parameters)
             found.param_groups[1]["lr"] = 5e-4
             return found
 
-        made.optimizer = slower
-        return made
+        made.optimizer = make
 
     with pytest.raises(UsageError, match=r"made otherwise .*group 1 lr: 0.001 → 0.0005"):
-        train_alone(run, tmp_path / "run", data=dataclasses.replace(source, build=changed))
+        train_alone(run, tmp_path / "run", data=changed("two_losses", slower))
 
 
 def test_rates_are_the_optimizers_own_unless_a_schedule_is_asked_for(tmp_path):
@@ -302,15 +306,10 @@ def test_a_restart_of_a_list_draws_only_what_it_needs(tmp_path):
             asked.append(number)
             return super().__getitem__(number)
 
-    source = factory_source("tests.train.own_models:counting")
-    build = source.build
-
-    def counted(step):
-        made = build(step)
+    def counted(made):
         made.batches = Counted(made.batches)
-        return made
 
-    source = dataclasses.replace(source, build=counted)
+    source = changed("counting", counted)
     train_alone(own("counting", steps=12, save_every=20), tmp_path / "run", data=source, stop_after=10)
     asked.clear()
     train_alone(own("counting", steps=12, save_every=20), tmp_path / "run", data=source)

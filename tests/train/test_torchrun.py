@@ -10,18 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import TEXT, alone, config, far_apart, losses, names, updates
+from tests.train.runs import COMMAND, alone, config, far_apart, flags, losses, names, updates
 
 pytestmark = pytest.mark.distributed
 
 RUN = {"steps": 100, "warmup": 0.05, "eval_every": 60, "save_every": 10, "eval_batches": 1}
-WORDS = [
-    "train", "--vocab-size", "256", "--d-model", "32", "--d-ff", "64", "--num-layers", "2", "--num-heads", "2",
-    "--batch", "2", "--context", "32", "--learning-rate", "3e-3", "--device", "cpu", "--global-batch", "8",
-    "--samples", "0", "--no-tensorboard", "--validation-fraction", "0.1", "--data", str(TEXT), "--timeout", "60",
-    "--page-every", "0",
-    *(word for name, value in RUN.items() for word in (f"--{name.replace('_', '-')}", str(value))),
-]  # fmt: skip
+WORDS = [*COMMAND, *flags(RUN), "--timeout", "60", "--page-every", "0"]
 
 
 def torchrun(*words):
