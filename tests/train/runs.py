@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.parallel.process import AgreedError, join_group_or_alone
-from trainstep.train.config import RunConfig, TrainConfig
+from trainstep.train.config import BuiltinRun, TrainConfig
 from trainstep.train.learner import Learner
 from trainstep.train.loop import train
 from trainstep.train.metrics import Show
@@ -38,11 +38,11 @@ def flags(settings):
 
 def config(model=None, step=None, **changes):
     """The small run with some fields of its `TrainConfig`, `ModelConfig` and `StepConfig` changed."""
-    return RunConfig(
+    return BuiltinRun(
         "small test",
-        dataclasses.replace(MODEL, **(model or {})),
         dataclasses.replace(STEP, **(step or {})),
         dataclasses.replace(TRAIN, **changes),
+        dataclasses.replace(MODEL, **(model or {})),
     )
 
 

@@ -19,7 +19,7 @@ from trainstep.commands.train import Train
 from trainstep.rows.records import read_records
 from trainstep.step.workload import factory_source
 from trainstep.train import metrics
-from trainstep.train.config import OF_WORKLOADS, RunConfig, division
+from trainstep.train.config import OF_WORKLOADS, OwnRun, division
 
 pytestmark = pytest.mark.distributed
 
@@ -31,7 +31,7 @@ def own(name, *, step=None, **changes):
     """A run of one of the small workloads, and its source."""
     source = factory_source(name if ":" in name else f"tests.train.own_models:{name}")
     config = dataclasses.replace(StepConfig(device="cpu"), **(step or {}))
-    return RunConfig(source.name, None, config, dataclasses.replace(RUN, **changes))
+    return OwnRun(source.name, config, dataclasses.replace(RUN, **changes))
 
 
 def on_rank(process, run, out, **options):
@@ -287,7 +287,7 @@ def test_a_workloads_optimizer_is_taken_as_it_is_by_default():
     run = Train(workload="tests.train.own_models:counting", train={"steps": 3}).run_config()
     assert (run.train.warmup, run.train.min_learning_rate, run.train.clip_norm) == (0.0, 1.0, math.inf)
     assert not run.train.is_scheduled
-    assert (run.model, run.train.steps) == (None, 3)
+    assert (type(run), run.train.steps) == (OwnRun, 3)
 
 
 @pytest.mark.parametrize(

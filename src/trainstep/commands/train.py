@@ -15,7 +15,7 @@ from trainstep.base.errors import UsageError
 from trainstep.commands.options import AnyModel, flags_of, words_of
 from trainstep.commands.output import INTERRUPTED, console_for_output, memory_as_mistake
 from trainstep.commands.report import PAGE
-from trainstep.train.config import OF_BUILTIN, OF_OWN, OF_WORKLOADS, RunConfig, TrainConfig
+from trainstep.train.config import OF_BUILTIN, OF_OWN, OF_WORKLOADS, BuiltinRun, OwnRun, RunConfig, TrainConfig
 from trainstep.train.launchers import Launch
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ class Train(AnyModel):
             train = replace_checked(train, load_toml(self.config).train, where=f"{self.config} [train]")
         train = dataclasses.replace(train, **self.train)
         if self.workload is None:
-            return RunConfig(self.model_name(), self.model_config(), self.step_config(), train)
+            return BuiltinRun(self.model_name(), self.step_config(), train, self.model_config())
         source = self.source()
-        return RunConfig(source.name, None, self.own_step(source), train)
+        return OwnRun(source.name, self.own_step(source), train)
 
     def _check_given(self, given: Mapping[str, Any]) -> None:
         """Raise `UsageError` for settings that this model knows nothing of."""

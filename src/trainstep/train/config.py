@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from trainstep.base.config import RESUMABLE, ModelConfig, StepConfig, settings_with
+from trainstep.base.config import CASE, RESUMABLE, ModelConfig, StepConfig, settings_with
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.precision import PRECISIONS
 from trainstep.base.schemes import SCHEMES, Scheme, TrainScheme
@@ -112,21 +114,33 @@ OF_OWN = ("batches_per_update", "allow_unused")
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """A run in full: the model, how a step is taken, and how the run goes."""
+class RunConfig(ABC):
+    """A run in full: the model, how a step is taken, and how the run goes. `BuiltinRun` and `OwnRun` are the kinds."""
 
     name: str
     """Name of the model in tables; of a user's workload, what names its factory."""
-    model: ModelConfig | None
-    """The shape of the built-in model; None for a user's workload."""
     step: StepConfig
     """Settings of one rank and one pass, as for the batch; the learning rate is the schedule's peak."""
     train: TrainConfig
 
-    @property
-    def tokens_per_update(self) -> int:
-        """Tokens of an update of a built-in model; a workload's batches are counted as they come."""
-        return self.train.global_batch * self.step.context
+    silent: ClassVar[tuple[str, ...]]
+    """Settings that say nothing of this kind of model, as `step.NAME` and `train.NAME`."""
+
+    @abstractmethod
+    def passes(self, world_size: int) -> int:
+        """Count the passes of a rank in an update."""
+
+    @abstractmethod
+    def describe_update(self, world_size: int) -> str:
+        """Say what an update takes, and how the ranks share it."""
+
+    @abstractmethod
+    def tokens_after(self, step: int, noted: int | None) -> int | None:
+        """Count the tokens of so many updates; `noted` has the checkpoint after them, None where none was counted."""
+
+    @abstractmethod
+    def model_settings(self) -> dict[str, Scalar]:
+        """Name the model: its settings, or what makes it."""
 
     def learning_rate(self, step: int, peak: float | None = None) -> float:
         """The learning rate of update number `step`, from 1 on: warm-up, then half a cosine (Loshchilov & Hutter 2017).
@@ -152,20 +166,9 @@ class RunConfig:
         scheme = dataclasses.replace(scheme, bucket_mb=self.train.bucket_mb)
         return scheme.on(world_size, hosts, self.train.replicas or None)
 
-    def passes(self, world_size: int) -> int:
-        if self.model is None:
-            return division(self.train.batches_per_update, world_size)[0]
-        return self.train.global_batch // (self.step.batch * world_size)
-
-    def describe_update(self, world_size: int) -> str:
-        """Say what an update takes, and how the ranks share it."""
+    def _ranks_and_passes(self, world_size: int) -> str:
         passes = self.passes(world_size)
-        how = f"{counted(world_size, 'rank')} × {passes} pass{'es' if passes > 1 else ''}"
-        if self.model is not None:
-            return f"{self.train.global_batch} × {self.step.context} tokens ({how} × batch {self.step.batch})"
-        groups = division(self.train.batches_per_update, world_size)[1]
-        batches = "1 batch" if self.train.batches_per_update == 1 else f"{self.train.batches_per_update} batches"
-        return f"{batches} ({how}{f', {groups} ranks divide the rows of a batch' if groups > 1 else ''})"
+        return f"{counted(world_size, 'rank')} × {passes} pass{'es' if passes > 1 else ''}"
 
     def check(self, world_size: int, hosts: int = 1) -> None:
         """See that this can be trained on that many ranks, before anything is built.
@@ -175,8 +178,6 @@ class RunConfig:
             UnsupportedError: fp16, or ranks that make no replicas.
         """
         # All of it is arithmetic, so that a mistake ends the run before the minutes that building may take.
-        if self.model is not None:
-            self._check_sizes(self.model, world_size)
         if self.train.scheme == "single" and world_size > 1:
             raise UsageError(
                 f"scheme single on {world_size} ranks would train {world_size} models that know nothing of each other; "
@@ -196,10 +197,6 @@ class RunConfig:
             raise UsageError(
                 f"bucket_mb is {self.train.bucket_mb:g}, and {scheme.name} sends no buckets; use --scheme ddp or "
                 "sharded-optimizer, or leave it out"
-            )
-        if self.model is not None and self.train.blocks_per_group > self.model.num_layers:
-            raise UsageError(
-                f"blocks_per_group is {self.train.blocks_per_group}; the model has {self.model.num_layers} blocks"
             )
         if PRECISIONS[self.step.precision].needs_scaler:
             raise UnsupportedError(
@@ -222,8 +219,55 @@ class RunConfig:
                 f"they come, and {why}; {INSTEAD}, or train in one process and pass, with --clip-norm inf"
             )
 
-    def _check_sizes(self, model: ModelConfig, world_size: int) -> None:
-        sizes = {"parameters": model.num_parameters, "tokens of an update": self.tokens_per_update}
+    def case(self) -> dict[str, Scalar]:
+        """Give the settings of a step and an update, as the fields of a `TrainRow`; None where they say nothing."""
+        fields = {f"step.{name}": getattr(self.step, name) for name in settings_with(CASE)}
+        fields |= {f"train.{name}": getattr(self.train, name) for name in ("global_batch", "batches_per_update")}
+        told = {name: None if name in self.silent or value == "none" else value for name, value in fields.items()}
+        return {name.partition(".")[2]: value for name, value in told.items()}
+
+    def settings(self, data: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """All of the run, by name. `data` describes the tokens, or the workload's module and batches."""
+        rooms = {"step": vars(self.step), "train": vars(self.train)}
+        fields = {f"{room}.{name}": value for room, values in rooms.items() for name, value in values.items()}
+        own = {name: "inf" if value == math.inf else value for name, value in fields.items() if name not in self.silent}
+        return self.model_settings() | own | {f"data.{name}": value for name, value in data.items()}
+
+    def identity(self, data: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """Settings that the loss curve depends on, by name: a run goes on only with the same. `data` describes the
+        tokens."""
+        return {name: value for name, value in self.settings(data).items() if name not in MAY_CHANGE}
+
+
+@dataclass(frozen=True)
+class BuiltinRun(RunConfig):
+    """A run of a built-in model on tokens."""
+
+    model: ModelConfig
+    """Shape of the model."""
+
+    silent = tuple(f"train.{name}" for name in OF_OWN)
+
+    @property
+    def tokens_per_update(self) -> int:
+        """Tokens of an update; a workload's batches are counted as they come."""
+        return self.train.global_batch * self.step.context
+
+    def passes(self, world_size: int) -> int:
+        return self.train.global_batch // (self.step.batch * world_size)
+
+    def describe_update(self, world_size: int) -> str:
+        how = f"{self._ranks_and_passes(world_size)} × batch {self.step.batch}"
+        return f"{self.train.global_batch} × {self.step.context} tokens ({how})"
+
+    def tokens_after(self, step: int, noted: int | None) -> int:
+        return step * self.tokens_per_update
+
+    def model_settings(self) -> dict[str, Scalar]:
+        return {f"model.{name}": value for name, value in vars(self.model).items()}
+
+    def check(self, world_size: int, hosts: int = 1) -> None:
+        sizes = {"parameters": self.model.num_parameters, "tokens of an update": self.tokens_per_update}
         for name, count in sizes.items():
             if count > MOST:
                 raise UsageError(f"the number of {name} is {count:.3g}; at most {MOST:.0e} can be. Check the sizes")
@@ -235,30 +279,41 @@ class RunConfig:
                 f"{counted(world_size, 'rank')} × batch {self.step.batch}; choose --global-batch among the multiples "
                 f"of {at_once}, or another --batch"
             )
-        model.require_context(self.step.context)
+        self.model.require_context(self.step.context)
+        super().check(world_size, hosts)
+        if self.train.blocks_per_group > self.model.num_layers:
+            raise UsageError(
+                f"blocks_per_group is {self.train.blocks_per_group}; the model has {self.model.num_layers} blocks"
+            )
 
-    def settings(self, data: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """All of the run, by name. `data` describes the tokens, or the workload's module and batches."""
-        rooms = {"step": vars(self.step), "train": vars(self.train)}
-        if self.model is not None:
-            rooms = {"model": vars(self.model), **rooms}
-        beside = [f"train.{name}" for name in (OF_BUILTIN if self.model is None else OF_OWN)]
-        if self.model is None:
-            beside += [f"step.{name}" for name in ("batch", "context", "loss", "learning_rate")]
-        fields: dict[str, Scalar] = {} if self.model is not None else {"workload": self.name}
-        fields |= {
-            f"{room}.{name}": value
-            for room, values in rooms.items()
-            for name, value in values.items()
-            if f"{room}.{name}" not in beside
-        }
-        numbers = {name: "inf" if value == math.inf else value for name, value in fields.items()}
-        return numbers | {f"data.{name}": value for name, value in data.items()}
 
-    def identity(self, data: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """Settings that the loss curve depends on, by name: a run goes on only with the same. `data` describes the
-        tokens."""
-        return {name: value for name, value in self.settings(data).items() if name not in MAY_CHANGE}
+@dataclass(frozen=True)
+class OwnRun(RunConfig):
+    """A run of a user's workload on its own batches."""
+
+    silent = (
+        *(f"train.{name}" for name in OF_BUILTIN),
+        *(f"step.{name}" for name in ("batch", "context", "loss", "learning_rate")),
+    )
+
+    def passes(self, world_size: int) -> int:
+        return division(self.train.batches_per_update, world_size)[0]
+
+    def describe_update(self, world_size: int) -> str:
+        count, groups = self.train.batches_per_update, division(self.train.batches_per_update, world_size)[1]
+        divided = f", {groups} ranks divide the rows of a batch" if groups > 1 else ""
+        return f"{count} batch{'es' if count > 1 else ''} ({self._ranks_and_passes(world_size)}{divided})"
+
+    def tokens_after(self, step: int, noted: int | None) -> int | None:
+        return noted if step else 0
+
+    def model_settings(self) -> dict[str, Scalar]:
+        return {"workload": self.name}
+
+    def case(self) -> dict[str, Scalar]:
+        usual = StepConfig()  # whose attention and optimizer stand for the workload's own
+        own = [name for name in ("attention", "optimizer") if getattr(self.step, name) == getattr(usual, name)]
+        return super().case() | dict.fromkeys(own)
 
 
 MAY_CHANGE = {

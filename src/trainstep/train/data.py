@@ -21,14 +21,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainstep.base.config import ModelConfig, StepConfig
+from trainstep.base.config import StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.parallel.process import Process, on_all_ranks
 from trainstep.plan.flops import step_flops
 from trainstep.rows.records import Scalar
 from trainstep.step.model.text import Tokens, cut_sequences, load_tokens
 from trainstep.step.workload import Workload, builtin_workload, make_optimizer
-from trainstep.train.config import RunConfig
+from trainstep.train.config import BuiltinRun
 
 _PIECES, _PIECE_TOKENS = 64, 2**16
 """Pieces of the tokens, this many, evenly spaced, that are hashed; of a small data set that is all of it."""
@@ -114,7 +114,7 @@ class TokenData(Data):
     training: Tokens
     validation: Tokens
     is_text: bool  # whether the tokens are the bytes of text
-    config: RunConfig
+    config: BuiltinRun
     """Says how many sequences of which length make an update and a validation, and which seed chooses them."""
 
     no_text = "no samples of text: the token ids of a .bin file have no tokenizer here"
@@ -126,17 +126,19 @@ class TokenData(Data):
 
     @property
     def parameters(self) -> str:
-        return f"{self._model.num_parameters:,} parameters"
+        return f"{self.config.model.num_parameters:,} parameters"
 
     def check(self, process: Process) -> None:
         on_all_ranks(process, partial(self.check_ids, process.rank, process.world_size))
 
     def flops(self, world_size: int) -> float:
-        return step_flops(self._model, self.config.train.global_batch, self.config.step.context, "step") / world_size
+        return (
+            step_flops(self.config.model, self.config.train.global_batch, self.config.step.context, "step") / world_size
+        )
 
     def workload(self, step: StepConfig) -> Workload:
         """Build the model, with the optimizer and the weight decay of the run."""
-        made = builtin_workload(self._model, step, batches=())
+        made = builtin_workload(self.config.model, step, batches=())
         decay = self.config.train.weight_decay
         made.optimizer = partial(make_optimizer, step.optimizer, step.learning_rate, weight_decay=decay)
         return made
@@ -171,32 +173,26 @@ class TokenData(Data):
         for tokens in () if self.is_text else (self.training, self.validation):
             part = np.array_split(tokens, world_size)[rank]
             for start in range(0, len(part), _CHECKED_TOKENS):
-                if (largest := int(part[start : start + _CHECKED_TOKENS].max())) >= self._model.vocab_size:
+                if (largest := int(part[start : start + _CHECKED_TOKENS].max())) >= self.config.model.vocab_size:
                     raise UsageError(
-                        f"the data holds token id {largest}, beyond the vocabulary of {self._model.vocab_size}; "
+                        f"the data holds token id {largest}, beyond the vocabulary of {self.config.model.vocab_size}; "
                         "give the data that fits the model, or --vocab-size"
                     )
-
-    @property
-    def _model(self) -> ModelConfig:
-        assert self.config.model is not None, "a workload has its own batches"
-        return self.config.model
 
     def _parts(
         self, tokens: Tokens, starts: npt.NDArray[np.integer], rank: int, world_size: int, batch: int
     ) -> list[Batch]:
         mine = np.split(starts, world_size)[rank]
-        context, vocab_size = self.config.step.context, self._model.vocab_size
+        context, vocab_size = self.config.step.context, self.config.model.vocab_size
         return [cut_sequences(tokens, part, context, vocab_size) for part in np.split(mine, len(mine) // batch)]
 
 
-def open_data(path: Path | None, config: RunConfig) -> TokenData:
+def open_data(path: Path | None, config: BuiltinRun) -> TokenData:
     """The tokens of a text file, a folder, a `.bin` file or the standard library's source (None), split in two.
 
     Raises:
         UsageError: no such data, or too little of it for one sequence to train on and one to validate on.
     """
-    assert config.model is not None, "a workload has its own batches"
     tokens = load_tokens(path, config.model.vocab_size)
     context = config.step.context
     kept = int(len(tokens) * config.train.validation_fraction)

@@ -42,7 +42,7 @@ from trainstep.train.checkpoints import (
     tidy,
     training_state,
 )
-from trainstep.train.config import RunConfig, counted, differences
+from trainstep.train.config import BuiltinRun, RunConfig, counted, differences
 from trainstep.train.data import Data, open_data
 from trainstep.train.history import METRICS, Pages, read_metrics
 from trainstep.train.learner import Learner, Reading, Readings, Update
@@ -144,7 +144,10 @@ def train(
 
 
 def _open(data: Path | WorkloadSource | None, config: RunConfig) -> Data:
-    return OwnData(data, config) if isinstance(data, WorkloadSource) else open_data(data, config)
+    if isinstance(data, WorkloadSource):
+        return OwnData(data, config)
+    assert isinstance(config, BuiltinRun), "a workload has its own batches"
+    return open_data(data, config)
 
 
 def _check_started_alike(settings: dict[str, Scalar], process: Process) -> None:
@@ -274,9 +277,7 @@ class Start:
 
     def tokens(self, config: RunConfig) -> int | None:
         """Tokens that the run was trained on so far; None where a workload's batches do not tell."""
-        if config.model is not None:
-            return self.step * config.tokens_per_update
-        return 0 if self.checkpoint is None else self.checkpoint.note["tokens"]
+        return config.tokens_after(self.step, None if self.checkpoint is None else self.checkpoint.note.get("tokens"))
 
     def describe(self, config: RunConfig, world_size: int, hosts: int, out: Path, parameters: str) -> str:
         """A run's first lines for the terminal: what is trained how, and from where. `parameters` says how many."""

@@ -11,7 +11,6 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainstep.base.config import CASE, StepConfig, settings_with
 from trainstep.base.errors import UsageError
 from trainstep.base.hardware import find_device
 from trainstep.measure.environment import describe, device_name
@@ -221,22 +220,13 @@ def as_summary(record: TrainRow) -> str:
 
 def case_of(config: RunConfig, process: Process) -> dict[str, Any]:
     """The settings of a run on these ranks, as the fields of a `TrainRow`."""
-    settings = {name: getattr(config.step, name) for name in settings_with(CASE)}
-    if config.model is None:
-        settings |= dict.fromkeys(("context", "batch", "loss"))
-        settings |= {name: None for name in ("attention", "optimizer") if settings[name] == getattr(StepConfig(), name)}
-    settings["fused"] = None if config.step.fused == "none" else config.step.fused
-    checkpointing, scheme = config.step.checkpointing, config.scheme(process.world_size, process.hosts)
-    return {
+    scheme = config.scheme(process.world_size, process.hosts)
+    return config.case() | {
         "workload": config.name,
-        **settings,
-        "checkpointing": None if checkpointing == "none" else checkpointing,
         "scheme": scheme.name,
         "replicas": scheme.replicas,
         "blocks_per_group": None if scheme.blocks_per_group == 1 else scheme.blocks_per_group,
         "world_size": process.world_size,
-        "global_batch": None if config.model is None else config.train.global_batch,
-        "batches_per_update": config.train.batches_per_update if config.model is None else None,
         "steps": config.train.steps,
     }
 
