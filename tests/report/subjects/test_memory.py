@@ -63,6 +63,7 @@ def test_every_kind_has_its_finding() -> None:
         "memory.does-not-fit": {"mode": "step", "context": 256, "predicted_gib": 200.0},
         "checkpointing.best": {"peak_gib": 4.0, "without_gib": None},
     }  # fmt: skip
+    assert found["residuals.compiled-step"].sentence.endswith("2.00 GiB (-50%).")
     assert "(context 128, precision fp32, checkpointing every-1)" in found["memory.prediction-off"].sentence
     assert found["precision.accumulation"].figures == {"fp16": 9.9531, "fp32_sum": 10.0021}
 
@@ -86,10 +87,21 @@ def test_dtypes_are_told_by_precision_of_the_rows_that_ran() -> None:
                              "parameters": ("bf16, fp32", "fp32"), "gradients": ("fp32",)}  # fmt: skip
 
 
+def test_how_closely_is_told_with_how_many() -> None:
+    every = [[PeakRow(context=n, mode="step", prediction_error=each) for n, each in enumerate(errors)]
+             for errors in ((0.0,), (-0.0123, 0.0))]  # fmt: skip
+    one, two = (findings(rows)[0].sentence for rows in every)
+    assert one == "The plan predicts the measured peak to within 0.01%."
+    assert two == "The plan predicts 2 measured peaks to within 1.23%."
+
+
 def test_a_block_is_the_sum_of_all_its_tensors_whatever_the_order_of_rows() -> None:
     rows = [row for row in STUDY if isinstance(row, ResidualRow) and row.part == "first block"]
     (found,) = findings(rows[::-1])
     assert dict(found.figures)["gib"] == 1.0
+    made = ResidualRow(**KEPT, part="first block", group="gradients", mib=256.0, formula_mib=128.0)
+    (_, gradients) = findings([*rows, made])
+    assert gradients.figures == {"precision": "fp32", "freed_gib": 1.0, "gib": 0.25, "formula_gib": 0.125}
     assert findings(rows[:1]) == findings(rows[1:]) == [], "without the sum, or the largest, nothing is said"
 
 
@@ -111,6 +123,8 @@ def test_a_compiled_block_is_set_beside_the_eager_one_under_each_precision() -> 
         ("residuals.compiled-block", "fp32", 1.0, 0.5),
         ("residuals.compiled-block", "bf16", 0.25, 0.125),
     ]
+    assert found[1].sentence.startswith("Under bf16, compiled")
+    assert findings(rows[:2])[0].sentence.startswith("Compiled")
 
 
 def test_peaks_on_the_page_are_those_of_the_rows() -> None:

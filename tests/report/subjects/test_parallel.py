@@ -12,13 +12,21 @@ from trainstep.report.subjects.parallel import (
     computation_findings,
     data_findings,
     exposed_findings,
+    gather_findings,
     host_findings,
     label_among,
     overlap_findings,
 )
 from trainstep.report.tables import make_table
 from trainstep.report.terminal import to_terminal
-from trainstep.rows import CollectiveFitRow, CollectiveRow, ParallelFamilyRow, ParallelRow, ParallelTraceRow
+from trainstep.rows import (
+    CollectiveFitRow,
+    CollectiveRow,
+    ParallelFamilyRow,
+    ParallelGatherRow,
+    ParallelRow,
+    ParallelTraceRow,
+)
 from trainstep.rows.records import Times
 
 
@@ -137,7 +145,7 @@ def test_schemes_are_bars_with_their_exposed_communication_and_rows_with_raw_val
         scheme("fsdp", status="out of memory", reason="needed 300 GiB"),
     ]
     page = Page(render(rows))
-    assert {"chart-parallel-step", "chart-parallel-memory"} <= set(page.ids)
+    assert "chart-parallel-step" in page.ids
     assert [cells["scheme"] for cells in page.values["parallel"].values()] == ["single", "flat", "fsdp"]
     second = {"step_ms": "130.25", "step_low_ms": "129.25", "exposed_communication_ms": "29.75", "peak_gib": "40.0"}
     assert second.items() <= page.values["parallel"]["1"].items()
@@ -160,12 +168,6 @@ def test_a_scheme_with_several_numbers_of_replicas_is_told_apart_by_them():
     assert "hsdp-1" in page
 
 
-def test_memory_has_a_chart_only_where_it_was_measured():
-    ids = Page(render([scheme("single", 100.5), scheme("flat", 130.25)])).ids
-    assert "chart-parallel-step" in ids
-    assert "chart-parallel-memory" not in ids
-
-
 def traced(name, share, exposed):
     return ParallelTraceRow(
         scheme=name, world_size=2, hidden_share=share, exposed_communication_ms=exposed, communication_ms=12.5
@@ -185,6 +187,21 @@ def test_the_schemes_that_hide_most_and_least_of_their_communication_are_told():
     (two,) = overlap_findings(rows[:2])
     assert (two.figures["most"], two.figures["least"]) == ("fsdp", "flat")
     assert overlap_findings(rows[3:]) == []
+
+
+def test_gathers_that_are_late_are_told_with_the_one_that_is_latest():
+    def gather(block, exposed, profiled=None, scheme="fsdp"):
+        return ParallelGatherRow(scheme=scheme, world_size=2, phase="forward", block=block, place=0, step_ms=100.0,
+                                 exposed_ms=exposed, profiled_exposed_ms=profiled)  # fmt: skip
+
+    rows = [gather("0", 0.0, 0.5), gather("1", 2.0), gather("2", 3.0, 4.0), gather("3", None)]
+    late, in_time = gather_findings([*rows, gather("0", 0.0, scheme="z")])
+    assert late.figures == {
+        "scheme": "fsdp", "gathers": 3, "in_time": 1, "exposed_ms": 5.0, "step_ms": 100.0, "block": "2",
+        "phase": "forward", "most_ms": 3.0, "profiled_exposed_ms": 4.5, "made_late": ("0 in forward",),
+    }  # fmt: skip
+    assert in_time.figures == {"scheme": "z", "gathers": 1, "in_time": 1}
+    assert gather_findings([gather("3", None)]) == []
 
 
 def launched(scheme, step, issue, wait, optimizer=(7.0, 4.0), **settings):

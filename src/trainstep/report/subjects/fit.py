@@ -8,7 +8,6 @@ from functools import partial
 from trainstep.base.stats import ratio_of_medians
 from trainstep.report import columns
 from trainstep.report.blocks import Chart, Charts, Section, section
-from trainstep.report.charts.lines import Series, key_of, lines
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Column
 from trainstep.report.findings import Finding, found, listed, literal
@@ -62,8 +61,7 @@ def _last_fits(study: Sequence[FitRow]) -> list[FitRow]:
 
 def fit(records: Sequence[Row]) -> Section | None:
     """Section on what was chosen, and what came of it."""
-    studies = enumerate(_studies(records))
-    charts = [chart for place, study in studies for chart in (_peaks(study, place), _times(study, place))]
+    charts = [_peaks(study, place) for place, study in enumerate(_studies(records))]
     lead = (
         "For each block it was chosen which activations are kept, computed again or sent to host memory, so that the "
         "step fits its budget at the least added time. All that the choice rests on was measured on this machine."
@@ -93,24 +91,6 @@ def _peaks(study: Sequence[FitRow], place: int) -> Chart:
     return Chart(
         f"fit-{place}", "Peak by choice of activations", caption, partial(bars, drawn, unit, limit=limit), legend
     )
-
-
-def _times(study: Sequence[FitRow], place: int) -> Chart:
-    """Chart of what memory costs: the more is given, the less is computed again."""
-    rows = sorted((row for row in study if row.peak_gib and "step" in row.times), key=lambda row: row.peak_gib or 0)
-    _, scale = unit = unit_of(max((row.peak_gib or 0 for row in rows), default=0))
-    series = []
-    for name, role, forms in (
-        ("chosen for a budget", "accent", ("fit",)),
-        ("all blocks kept, or all computed again", "neutral", ("plain", "all again")),
-        ("one policy for all blocks", "kind-2", ()),
-    ):
-        own = [row for row in rows if (row.form in forms if forms else row.form not in ("fit", "plain", "all again"))]
-        x, y = [scale * (row.peak_gib or 0) for row in own], [row.times["step"].median for row in own]
-        texts = [f"{form_of(row)}, {number(row.times['step'].median)} ms" for row in own]
-        series += [Series(name, x, y, role, markers=True, line=False, texts=texts)] * bool(own)
-    drawn = partial(lines, series, f"peak ({unit[0]})", "step (ms)")
-    return Chart(f"fit-times-{place}", "Time by peak of memory", "", drawn, key_of(series))
 
 
 def fit_findings(records: Sequence[Row]) -> list[Finding]:

@@ -25,7 +25,6 @@ from trainstep.rows import CheckpointingRow, PeakRow, ResidualRow, WorkloadRow
 from trainstep.rows.records import Row, Scalar, by_case, of_kind
 
 AGREES = 0.05  # A prediction of the peak that is off by more than this share is remarked on
-NEARLY_FULL = 0.3  # The memory there is, is drawn where a peak takes more than this share of it
 _LINES = ("workload", *settings_with(CASE, without=("context",)), "mode")
 """Settings that tell the lines of the chart of peaks apart."""
 
@@ -103,34 +102,12 @@ def _by_context(rows: Sequence[PeakRow], contexts: Sequence[int]) -> Chart:
 
 def checkpointing(records: Sequence[Row]) -> Section | None:
     """The peak under each checkpointing policy, predicted and measured."""
-    studies = by_case(of_kind(records, CheckpointingRow), "checkpointing")
-    charts = Charts([_policies(study, place, len(studies) > 1) for place, study in enumerate(studies)])
     lead = (
         "Every K blocks keeps the input of every K blocks and runs the blocks again in backward. Every K costs one "
         "more forward of the blocks, so the K with the smallest peak is the best."
     )
     table = page_table(CHECKPOINTING, records)
-    return section("checkpointing", "Checkpointing", "What checkpointing makes of it", lead, charts, table)
-
-
-def _policies(rows: Sequence[CheckpointingRow], place: int, is_told: bool) -> Chart:
-    largest = max((peak for row in rows for peak in (row.peak_gib, row.predicted_gib) if peak is not None), default=0)
-    unit, scale = unit_of(largest)
-    limit = next((row.memory_gib for row in rows if row.memory_gib is not None), None)
-    drawn = []
-    for row in rows:
-        peak, predicted = row.peak_gib, row.predicted_gib
-        tip = f"peak {gib(peak)}, in {row.peak_phase}" if peak is not None else row.reason
-        tip += f"\npredicted {gib(predicted)}" if predicted is not None else ""
-        tip += f"\n{number(row.times['step'].median)} ms per step" if "step" in row.times else ""
-        label = row.status if peak is None else f"{number(peak * scale)} {unit}"
-        ends = [None if size is None else size * scale for size in (peak, predicted)]
-        drawn.append(Bar(str(row.checkpointing), ends[0], label, tip, second=ends[1]))
-    shown = limit * scale if limit is not None and largest > NEARLY_FULL * limit else None
-    legend = [("accent", "measured"), ("neutral", "predicted")]
-    caption = "The dashed line is the memory there is." if shown else ""
-    title = f"Peak by policy: {_study_name(rows)}" if is_told else "Peak by policy"
-    return Chart(f"checkpointing-{place}", title, caption, partial(bars, drawn, unit, limit=shown), legend)
+    return section("checkpointing", "Checkpointing", "What checkpointing makes of it", lead, table)
 
 
 def _study_name(rows: Sequence[CheckpointingRow]) -> str:
@@ -250,7 +227,6 @@ def _time_against_none(rows: Mapping[str, Row]) -> tuple[str, dict[str, Scalar]]
     return said, {"time_ratio": ratio.value, "time_ratio_low": low, "time_ratio_high": high}
 
 
-PARTS = {"first block": "One block", "step": "The whole step"}  # Parts that have charts, the smaller first
 _GROUP = ("group", "rank", "module")  # Settings that tell the rows of one part apart
 
 
@@ -274,40 +250,14 @@ RESIDUALS = define(
 
 def residuals(records: Sequence[Row]) -> Section | None:
     """Section of what forward saves, by module and operation."""
-    rows, charts = of_kind(records, ResidualRow), []
-    for part, words in PARTS.items():
-        own = [row for row in rows if row.part == part and row.mib is not None]
-        has_precisions = len({row.precision for row in own}) > 1
-        for place, group in enumerate(by_case(own, *_GROUP)):
-            told = f"{words}, {group[0].precision}" if has_precisions else words
-            charts.append(_residual_chart(f"{part}-{place}".replace(" ", "-"), told, group))
-    groups = enumerate(by_case(rows, "part", *_GROUP))
+    groups = enumerate(by_case(of_kind(records, ResidualRow), "part", *_GROUP))
     tables = [page_table(RESIDUALS, own, f"residuals-{place}") for place, own in groups]
     lead = (
         "Tensors that autograd holds on to between forward and backward, without parameters, each storage once. These "
         "are the activations that a larger batch or context multiplies."
     )
     title = "What forward keeps for backward"
-    return section("residuals", "Kept for backward", title, lead, Charts(charts), *tables)
-
-
-def _residual_chart(name: str, words: str, rows: Sequence[ResidualRow]) -> Chart:
-    drawn = []
-    for row in rows:
-        if row.group == "all":
-            continue
-        size, share = row.mib or 0, row.share or 0
-        what, tip = residual_name(row), f"{gib(size / 1024)}, {share:.1%} of it\n{row.tensor or 'various tensors'}"
-        if row.operation:
-            tip = f"{row.module}\n{tip}"
-            is_compiled = row.operation == "CompiledFunction"  # which names neither operation nor module
-            last = str(row.module).rpartition(".")[2]
-            what = f"{row.rank}. {row.tensor if is_compiled else f'{row.operation}, {last}'}"
-        drawn.append(Bar(what, size, f"{share:.1%}", f"{tip}\n{number(row.storages)} storages"))
-    total = next((row.mib or 0 for row in rows if row.group == "all"), 0)
-    form = "eager" if rows[0].compile == "off" else "compiled"
-    title = f"{words}, {form}: {gib(total / 1024)}"
-    return Chart(f"residuals-{name}", title, "", partial(bars, drawn, "MiB"))
+    return section("residuals", "Kept for backward", title, lead, *tables)
 
 
 def residual_findings(records: Sequence[Row]) -> list[Finding]:

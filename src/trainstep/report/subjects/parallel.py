@@ -12,7 +12,7 @@ from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.charts.traces import LEGEND, overlap_chart
 from trainstep.report.columns import Cell, Column
 from trainstep.report.findings import Claim, Finding, found
-from trainstep.report.numbers import NONE, gib, number, numeric, unit_of
+from trainstep.report.numbers import number, numeric
 from trainstep.report.tables import define, page_table
 from trainstep.rows import ParallelFamilyRow, ParallelGatherRow, ParallelRatioRow, ParallelRow, ParallelTraceRow
 from trainstep.rows.records import AnyRow, Row, Scalar, by_case, of_kind
@@ -134,8 +134,8 @@ def exposed_findings(records: Sequence[Row]) -> list[Finding]:
         return []
     said, figures = list[str](), dict[str, Scalar]()
     for which, row in _ends(timed, lambda row: numeric(row.exposed_share)):
-        said.append(f"{{{which}_share:share}} of the step with {{{which}}} ({{{which}_exposed_ms:n}} of ")
-        said[-1] += f"{{{which}_step_ms:ms}})"
+        waits = f"({{{which}_exposed_ms:n}} of {{{which}_step_ms:ms}})"
+        said.append(f"{{{which}_share:share}} of the step with {{{which}}} {waits}")
         figures |= {which: label_among(row, rows), f"{which}_share": row.exposed_share}
         figures |= {f"{which}_exposed_ms": row.times["exposed_communication"].median}
         figures |= {f"{which}_step_ms": _step_ms(row)}
@@ -185,8 +185,8 @@ def overlap_findings(records: Sequence[Row]) -> list[Finding]:
     said, figures = list[str](), dict[str, Scalar]()
     ends = _ends(traced, lambda row: numeric(row.hidden_share))
     for which, row in ends:
-        said.append(f"{{{which}_hidden_share:.0%}} with {{{which}}} ({{{which}_exposed_ms:n}} of ")
-        said[-1] += f"{{{which}_communication_ms:n}} ms{' are exposed' if which == 'most' else ''})"
+        exposed = f"{{{which}_exposed_ms:n}} of {{{which}_communication_ms:n}} ms"
+        said.append(f"{{{which}_hidden_share:.0%}} with {{{which}}} ({exposed}{' are exposed' * (which == 'most')})")
         figures |= {which: row.label, f"{which}_hidden_share": row.hidden_share}
         figures |= {f"{which}_exposed_ms": row.exposed_communication_ms}
         figures |= {f"{which}_communication_ms": row.communication_ms}
@@ -297,13 +297,8 @@ def _timed(rows: Sequence[ParallelRow]) -> Charts | None:
     names = [label_among(row, rows) for row in rows]
     steps = [_step_bar(*each) for each in zip(names, rows, strict=True)]
     legend = [("neutral", "the step without it"), ("accent", "exposed communication")]
-    charts = [Chart("parallel-step", "Step on the slowest rank", "", partial(bars, steps, "ms per step"), legend)]
-    if any(row.peak_gib is not None for row in rows):
-        legend = [("neutral", "weights, gradients and optimizer state"), ("accent", "all else, at the peak")]
-        unit, scale = unit_of(max(row.peak_gib or 0 for row in rows))
-        drawn = partial(bars, [_memory_bar(*each, scale) for each in zip(names, rows, strict=True)], unit)
-        charts.append(Chart("parallel-memory", "Memory of a rank", "", drawn, legend))
-    return Charts(charts)
+    plot = partial(bars, steps, "ms per step")
+    return Charts([Chart("parallel-step", "Step on the slowest rank", "", plot, legend)])
 
 
 def label_among(row: ParallelRow, rows: Sequence[ParallelRow]) -> str:
@@ -332,19 +327,6 @@ def _step_bar(name: str, row: ParallelRow) -> Bar:
         base = max(step - exposed.median, 0.0)
     times = row.times["step"]
     return Bar(name, step, f"{number(step)} ms", tip, low=times.low, high=times.high, base=base)
-
-
-def _memory_bar(name: str, row: ParallelRow, scale: float) -> Bar:
-    peak = row.peak_gib
-    if peak is None:
-        return Bar(name, None, NONE, row.reason or "not measured")
-    kept = {
-        "weights": row.before_step_weights_gib or 0,
-        "gradients": row.before_step_gradients_gib or 0,
-        "optimizer state": row.before_step_optimizer_state_gib or 0,
-    }
-    tip = "\n".join([f"peak {gib(peak)}", *(f"{kind} {gib(size)}" for kind, size in kept.items())])
-    return Bar(name, peak * scale, gib(peak), tip, base=min(sum(kept.values()), peak) * scale)
 
 
 def _traced(rows: Sequence[ParallelTraceRow]) -> list[Charts]:

@@ -214,9 +214,8 @@ def _nothing_fits(rows: Sequence[PlanRow]) -> Finding:
 
 def plan(records: Sequence[Row]) -> Section | None:
     """Everything that was predicted and not measured."""
-    scaling = of_kind(records, PlanScalingRow)
+    scaling = _scaling(of_kind(records, PlanScalingRow))
     *predicted, checks = (page_table(each, records) for each in TABLES)
-    charts = [chart for each in (False, True) if (chart := _scaling(scaling, per_gpu=each)) is not None]
     bases = dict.fromkeys(row.basis for row in of_kind(records, PlanMachineRow))
     lead = (
         "These are predictions, from the model’s shape and the rates below; nothing here was measured. "
@@ -225,33 +224,29 @@ def plan(records: Sequence[Row]) -> Section | None:
     if of_kind(records, PlanFeedForwardRow):
         lead = "These are counts of FLOPs and bytes, divided by the given rates. Nothing here was measured."
     lead = " ".join([lead, *(f"They stand on this: {basis}." for basis in bases)])
-    blocks = (Charts(charts), *predicted, *scaling_table(records), checks)
+    blocks = (Charts([scaling] if scaling else []), *predicted, *scaling_table(records), checks)
     return section("plan", "Plan", "Plan: predicted, not measured", lead, *blocks)
 
 
 SECTIONS = (plan,)
 
 
-def _scaling(rows: Sequence[PlanScalingRow], *, per_gpu: bool) -> Chart | None:
+def _scaling(rows: Sequence[PlanScalingRow]) -> Chart | None:
     """Throughput of each strategy where it fits, with a line for perfect scaling; None where nothing ever fits."""
     counts = [float(gpus) for gpus in dict.fromkeys(row.gpus for row in rows)]
-    unit = "tokens/s per GPU" if per_gpu else "tokens/s"
     series = []
     for name, role in zip(dict.fromkeys(row.strategy for row in rows), itertools.cycle(KINDS), strict=False):
         known = [row for row in rows if row.strategy == name and row.fits and row.tokens_per_s is not None]
-        x = [float(row.gpus) for row in known]
-        y = [(row.tokens_per_s or 0) / (row.gpus if per_gpu else 1) for row in known]
-        texts = [typeset(f"{number(value)} {unit}") for value in y]
+        x, y = [float(row.gpus) for row in known], [row.tokens_per_s or 0.0 for row in known]
+        texts = [typeset(f"{number(value)} tokens/s") for value in y]
         series += [Series(f"{name} (predicted)", x, y, role, texts=texts)] if known else []
     if not series:
         return None
-    if not per_gpu:
-        best = max(one.y[0] / one.x[0] for one in series)
-        ideal = [best * gpus for gpus in counts]
-        texts = [f"{number(value)} {unit}" for value in ideal]
-        series.append(Series("perfect scaling", counts, ideal, "neutral", 1.0, "dashed", texts=texts))
+    best = max(one.y[0] / one.x[0] for one in series)
+    ideal = [best * gpus for gpus in counts]
+    texts = [f"{number(value)} tokens/s" for value in ideal]
+    series.append(Series("perfect scaling", counts, ideal, "neutral", 1.0, "dashed", texts=texts))
     legend = [(role, name.removesuffix(" (predicted)")) for role, name in key_of(series)]
-    plot = partial(curves, counts, series, "GPUs", unit)
+    plot = partial(curves, counts, series, "GPUs", "tokens/s")
     caption = "Prediction: the same batch on every GPU. A strategy has no point where it does not fit."
-    title = "Throughput per GPU (prediction)" if per_gpu else "Throughput against GPUs (prediction)"
-    return Chart("plan-scaling-per-gpu" if per_gpu else "plan-scaling", title, caption, plot, legend)
+    return Chart("plan-scaling", "Throughput against GPUs (prediction)", caption, plot, legend)

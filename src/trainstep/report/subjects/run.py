@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from trainstep.base import advice
 from trainstep.report import columns
-from trainstep.report.blocks import Chart, Charts, Headline, Section, section, span
-from trainstep.report.charts.rows import Bar, bars
+from trainstep.report.blocks import Headline, Section, section, span
 from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.findings import Claim, Finding, found, listed, literal
 from trainstep.report.numbers import number
@@ -341,10 +339,8 @@ def headline(rows: Sequence[Row]) -> Headline | None:
 
 def script(rows: Sequence[Row]) -> Section | None:
     """The steps of a script, phase by phase."""
-    drawn, lead = first_rank(rows), ""
-    charts = Charts([_chart(row, place) for place, row in enumerate(drawn)])
-    if drawn:
-        first = drawn[0]
+    lead = ""
+    for first in first_rank(rows)[:1]:
         averages = "Means" if is_uneven(first) else "Medians"
         clock = "the device's events" if first.on_gpu else "the host's clock"
         left = [f"the first {number(first.left_out)} steps"] + [
@@ -362,26 +358,7 @@ def script(rows: Sequence[Row]) -> Section | None:
             f"next; left out are {listed(left)}. The script: {first.ended}."
         )
     title = "Where the script’s steps spend their time"
-    return section("script", "Script", title, lead, charts, page_table(SCRIPT, rows))
-
-
-def _chart(row: ScriptRow, place: int) -> Chart:
-    told = as_told(row)
-    times = told.times
-    drawn = [
-        Bar(
-            PHASES[name],
-            times[name].median,
-            f"{number(times[name].median)} ms · {share_of(row, name):.0%}",
-            f"{span(told, name)}\n{share_of(row, name):.0%} of the step",
-            times[name].low,
-            times[name].high,
-        )
-        for name in PHASES
-        if name in times
-    ]
-    title = f"A step of {row.updates}" if row.updates else "A step"
-    return Chart(f"script-{place}", title, "", partial(bars, drawn, "ms per step"))
+    return section("script", "Script", title, lead, page_table(SCRIPT, rows))
 
 
 def waits(rows: Sequence[Row]) -> Section | None:

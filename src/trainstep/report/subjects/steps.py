@@ -11,9 +11,8 @@ from trainstep.base import advice
 from trainstep.base.config import PHASES
 from trainstep.base.precision import PRECISIONS
 from trainstep.report import columns
-from trainstep.report.blocks import Chart, Charts, Facts, Section, facts_of, section, span
+from trainstep.report.blocks import Chart, Charts, Facts, Section, facts_of, section
 from trainstep.report.charts.lines import Series, lines
-from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell, Column, median_cell, value_cell
 from trainstep.report.findings import Claim, Finding, found
 from trainstep.report.numbers import number, numeric
@@ -276,7 +275,7 @@ def phases(rows: Sequence[Row]) -> Section | None:
     titles = ["Phase", "Median, ms [95 %]", "Of the phases", "Mean ± std, ms", "Min–max, ms", "Outliers"]
     titles += ["To issue, ms"] if has_issue else []
     lead = (
-        f"Median of {number(step.n)} steps after {number(step.warmup)} warm-up steps, {_settings(step)}; whiskers are "
+        f"Median of {number(step.n)} steps after {number(step.warmup)} warm-up steps, {_settings(step)}; brackets are "
         "95 % intervals of the median."
     )
     if "wait" in step.times:
@@ -284,22 +283,10 @@ def phases(rows: Sequence[Row]) -> Section | None:
             " Phases are stamped by the GPU; issuing is what the host needs to launch their work. "
             f"Of the whole step, the host waited {number(step.times['wait'].median)} ms for the GPU."
         )
-    legend = [("accent", "time on the device"), ("neutral", "time to issue it")] if has_issue else []
-    drawn = partial(bars, [_phase_bar(step, name, total) for name in names], "ms per step")
     facts = ("tokens_per_s", "achieved_tflops", "utilisation", "wait_ms", "batch_ms", "first_step_ms", "model_tflop")
-    chart = Charts([Chart("phases", "Phases of one step", "", drawn, legend)])
     table = Table("The step and its phases", titles, table_rows, name="phases")
     known = Facts(facts_of(step, facts), name="step")
-    return section("phases", "Phases", "Where the step’s time goes", lead, chart, table, known)
-
-
-def _phase_bar(step: StepRow, name: str, total: float) -> Bar:
-    median, low, high = step.times[name].median, step.times[name].low, step.times[name].high
-    issue = step.times[f"{name}_issue"].median if f"{name}_issue" in step.times else None
-    tip = [span(step, name), f"{median / total:.0%} of the phases"]
-    tip += [f"issued by the host in {number(issue)} ms"] if issue is not None else []
-    label = f"{number(median)} ms · {median / total:.0%}"
-    return Bar(name, median, label, "\n".join(tip), low, high, second=issue)
+    return section("phases", "Phases", "Where the step’s time goes", lead, table, known)
 
 
 def _phase_row(step: StepRow, name: str, total: float, has_issue: bool) -> TableRow:

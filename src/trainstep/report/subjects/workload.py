@@ -39,34 +39,18 @@ CEILINGS = define(
 )
 TABLES = (WORKLOAD, CEILINGS)
 
-_FLOP_PARTS = ("projections", "feed_forward", "attention", "head")
-
 
 def workload(rows: Sequence[Row]) -> Section | None:
     """Section on what is trained, and what the device could do at best."""
     facts, ceilings = of_kind(rows, WorkloadRow), of_kind(rows, CeilingRow)
     charts, lead, shape = list[Chart](), "", None
     if facts:
-        flops = {name: facts[0].values.get(f"{name}_tflop") for name in _FLOP_PARTS}
-        parts = {name: flop for name, flop in flops.items() if isinstance(flop, (int, float)) and flop}
-        hidden = {*(f"{name}_tflop" for name in parts), "flops_counted"}
-        shape = Facts(facts_of(facts[0], [name for name in facts[0].values if name not in hidden]), "workload")
-        charts += [_flop_chart(parts)] if parts else []
+        shape = Facts(facts_of(facts[0], [name for name in facts[0].values if name != "flops_counted"]), "workload")
         lead = f"FLOPs counted: {facts[0].flops_counted}." if facts[0].flops_counted else ""
     if rates := [row for row in ceilings if row.tflops is not None]:
         charts.append(_ceiling_chart(rows, rates))
     blocks = shape, Charts(charts), page_table(CEILINGS, rows, "ceilings")
     return section("workload", "Workload", "The workload and the device’s limits", lead, *blocks)
-
-
-def _flop_chart(parts: dict[str, int | float]) -> Chart:
-    total = sum(parts.values())
-    drawn = []
-    for name, flop in parts.items():
-        tip = f"{number(flop * 1e3)} GFLOP of {number(total * 1e3)} GFLOP forward"
-        drawn.append(Bar(name.replace("_", "-"), 100 * flop / total, f"{flop / total:.0%}", tip))
-    title, caption = "Arithmetic of one forward pass", "Backward does twice as much."
-    return Chart("flops", title, caption, partial(bars, drawn, "% of the FLOPs"))
 
 
 def _ceiling_chart(rows: Sequence[Row], ceilings: Sequence[CeilingRow]) -> Chart:
