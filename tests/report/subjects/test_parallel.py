@@ -127,6 +127,7 @@ def test_the_schemes_that_wait_most_and_least_are_told():
         "most": "naive", "most_share": 0.25, "most_exposed_ms": 50.0, "most_step_ms": 200.0,
         "least": "fsdp", "least_share": 0.05, "least_exposed_ms": 5.0, "least_step_ms": 100.0,
     }  # fmt: skip
+    assert "25% of the step with naive (50.0 of 200 ms), and 5.0%" in found.sentence
     (one,) = exposed_findings(rows[:1])
     assert (one.figures["most"], "least" in one.figures) == ("fsdp", False)
     assert exposed_findings(rows[2:]) == []
@@ -182,6 +183,7 @@ def test_the_schemes_that_hide_most_and_least_of_their_communication_are_told():
         "most": "bucketed-25", "most_hidden_share": 0.9, "most_exposed_ms": 1.25, "most_communication_ms": 12.5,
         "least": "flat", "least_hidden_share": 0.0, "least_exposed_ms": 12.5, "least_communication_ms": 12.5,
     }  # fmt: skip
+    assert found.sentence.endswith("(1.25 of 12.5 ms are exposed), and 0% with flat (12.5 of 12.5 ms).")
     (alone,) = overlap_findings(rows[2:])
     assert (alone.figures["most"], "least" in alone.figures) == ("bucketed-25", False)
     (two,) = overlap_findings(rows[:2])
@@ -269,6 +271,7 @@ def test_what_the_fastest_traced_scheme_computes_is_told_by_family_the_most_firs
         "scheme": "fsdp", "computation_ms": 29.25, "family_0": "matmul", "family_0_ms": 19.0,
         "family_1": "attention", "family_1_ms": 8.0, "family_2": "reduction", "family_2_ms": 1.5, "rest_ms": 0.75,
     }  # fmt: skip
+    assert found.sentence.endswith(": matmul 19.0, attention 8.00, reduction 1.50, everything else 0.750 ms.")
     (few,) = computation_findings([traces[1], *families("fsdp", matmul=(7.0, 12.0))])
     assert "rest_ms" not in few.figures
     assert computation_findings([traces[1], *others]) == computation_findings(own) == []

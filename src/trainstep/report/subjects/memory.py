@@ -75,6 +75,7 @@ def memory(records: Sequence[Row]) -> Section | None:
 def peaks(records: Sequence[Row]) -> Section | None:
     """The peaks that were measured case by case: forward alone and full steps, by context and precision."""
     rows = of_kind(records, PeakRow)
+    # One context is a row of the table; a curve needs several.
     contexts = sorted({row.context for row in rows if row.context is not None})
     chart = Charts([_by_context(rows, contexts)] if len(contexts) > 1 else [])
     lead = (
@@ -191,6 +192,7 @@ def _best_policy(study: Sequence[CheckpointingRow], name: str) -> Iterator[Findi
     if (peak := peaks.get(EVERY_BLOCK)) is None:
         return
     limit, without = study[0].memory_gib, peaks.get("none")
+    # Peaks that print alike are no gain, and a step that fits needs none, so neither is called the best.
     cost, ratio = _time_against_none(rows)
     against = "; without checkpointing {without_gib:gib}" if without is not None else ""
     if without is not None and (without <= peak or in_gib(without) == in_gib(peak)):
@@ -271,6 +273,7 @@ def _kept(rows: Sequence[ResidualRow], under: str) -> Iterator[Finding]:
         said = under + said if under else said[0].upper() + said[1:]
         return found(f"residuals.{id}", said, claim, precision=rows[0].precision, **figures)
 
+    # Totals are of one part in one compiled form each; a sentence needs both forms of the same part.
     alls = {(row.part, row.compile): row.mib / 1024 for row in rows if row.group == "all" and row.mib is not None}
     block, compiled_block = (alls.get(("first block", form)) for form in ("off", "blocks"))
     step, compiled_step = (alls.get(("step", form)) for form in ("off", "model"))
