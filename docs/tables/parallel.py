@@ -11,10 +11,7 @@ from trainstep.report import columns
 from trainstep.report.columns import Column
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, tabulate, text_table
-from trainstep.rows import (
-    ParallelRow,
-    PlanRow,
-)
+from trainstep.rows import ParallelRow, PlanRow
 from trainstep.rows.records import Row
 
 RUNS = (

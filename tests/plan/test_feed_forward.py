@@ -266,8 +266,7 @@ def test_rows_of_a_layer():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "bound"),
-    [(4, ()), (12, ("tensor (forward)",)), (64, ("tensor (forward)", "tensor (backward)"))],
+    ("gpus", "bound"), [(4, ()), (12, ("tensor (forward)",)), (64, ("tensor (forward)", "tensor (backward)"))]
 )
 def test_the_finding_names_what_communication_limits(gpus, bound):
     (found,) = findings(list(feed_forward_records(LAYERS[0], gpus, None)))

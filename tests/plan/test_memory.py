@@ -11,13 +11,7 @@ from trainstep.base.errors import UnsupportedError
 from trainstep.bench.attention import run_cases
 from trainstep.bench.cases import AttentionCase
 from trainstep.measure.memory import parameter_bytes, residuals, step_memory
-from trainstep.plan.memory import (
-    block_bytes,
-    eager_memory,
-    flash_memory,
-    peak_bytes,
-    static_bytes,
-)
+from trainstep.plan.memory import block_bytes, eager_memory, flash_memory, peak_bytes, static_bytes
 from trainstep.step.model.transformer import build_transformer
 from trainstep.step.training_step import build_step
 from trainstep.step.weights import optimizer_state_tensors

@@ -240,7 +240,7 @@ def test_a_row_after_one_that_the_disk_had_no_room_for_follows_those_before(tmp_
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(records, "_write_all", half)
+        patched.setattr(records, "write_all", half)
         with pytest.raises(UsageError, match="No space left on device"):
             writer.write(record(workload="lost"))
     writer.write(record(workload="later"))

@@ -98,11 +98,7 @@ def test_the_identity_is_what_the_curve_depends_on():
     same = config(step={"batch": 4, "attention": "sdpa"}, scheme="fsdp", save_every=1, keep=9).identity({"tokens": 5})
     assert differences(same, plain) == []
     other = config(step={"learning_rate": 1.0}, model={"d_ff": 96}).identity({"tokens": 6})
-    assert differences(other, plain) == [
-        "model.d_ff: 64 → 96",
-        "step.learning_rate: 0.003 → 1.0",
-        "data.tokens: 5 → 6",
-    ]
+    assert differences(other, plain) == ["model.d_ff: 64 → 96", "step.learning_rate: 0.003 → 1.0", "data.tokens: 5 → 6"]
 
 
 def test_every_field_that_may_change_exists():

@@ -48,13 +48,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainstep.base.config import (
-    ModelConfig,
-    OptimizerImpl,
-    StepConfig,
-    StepMode,
-    keeps_whole_blocks,
-)
+from trainstep.base.config import ModelConfig, OptimizerImpl, StepConfig, StepMode, keeps_whole_blocks
 from trainstep.base.errors import UnsupportedError
 from trainstep.base.operators import ATTENTION
 from trainstep.base.precision import PRECISIONS, PrecisionName

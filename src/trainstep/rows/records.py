@@ -81,7 +81,7 @@ class RecordWriter:
     def _append(self, row: Row) -> None:
         end = self._file.tell()
         try:
-            _write_all(self._file, _line(row))
+            write_all(self._file, _line(row))
         except OSError:
             self._file.truncate(end)  # half a line would make the others unreadable
             self._file.seek(end)
@@ -94,7 +94,7 @@ class RecordWriter:
             return
         with self._draft.open("wb", buffering=0) as file:
             for row in rows:
-                _write_all(file, _line(row))
+                write_all(file, _line(row))
         self._put_in_place()
         self._file.close()
         self._file = self.path.open("ab", buffering=0)
@@ -129,7 +129,7 @@ def write_whole(path: Path, rows: Iterable[Row]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with draft.open("wb", buffering=0) as file:
             for row in rows:
-                _write_all(file, _line(row))
+                write_all(file, _line(row))
         draft.replace(path)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error
@@ -154,7 +154,7 @@ def _is_text(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= each <= "\udfff" for each in text)
 
 
-def _write_all(file: IO[bytes], data: bytes) -> None:
+def write_all(file: IO[bytes], data: bytes) -> None:
     """An unbuffered file takes a part where the disk is nearly full."""
     left = memoryview(data)
     while left:

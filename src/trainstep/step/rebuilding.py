@@ -22,11 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import init
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from trainstep.step.randomness import seed_everything

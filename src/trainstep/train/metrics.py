@@ -17,6 +17,7 @@ from trainstep.measure.environment import describe, device_name
 from trainstep.measure.memory import GIB
 from trainstep.parallel.process import Process
 from trainstep.rows import TrainRow
+from trainstep.rows.records import write_all
 from trainstep.train.config import RunConfig
 from trainstep.train.history import METRICS, read_metrics, record_of
 from trainstep.train.learner import Reading
@@ -129,10 +130,8 @@ class MetricsWriter(contextlib.ExitStack):
             UsageError: there is no room for it, or the disk is gone.
         """
         if self._file is not None:
-            left = memoryview((json.dumps(dict(row)) + "\n").encode())
             try:
-                while left:  # a disk that fills up takes a part
-                    left = left[self._file.write(left) :]
+                write_all(self._file, (json.dumps(dict(row)) + "\n").encode())
             except OSError as error:
                 raise _not_written(self._file.name, error) from error
         if self._events is not None:

@@ -11,12 +11,7 @@ import pytest
 from trainstep.base.errors import UsageError
 from trainstep.measure.allocations import loading as module
 from trainstep.measure.allocations.loading import imported_timelines, load_snapshot
-from trainstep.measure.allocations.snapshot import (
-    blocks_of,
-    snapshot_of,
-    with_owners,
-    write_snapshot,
-)
+from trainstep.measure.allocations.snapshot import blocks_of, snapshot_of, with_owners, write_snapshot
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
 
 STACK = (Frame("/site/torch/x.py", 1, "f"), Frame("/me/model/block.py", 7, "forward"))

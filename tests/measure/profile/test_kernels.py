@@ -42,18 +42,12 @@ NORM = [
     operator("aten::pow", 10, 30, ROWS),
     operator("aten::mul", 40, 90, ROWS, ROWS),
 ]
-LINEAR = [
-    operator("aten::addmm", 0, 100, ROWS, (64, 2), (2, 8)),
-    operator("aten::copy_", 10, 90, ROWS, ROWS),
-]
+LINEAR = [operator("aten::addmm", 0, 100, ROWS, (64, 2), (2, 8)), operator("aten::copy_", 10, 90, ROWS, ROWS)]
 
 
 @pytest.mark.parametrize(
     ("ranges", "counted", "flops"),
-    [
-        (NORM, {"aten::pow", "aten::mul"}, 2 * 64 * 8),
-        (LINEAR, {"aten::addmm", "aten::copy_"}, 2 * 64 * 2 * 8),
-    ],
+    [(NORM, {"aten::pow", "aten::mul"}, 2 * 64 * 8), (LINEAR, {"aten::addmm", "aten::copy_"}, 2 * 64 * 2 * 8)],
     ids=["all of it in what it calls", "only its bytes in what it calls"],
 )
 def test_on_a_cpu_what_an_operator_leaves_to_others_is_counted_there(ranges, counted, flops):
@@ -65,8 +59,7 @@ def test_on_a_cpu_what_an_operator_leaves_to_others_is_counted_there(ranges, cou
 
 
 @pytest.mark.parametrize(
-    ("compute", "hidden"),
-    [([(0, 100)], 20), ([(0, 15)], 5), ([(12, 2), (20, 5)], 7), ([(30, 10)], 0), ([], 0)],
+    ("compute", "hidden"), [([(0, 100)], 20), ([(0, 15)], 5), ([(12, 2), (20, 5)], 7), ([(30, 10)], 0), ([], 0)]
 )
 def test_communication_beside_compute(compute, hidden):
     kernels = [kernel(10, 20, "communication", 9), *(kernel(*each) for each in compute)]

@@ -13,7 +13,6 @@ torch writes it, the file is read again, whole.
 
 from __future__ import annotations
 
-import gc
 import pickle
 import re
 import resource
@@ -27,6 +26,7 @@ from typing import Any, BinaryIO, NoReturn
 from trainstep.base.errors import UsageError
 from trainstep.measure.allocations.history import History, NotAHistory
 from trainstep.measure.allocations.timeline import Timeline
+from trainstep.rows.records import collection_paused
 
 LARGEST_WHOLE = 2**30
 """Bytes of a snapshot that is still read whole, which takes ten times as much memory; in passing it takes three."""
@@ -58,7 +58,7 @@ def load_snapshot(path: Path) -> Snapshot:
     """Read a snapshot from a pickle, running none of its code; `UsageError` if it is none, or takes too much memory."""
     try:
         size = path.stat().st_size
-        with path.open("rb") as file, _memory_fence(_FENCE + _GROWTH * size), _collection_paused():
+        with path.open("rb") as file, _memory_fence(_FENCE + _GROWTH * size), collection_paused():
             if (start := file.read(1)) not in (b"", b"\x80"):
                 hint = f"; if it is a trace: trainstep profile --from {path}" if start in (b"{", b"\x1f", b"S") else ""
                 raise UsageError(f"{path} starts with {start!r}, as no pickle of torch does; {_HOW}{hint}")
@@ -175,16 +175,6 @@ class _Replacing:
         while b"\n" not in self._ready and self._fill():
             pass
         return self.read(self._ready.find(b"\n") + 1 or len(self._ready))
-
-
-@contextmanager
-def _collection_paused() -> Iterator[None]:
-    """Millions of events are made and none of them is a circle."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @contextmanager

@@ -10,7 +10,6 @@ has its id. What the reader cannot use is counted and said in the trace's notes.
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 from collections import Counter
@@ -23,6 +22,7 @@ from trainstep.measure.costs import Tensors
 from trainstep.measure.profile.json_stream import NotAsExpected, fields_of
 from trainstep.measure.profile.ranges import RangeKind, classify_range
 from trainstep.measure.profile.trace import Launch, Range, Stream, Thread, Trace, Work, WorkKind, own_time
+from trainstep.rows.records import collection_paused
 
 MOST = 5_000_000  # ranges, launches and kernels together that are held in memory
 DAY_US = 86_400e6
@@ -63,14 +63,14 @@ def read_chrome_trace(path: Path) -> Trace:
     if hint := _HINTS.get(path.suffix.lower()):
         raise UsageError(f"{path} {hint.format(path=path)}")
     collected, devices, lists = _Collector(path), [], 0
-    gc.disable()  # millions of objects are made and none of them is in a circle
     try:
-        for name, value in fields_of(path, "traceEvents"):
-            if name == "traceEvents" and isinstance(value, list):
-                lists += not value
-                collected.add(value)
-            elif name == "deviceProperties":
-                devices = [str(each.get("name", "")) for each in value or []]
+        with collection_paused():
+            for name, value in fields_of(path, "traceEvents"):
+                if name == "traceEvents" and isinstance(value, list):
+                    lists += not value
+                    collected.add(value)
+                elif name == "deviceProperties":
+                    devices = [str(each.get("name", "")) for each in value or []]
         if lists:
             return collected.trace(", ".join(dict.fromkeys(devices)))
     except NotAsExpected as error:
@@ -82,8 +82,6 @@ def read_chrome_trace(path: Path) -> Trace:
             raise
         expected = "expected events as torch.profiler's export_chrome_trace writes them"
         raise UsageError(f"{path}: {_said(collected.event, error)}; {expected}") from error
-    finally:
-        gc.enable()
     raise UsageError(f"{path} is not a trace of torch.profiler: it has no list of traceEvents")
 
 

@@ -69,10 +69,7 @@ _CPU: tuple[tuple[Family, str], ...] = (
     ("copy", r"^aten::_foreach_copy_$"),
     ("optimizer", r"^aten::_(fused_(adam|adamw|sgd|adagrad)_?|foreach_)"),
     ("fused attention", r"scaled_dot_product|flash_attention|efficient_attention|flex_attention"),
-    (
-        "matmul",
-        rf"^{_CPU_LIBRARY}(mm|addmm|bmm|baddbmm|matmul|linear|addbmm|mv|addmv|dot|mkl_linear)(_out)?$",
-    ),
+    ("matmul", rf"^{_CPU_LIBRARY}(mm|addmm|bmm|baddbmm|matmul|linear|addbmm|mv|addmv|dot|mkl_linear)(_out)?$"),
     ("matmul", rf"^{_CPU_LIBRARY}_grouped_mm$"),
     ("matmul", rf"^{_CPU_LIBRARY}(linear_pointwise|mkldnn_convolution|conv\w*|_convolution|convolution\w*)(_out)?$"),
     ("softmax", r"softmax"),
