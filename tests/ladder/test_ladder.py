@@ -138,7 +138,7 @@ def test_a_patch_is_run_in_the_place_of_the_script(climbed):
     file = SCRIPTS / "climbing.py"
     before = file.read_text()
     patch = patch_of(file, [FUSED], climbed.ladder.runner.settings)
-    diff = patch.diff(Path.cwd())
+    diff = patch.diff(Path.cwd()).decode()
     assert "+    lr=1e-3, fused=True,\n" in diff
     assert [line for line in diff.splitlines() if line.startswith("-")][1:] == ["-    lr=1e-3,"]
     row = climbed.ladder.runner.check_sources(patch.texts, patch.written)

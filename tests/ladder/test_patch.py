@@ -1,10 +1,16 @@
 """What was kept, written into a script's text."""
 
+import os
+import re
+import shutil
+import subprocess
+
 import pytest
 
 from trainstep.ladder.change import all_changes
 from trainstep.ladder.changes.loaders import workers_here
 from trainstep.ladder.patch import patch_of
+from trainstep.ladder.trial.trial import encoded
 
 BY_NAME = {each.name: each for each in all_changes("script")}
 TEXT = '''"""A script."""
@@ -44,7 +50,7 @@ def patched(tmp_path):
             "models": [{**MODEL, **dict(model), "file": str(file)}],
         }
         found = patch_of(file, [BY_NAME[name] for name in kept], settings)
-        changed = [line for line in found.diff(tmp_path).splitlines()[2:] if line[:1] in "+-"]
+        changed = [line for line in found.diff(tmp_path).decode().splitlines()[2:] if line[:1] in "+-"]
         found.written, found.left = ([each.name for each in every] for every in (found.written, found.left))
         return found, [line for line in changed if line.strip("+-").strip()]
 
@@ -135,6 +141,64 @@ def test_what_autocast_narrows_is_float32_again(patched, statement, floats, wide
 def test_what_can_be_written_is(patched):
     found, lines = patched("compiled blocks", "fused optimizer")
     assert (found.written, found.left, len(lines)) == (["fused optimizer"], ["compiled blocks"], 2)
+
+
+EVERY = ("TF32 matmuls", "fused optimizer", "bf16 autocast", "channels last", "compiled model", "loader workers")
+FEED = TEXT.replace("def main", "\f\ndef main").replace("import torch\n", "import torch\n\f")
+FORMS = {
+    "CRLF": (TEXT.replace("\n", "\r\n"), "utf-8"),
+    "form feeds": (FEED.replace("    model = ", "\f    model = "), "utf-8"),
+    "lone CR": (TEXT.replace("\n", "\r"), "utf-8"),
+    "mixed": (TEXT.replace("torch\n", "torch\r\n").replace("        ).sum()\n", "        ).sum()\r\n"), "utf-8"),
+    "no newline at the end": (TEXT.partition("\n        loss.backward")[0], "utf-8"),
+    "byte order mark": (TEXT, "utf-8-sig"),
+    "coding line": (f"# -*- coding: latin-1 -*-\n{TEXT}", "latin-1"),
+    "separators": (TEXT.replace("größer", "größer \x1c\x85\u2028 sehr"), "utf-8"),
+    "a form feed before the call": (TEXT.replace("        loss = model", "\f        loss = model"), "utf-8"),
+}
+
+
+@pytest.mark.parametrize("tool", ["git apply", "patch -p1"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_diff_applies_whatever_a_file_s_lines_and_bytes_are(form, tool, tmp_path):
+    """And leaves all other bytes of it as they are."""
+    if not shutil.which(tool.split()[0]):
+        pytest.skip(f"no {tool} here")
+    text, encoding = FORMS[form]
+    file, diff = tmp_path / "my script.py", tmp_path / "out.diff"
+    file.write_bytes(text.encode(encoding))
+    lines = re.split("\r\n|\r|\n", text)
+    words = ("AdamW", "range(", "= model(")
+    first, loader, call = (next(at for at, line in enumerate(lines, 1) if word in line) for word in words)
+    settings = {
+        "loaders": [{**LOADER, "line": loader, "file": str(file)}],
+        "optimizers": [{**OPTIMIZER, "line": first, "file": str(file)}],
+        "models": [{**MODEL, "line": call, "file": str(file)}],
+    }
+    found = patch_of(file, [BY_NAME[name] for name in EVERY], settings)
+    assert found.left == []
+    diff.write_bytes(found.diff(tmp_path))
+    command = [*tool.split(), *(["-i"] if tool.startswith("patch") else []), diff.name]
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    patched = file.read_bytes()
+    assert patched == found.texts[str(file)].encode(encoding)
+    compile(patched, "train.py", "exec")
+    assert b"compile()" in patched
+    assert b"fused=True" in patched
+    edited = re.compile(rb"^import|lr=|range|model|    x|sum")
+    for line in filter(None, re.split(rb"\r\n|\r|\n", text.encode(encoding))):
+        assert line in patched or edited.search(line.strip(b"\f"))
+    ends, new = (set(re.findall(rb"\r\n|\r|\n", each)) for each in (text.encode(encoding), patched))
+    assert new == ends
+
+
+@pytest.mark.parametrize("line", ["", "# coding: latin-1\n", "#!python\n# -*- coding: cp1252 -*-\r\n"])
+def test_a_patched_script_runs_in_the_encoding_that_it_declares(line):
+    namespace = {}
+    exec(compile(encoded(f"{line}text = 'größer'"), "train.py", "exec"), namespace)
+    assert namespace["text"] == "größer"
 
 
 def test_files_of_libraries_are_left_alone(tmp_path):

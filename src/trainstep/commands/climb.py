@@ -139,11 +139,11 @@ def _patched(accepted: Sequence[Change], runner: ScriptRunner, path: Path) -> tu
         return row, [f"No patch: with it, the script is {row.verdict}{f' ({row.reason})' if row.reason else ''}."]
     diff, names = found.diff(Path.cwd()), ", ".join(each.name for each in found.written)
     try:
-        path.write_text(diff, encoding="utf-8")
+        path.write_bytes(diff)
     except OSError as error:
         return row, [
             f"Cannot write {path}: {error.strerror}. The diff of {names}:",
-            diff,
+            diff.decode(errors="replace"),
         ]
     left = [f"Not in it: {each.name} ({each.line.text})." for each in found.left]
     if any(each.precision == "bf16" for each in found.written) and any(

@@ -2,12 +2,17 @@
 seen to make what they change. Everything else is told as lines to add.
 
 An edit is made on the syntax tree's positions, never by searching text, and a file that no longer parses is left out.
+Lines end where Python ends them (a carriage return ends one, a form feed does not). New lines end as the first does.
+In the diff only a line feed ends a line, as for `git apply`, and its bytes are those of the file.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
+import io
+import re
+import tokenize
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,16 +52,40 @@ class Patch:
     written: list[Change] = field(default_factory=list)
     left: list[Change] = field(default_factory=list)
 
-    def diff(self, root: Path) -> str:
+    def diff(self, root: Path) -> bytes:
         """Diff as `git apply` and `patch -p1` take it, with paths from `root` where they are below it."""
-        found = []
+        found = bytearray()
         for path, text in sorted(self.texts.items()):
             own = Path(path)
             name = own.relative_to(root).as_posix() if own.is_relative_to(root) else own.as_posix().lstrip("/")
-            before, after = (each.splitlines(keepends=True) for each in (own.read_text(encoding="utf-8"), text))
-            for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
-                found.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
-        return "".join(found)
+            name += "\t" * (" " in name)  # where a name with spaces ends
+            before, encoding = own.read_bytes(), read_source(own)[1]
+            old, new = (re.findall(rb"[^\n]*\n|[^\n]+", each) for each in (before, text.encode(encoding)))
+            names = f"a/{name}".encode(), f"b/{name}".encode()
+            for line in difflib.diff_bytes(difflib.unified_diff, old, new, *names):
+                found += line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n"
+        return bytes(found)
+
+
+def read_source(path: Path) -> tuple[str, str]:
+    """Text of a Python file with its line ends, and the encoding that it declares.
+
+    Raises:
+        SyntaxError: no such encoding.
+    """
+    data = path.read_bytes()
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    return data.decode(encoding), encoding
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines with their ends, as Python counts them."""
+    return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text)
+
+
+def end_of_lines(text: str) -> str:
+    """End of the first line."""
+    return (re.search(r"\r\n|\r|\n", text) or ["\n"])[0]
 
 
 def patch_of(script: Path, accepted: Sequence[Change], settings: Settings) -> Patch:
@@ -106,7 +135,7 @@ class Files:
         if not path or owner_of(path) != "user":
             return False
         try:
-            text = self._texts.get(path) or Path(path).read_text(encoding="utf-8")
+            text = self._texts.get(path) or read_source(Path(path))[0]
             changed = change(text, ast.parse(text))
             if changed is None:
                 return False
@@ -164,7 +193,7 @@ def _with_arguments(text: str, call: ast.Call, further: Mapping[str, Any]) -> st
 
 def _span(text: str, node: ast.expr) -> tuple[int, int]:
     """Start and end of a node; the tree counts bytes of a line."""
-    lines = text.splitlines(keepends=True)
+    lines = lines_of(text)
 
     def place(line: int, column: int) -> int:
         return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:column].decode())
@@ -180,9 +209,10 @@ def before_optimizer(line: str) -> Writer:
 
         def change(text: str, tree: ast.Module) -> str | None:
             statement = statement_at(tree, place["line"])
-            if len(names) != 1 or statement is None:
+            indent = None if statement is None else indent_of(statement, lines_of(text))
+            if len(names) != 1 or statement is None or indent is None:
                 return None
-            return inserted(text, statement.lineno - 1, [" " * statement.col_offset + line.format(names[0])])
+            return inserted(text, statement.lineno - 1, [indent + line.format(names[0])])
 
         return files.edit(place["file"], change)
 
@@ -201,9 +231,15 @@ def statement_at(tree: ast.Module, line: int) -> ast.stmt | None:
     return max(found, key=lambda each: (each.lineno, each.col_offset), default=None)
 
 
+def indent_of(statement: ast.stmt, lines: Sequence[str]) -> str | None:
+    """Spaces before a statement; None where another one is before it in its line."""
+    before = lines[statement.lineno - 1].encode()[: statement.col_offset].decode()
+    return None if before.strip() else before.replace("\f", "")
+
+
 def inserted(text: str, after: int, new: Sequence[str]) -> str:
     """New lines after so many."""
-    lines = text.splitlines(keepends=True)
-    if after and not lines[after - 1].endswith("\n"):
-        lines[after - 1] += "\n"
-    return "".join([*lines[:after], *(f"{each}\n" for each in new), *lines[after:]])
+    lines, end = lines_of(text), end_of_lines(text)
+    if after and not lines[after - 1].endswith(("\r", "\n")):
+        lines[after - 1] += end
+    return "".join([*lines[:after], *(f"{each}{end}" for each in new), *lines[after:]])

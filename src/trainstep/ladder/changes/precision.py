@@ -13,7 +13,16 @@ from trainstep.base.advice import Line
 from trainstep.base.config import StepConfig
 from trainstep.base.precision import PRECISIONS
 from trainstep.ladder.change import UNCALLED, Change, Settings
-from trainstep.ladder.patch import Files, Writer, imports_torch, inserted, statement_at
+from trainstep.ladder.patch import (
+    Files,
+    Writer,
+    end_of_lines,
+    imports_torch,
+    indent_of,
+    inserted,
+    lines_of,
+    statement_at,
+)
 from trainstep.ladder.trial.trial import Trial
 
 if TYPE_CHECKING:
@@ -108,19 +117,18 @@ def _write_autocast(files: Files, place: Mapping[str, Any]) -> bool:
         simple = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr)
         if not isinstance(statement, simple) or not any(map(imports_torch, tree.body)):
             return None
-        lines = text.splitlines(keepends=True)
-        first, last, column = statement.lineno, statement.end_lineno or 0, statement.col_offset
-        own = "".join(lines[first - 1 : last])
-        indent = lines[first - 1][:column]
-        if indent.strip() or _spans_lines(statement) or sum(map(len, lines[:last])) > len(text):
+        lines, end, first, last = lines_of(text), end_of_lines(text), statement.lineno, statement.end_lineno or 0
+        indent = indent_of(statement, lines)
+        if indent is None or _spans_lines(statement) or sum(map(len, lines[:last])) > len(text):
             return None
         if any(each is not statement and _shares_line(each, first, last) for each in ast.walk(tree)):
             return None
-        indented = "".join(f"    {line}" if line.strip() else line for line in own.splitlines(keepends=True))
-        if not indented.endswith("\n"):
-            indented += "\n"
-        header = f'{indent}with torch.autocast("{place["device"]}", torch.bfloat16):\n'
-        widened = [f"{indent}{name} = {name}.float()\n" for name in _narrow_names(statement, place["floats"])]
+        own = [line.lstrip("\f") for line in lines[first - 1 : last]]  # which starts the indentation anew
+        indented = "".join(f"    {line}" if line.strip() else line for line in own)
+        if not indented.endswith(("\r", "\n")):
+            indented += end
+        header = f'{indent}with torch.autocast("{place["device"]}", torch.bfloat16):{end}'
+        widened = [f"{indent}{name} = {name}.float(){end}" for name in _narrow_names(statement, place["floats"])]
         return "".join([*lines[: first - 1], header, indented, *widened, *lines[last:]])
 
     return files.edit(place["file"], change)

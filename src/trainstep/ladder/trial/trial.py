@@ -11,6 +11,7 @@ import io
 import os
 import random
 import sys
+import tokenize
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,11 @@ class Trial:
         self.on_first_call.append(enter)
 
 
+def encoded(text: str) -> bytes:
+    """A source's bytes in the encoding that it declares."""
+    return text.encode(tokenize.detect_encoding(io.BytesIO(text.encode()).readline)[0])
+
+
 def read_instead(texts: Mapping[str, str]) -> None:
     """Have Python read these texts where it would read files, whose real paths they stand under."""
     opened = io.open_code
@@ -142,7 +148,7 @@ def read_instead(texts: Mapping[str, str]) -> None:
 
     def open_code(path: str) -> Any:  # a script is read with it
         text = texts.get(os.path.realpath(path))
-        return opened(path) if text is None else io.BytesIO(text.encode())
+        return opened(path) if text is None else io.BytesIO(encoded(text))
 
     def get_code(self: Any, fullname: str) -> Any:  # importing a module
         text = texts.get(os.path.realpath(self.path))
