@@ -10,6 +10,7 @@ which such steps do not keep busy, $WIDTH, $LAYERS, $VOCAB, $BATCH, $SEQ and $IM
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -21,40 +22,17 @@ from torch import Tensor, nn
 from tests.realworld import written
 from trainstep import Workload
 
-MODELS = {
-    "llama": "transformers",
-    "llama_eager": "transformers",
-    "llama_bf16": "transformers",
-    "gpt2": "transformers",
-    "gpt2_eager": "transformers",
-    "mistral": "transformers",
-    "mixtral": "transformers",
-    "qwen3": "transformers",
-    "gemma2": "transformers",
-    "phi": "transformers",
-    "deepseek_v3": "transformers",
-    "mamba": "transformers",
-    "bert": "transformers",
-    "t5": "transformers",
-    "vit": "transformers",
-    "convnext": "transformers",
-    "resnet": "transformers",
-    "clip": "transformers",
-    "whisper": "transformers",
-    "wav2vec2": "transformers",
-    "lora": "peft",
-    "unet": "diffusers",
-    "dit": "diffusers",
+_BY_PACKAGE = {
+    "transformers": "llama llama_eager llama_bf16 gpt2 gpt2_eager mistral mixtral qwen3 gemma2 phi deepseek_v3 mamba "
+    "bert t5 vit convnext resnet clip whisper wav2vec2",
+    "peft": "lora",
+    "diffusers": "unet dit",
     "x_transformers": "x_transformers",
-    "timm_vit": "timm",
-    "timm_resnet": "timm",
+    "timm": "timm_vit timm_resnet",
     "litgpt": "litgpt",
-    "nanogpt": "torch",
-    "nanochat": "torch",
-    "compiled_parts": "torch",
-    "lstm": "torch",
-    "torch_transformer": "torch",
+    "torch": "nanogpt nanochat compiled_parts lstm torch_transformer",
 }
+MODELS = {name: package for package, names in _BY_PACKAGE.items() for name in names.split()}
 """Factory → the package it needs."""
 
 LEAVES_OUT_LAYERS = {"wav2vec2"}
@@ -86,7 +64,7 @@ def _classes(count: int) -> list[Tensor]:
     return list(torch.randint(count, (8, BATCH), generator=_random()).unbind())
 
 
-def _keywords(module: nn.Module, batches: list[dict[str, Tensor]], optimizer: Callable[..., Any] = adamw) -> Workload:
+def _keywords(module: nn.Module, batches: list[dict[str, Tensor]]) -> Workload:
     """A model of transformers: keyword arguments in, an object with `.loss` out."""
     module.train()
     return Workload(
@@ -94,12 +72,22 @@ def _keywords(module: nn.Module, batches: list[dict[str, Tensor]], optimizer: Ca
         batches=batches,
         forward=lambda module, batch: module(**batch),
         loss=lambda output, batch: output.loss,
-        optimizer=optimizer,
+        optimizer=adamw,
     )
 
 
-def _causal(module: nn.Module, **options: Any) -> Workload:
-    return _keywords(module, [{"input_ids": ids, "labels": ids} for ids in _tokens()], **options)
+def _made(kind: str, model: str, **shape: Any) -> nn.Module:
+    """A model of transformers of this shape, by the beginning of its classes' names and the end of its own."""
+    transformers = importlib.import_module("transformers")
+    return getattr(transformers, f"{kind}{model}")(getattr(transformers, f"{kind}Config")(**shape))
+
+
+def _causal(module: nn.Module) -> Workload:
+    return _keywords(module, [{"input_ids": ids, "labels": ids} for ids in _tokens()])
+
+
+def _decoder(kind: str, **shape: Any) -> Workload:
+    return _causal(_made(kind, "ForCausalLM", **shape))
 
 
 _DECODER = {
@@ -111,12 +99,11 @@ _DECODER = {
     "max_position_embeddings": 2 * SEQ,
 }
 _GROUPED = {**_DECODER, "num_key_value_heads": HEADS // 2}
+_VISION = {name: size for name, size in _DECODER.items() if name not in ("vocab_size", "max_position_embeddings")}
 
 
 def llama(attention: str = "sdpa") -> Workload:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return _causal(LlamaForCausalLM(LlamaConfig(**_GROUPED, attn_implementation=attention)))
+    return _decoder("Llama", **_GROUPED, attn_implementation=attention)
 
 
 def llama_eager() -> Workload:
@@ -131,10 +118,8 @@ def llama_bf16() -> Workload:
 
 
 def gpt2(attention: str = "sdpa") -> Workload:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     shape = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 2 * SEQ}
-    return _causal(GPT2LMHeadModel(GPT2Config(**shape, attn_implementation=attention)))
+    return _causal(_made("GPT2", "LMHeadModel", **shape, attn_implementation=attention))
 
 
 def gpt2_eager() -> Workload:
@@ -142,98 +127,56 @@ def gpt2_eager() -> Workload:
 
 
 def mistral() -> Workload:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    return _causal(MistralForCausalLM(MistralConfig(**_GROUPED, sliding_window=16)))
+    return _decoder("Mistral", **_GROUPED, sliding_window=16)
 
 
 def mixtral() -> Workload:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
     shape = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-    return _causal(MixtralForCausalLM(MixtralConfig(**_GROUPED, **shape)))
+    return _decoder("Mixtral", **_GROUPED, **shape)
 
 
 def qwen3() -> Workload:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return _causal(Qwen3ForCausalLM(Qwen3Config(**_GROUPED, head_dim=HEAD)))
+    return _decoder("Qwen3", **_GROUPED, head_dim=HEAD)
 
 
 def gemma2() -> Workload:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    return _causal(Gemma2ForCausalLM(Gemma2Config(**_GROUPED, head_dim=HEAD, sliding_window=16)))
+    return _decoder("Gemma2", **_GROUPED, head_dim=HEAD, sliding_window=16)
 
 
 def phi() -> Workload:
-    from transformers import PhiConfig, PhiForCausalLM
-
-    return _causal(PhiForCausalLM(PhiConfig(**_DECODER)))
+    return _decoder("Phi", **_DECODER)
 
 
 def deepseek_v3() -> Workload:
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    config = DeepseekV3Config(
-        **{**_DECODER, "num_key_value_heads": HEADS},
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-    )
-    return _causal(DeepseekV3ForCausalLM(config))
+    experts = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    shape = {**_DECODER, "num_key_value_heads": HEADS, **experts, **latent}
+    return _decoder("DeepseekV3", **shape, n_group=2, topk_group=1, first_k_dense_replace=1)
 
 
 def mamba() -> Workload:
-    from transformers import MambaConfig, MambaForCausalLM
-
     shape = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "state_size": 8}
-    return _causal(MambaForCausalLM(MambaConfig(**shape)))
+    return _decoder("Mamba", **shape)
 
 
 def bert() -> Workload:
-    from transformers import BertConfig, BertForMaskedLM
-
     kept = torch.ones(BATCH, SEQ, dtype=torch.long)
     kept[1:3, 20:] = 0  # two of the texts are padded
     batches = []
     for ids in _tokens():
         labels = ids.masked_fill(torch.rand(ids.shape, generator=_random()) > 0.3, -100)
         batches.append({"input_ids": ids.masked_fill(labels != -100, 1), "labels": labels, "attention_mask": kept})
-    return _keywords(BertForMaskedLM(BertConfig(**_DECODER)), batches)
+    return _keywords(_made("Bert", "ForMaskedLM", **_DECODER), batches)
 
 
 def t5() -> Workload:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=VOCAB,
-        d_model=WIDTH,
-        d_kv=HEAD,
-        d_ff=2 * WIDTH,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        decoder_start_token_id=0,
-    )
-    return _keywords(
-        T5ForConditionalGeneration(config),
-        [{"input_ids": ids, "labels": ids[:, : SEQ // 2].contiguous()} for ids in _tokens()],
-    )
+    shape = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": HEAD, "d_ff": 2 * WIDTH, "num_layers": LAYERS}
+    module = _made("T5", "ForConditionalGeneration", **shape, num_heads=HEADS, decoder_start_token_id=0)
+    return _keywords(module, [{"input_ids": ids, "labels": ids[:, : SEQ // 2].contiguous()} for ids in _tokens()])
 
 
 def vit() -> Workload:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    shape = {name: size for name, size in _DECODER.items() if name not in ("vocab_size", "max_position_embeddings")}
-    module = ViTForImageClassification(ViTConfig(**shape, image_size=IMAGE, patch_size=8, num_labels=10))
+    module = _made("ViT", "ForImageClassification", **_VISION, image_size=IMAGE, patch_size=8, num_labels=10)
     return _keywords(module, _pictures(IMAGE))
 
 
@@ -243,75 +186,43 @@ def _pictures(size: int) -> list[dict[str, Tensor]]:
 
 
 def convnext() -> Workload:
-    from transformers import ConvNextConfig, ConvNextForImageClassification
-
-    config = ConvNextConfig(hidden_sizes=[16, 32, 64, 64], depths=[1, 1, 2, 1], num_labels=10)
-    return _keywords(ConvNextForImageClassification(config), _pictures(64))
+    shape = {"hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1], "num_labels": 10}
+    return _keywords(_made("ConvNext", "ForImageClassification", **shape), _pictures(64))
 
 
 def resnet() -> Workload:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
     shape = {"embedding_size": WIDTH // 4, "hidden_sizes": [WIDTH // 4, WIDTH // 2], "depths": [2, 2]}
-    config = ResNetConfig(**shape, layer_type="basic", num_labels=10)
-    return _keywords(ResNetForImageClassification(config), _pictures(IMAGE))
+    module = _made("ResNet", "ForImageClassification", **shape, layer_type="basic", num_labels=10)
+    return _keywords(module, _pictures(IMAGE))
 
 
 def clip() -> Workload:
-    from transformers import CLIPConfig, CLIPModel
-
     text = {**_DECODER, "eos_token_id": VOCAB - 1}
-    vision = {name: size for name, size in _DECODER.items() if name not in ("vocab_size", "max_position_embeddings")}
-    config = CLIPConfig(
-        text_config=text, vision_config={**vision, "image_size": 32, "patch_size": 8}, projection_dim=32
-    )
+    vision = {**_VISION, "image_size": 32, "patch_size": 8}
+    module = _made("CLIP", "Model", text_config=text, vision_config=vision, projection_dim=32)
     pairs = zip(_tokens(), _floats(3, 32, 32), strict=True)
-    made = _keywords(CLIPModel(config), [{"input_ids": ids, "pixel_values": pixels} for ids, pixels in pairs])
+    made = _keywords(module, [{"input_ids": ids, "pixel_values": pixels} for ids, pixels in pairs])
     made.forward = lambda module, batch: module(**batch, return_loss=True)
     return made
 
 
 def whisper() -> Workload:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    config = WhisperConfig(
-        vocab_size=VOCAB,
-        num_mel_bins=16,
-        d_model=WIDTH,
-        encoder_layers=LAYERS,
-        decoder_layers=LAYERS,
-        encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS,
-        encoder_ffn_dim=2 * WIDTH,
-        decoder_ffn_dim=2 * WIDTH,
-        max_source_positions=SEQ,
-        max_target_positions=SEQ,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-    )
+    halves = {"layers": LAYERS, "attention_heads": HEADS, "ffn_dim": 2 * WIDTH}
+    shape = {f"{half}_{name}": size for half in ("encoder", "decoder") for name, size in halves.items()}
+    shape |= {"vocab_size": VOCAB, "num_mel_bins": 16, "d_model": WIDTH, "decoder_start_token_id": 1}
+    shape |= {"max_source_positions": SEQ, "max_target_positions": SEQ}
+    shape |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     pairs = zip(_floats(16, 2 * SEQ), _tokens(SEQ // 2), strict=True)
-    return _keywords(
-        WhisperForConditionalGeneration(config), [{"input_features": heard, "labels": ids} for heard, ids in pairs]
-    )
+    batches = [{"input_features": heard, "labels": ids} for heard, ids in pairs]
+    return _keywords(_made("Whisper", "ForConditionalGeneration", **shape), batches)
 
 
 def wav2vec2() -> Workload:
-    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
-
-    config = Wav2Vec2Config(
-        **_DECODER,
-        conv_dim=(32, 32, 32),
-        conv_stride=(5, 4, 4),
-        conv_kernel=(10, 8, 8),
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=4,
-        ctc_loss_reduction="mean",
-        ctc_zero_infinity=True,
-    )
+    heard = {"conv_dim": (32, 32, 32), "conv_stride": (5, 4, 4), "conv_kernel": (10, 8, 8)}
+    heard |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+    module = _made("Wav2Vec2", "ForCTC", **_DECODER, **heard, ctc_loss_reduction="mean", ctc_zero_infinity=True)
     pairs = zip(_floats(4000), _tokens(8), strict=True)
-    return _keywords(Wav2Vec2ForCTC(config), [{"input_values": heard, "labels": ids} for heard, ids in pairs])
+    return _keywords(module, [{"input_values": sound, "labels": ids} for sound, ids in pairs])
 
 
 def lora() -> Workload:

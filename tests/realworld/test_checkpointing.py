@@ -14,10 +14,10 @@ from trainstep.checkpointing.recomputing import Checkpointing
 
 pytestmark = pytest.mark.realworld
 
-CHAINS = ["llama", "llama_eager", "gpt2", "mistral", "mixtral", "qwen3", "deepseek_v3", "whisper", "clip", "lora"]
-"""Every policy serves them; the first ones fill a key-value cache."""
-OTHERS = ["gemma2", "t5", "wav2vec2", "resnet", "unet", "x_transformers", "compiled_parts"]
-"""Their blocks are checkpointed one by one; several together are refused, with what makes that impossible."""
+NAMES = (
+    *("llama", "llama_eager", "gpt2", "mistral", "mixtral", "qwen3", "deepseek_v3", "whisper", "clip", "lora"),
+    *("gemma2", "t5", "wav2vec2", "resnet", "unet", "x_transformers", "compiled_parts"),
+)
 
 
 def gradients(name: str, policy: str) -> list[Tensor]:
@@ -35,6 +35,6 @@ def gradients(name: str, policy: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("policy", ["selective", "every-1"])
-@pytest.mark.parametrize("name", CHAINS + OTHERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_single_blocks(name: str, policy: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients(name, policy), gradients(name, "none"), strict=True))

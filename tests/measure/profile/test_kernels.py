@@ -6,6 +6,8 @@ And the classifier, on names that cuBLAS, CUTLASS, cuDNN, PyTorch, Triton and NC
 import itertools
 import json
 import random
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -149,135 +151,15 @@ def test_against_sets_of_points():
             assert found == union(found)
 
 
-AT = "void at::native::"
-KERNELS = {
-    "tensor-core matmul": [
-        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN",
-        "nvjet_sm90_tst_304x128_64x3_1x2_h_bz_coopA_TNN",
-        "nvjet_hsh_256x128_64x4_2x1_v_bz_coopA_TNT",
-        "nvjet_sss_128x128_32x4_1x1_h_bz_TNN",
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_kernel__5x_cublas",
-        "sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16_stage4_warpsize2x2x1_tensor16x8x8_kernel",
-        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nn_align8>(Params)",
-        "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x128_32x3_nn_align4>(Params)",
-        "ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_32x6_tn",
-        "ampere_fp16_s1688gemm_fp16_128x128_ldg8_f2f_stages_32x1_nn",
-        "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int, int>>>(Params)",
-        "triton_tem_fused_mm_3",
-    ],
-    "FP32 SIMT matmul": [
-        "void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>(Params)",
-        "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x4x1_ffma_aligna4_execute_kernel__5x_cublas",
-        "ampere_sgemm_128x64_tn",
-        "volta_sgemm_128x32_nn",
-        "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false, true>(cublasGemvParamsEx)",
-        "void gemmSN_TN_kernel<float, 128, 16, 2, 4, 4, 4, true>(cublasGemmSmallNParams)",
-        "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, int, float>(cublasGemvParamsEx)",
-    ],
-    "fused attention": [
-        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>, false, true>(Flash_fwd_params)",
-        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Traits<64>>(Flash_bwd_params)",
-        "void pytorch_flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<64>>(Flash_bwd_params)",
-        "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>::Params)",
-        "fmha_cutlassB_f32_aligned_64x64_k64_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<float>::Params)",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_28_kernel0_0",
-        "triton_tem_fused_flex_attention_0",
-        "forward_kernel",
-        "dkdv_kernel",
-        "prepare_dq_kernel",
-        "backward_kernel",
-    ],
-    "softmax": [
-        f"{AT}(anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>(float*, int)",
-        "void (anonymous namespace)::softmax_warp_backward<float, float, float, 9, false, false>(float*, float const*)",
-        f"{AT}(anonymous namespace)::cunn_SoftMaxForwardSmem<4, float, float, float, LogSoftMaxForwardEpilogue>(x)",
-        f"{AT}(anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float, LogSoftMaxBackwardEpilogue>(float*)",
-        "triton_per_fused__softmax_masked_fill_mul_2",
-    ],
-    "normalisation": [
-        f"{AT}(anonymous namespace)::vectorized_layer_norm_kernel<float, float, true>(int, float, float const*)",
-        f"{AT}(anonymous namespace)::layer_norm_grad_input_kernel_vectorized<float, float, true>(float const*)",
-        f"{AT}(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float, 32u, 32u>(long, long)",
-        "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1",
-        "triton_per_fused__fused_rms_norm__fused_rms_norm_backward__to_copy_add_view_9",
-        "void cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, 512, true, 1, true>(cudnnTensorStruct)",
-    ],
-    "elementwise": [
-        f"{AT}vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)",
-        f"{AT}elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor<float>>>(int)",
-        f"{AT}unrolled_elementwise_kernel<at::native::masked_fill_kernel(at::TensorIterator&)::lambda>(int)",
-        f"{AT}vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >(int)",
-        "triton_poi_fused_mul_silu_4",
-        "triton_poi_fused__to_copy_add_cat_mul_neg_slice_4",
-    ],
-    "reduction": [
-        f"{AT}reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float>, unsigned int>>(ReduceOp)",
-        "void cub::DeviceReduceKernel<cub::DeviceReducePolicy<float>>(float)",
-        "void cublasLt::splitKreduce_kernel<32, 16, int, float, float, float, float, true, false>(cublasSplitKParams)",
-        "triton_red_fused_sum_7",
-        f"{AT}(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, float*)",
-    ],
-    "transfer": [
-        "Memcpy HtoD (Pinned -> Device)",
-        "Memcpy DtoH (Device -> Pageable)",
-        "[CUDA memcpy Host-to-Device]",
-        "[CUDA memcpy Device-to-Host]",
-        "CopyHostToDevice",
-    ],
-    "CUDA graph": ["CUDA graph 17"],
-    "copy": [
-        "Memcpy DtoD (Device -> Device)",
-        "Memset (Device)",
-        "[CUDA memcpy Device-to-Device]",
-        f"{AT}unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::lambda>(int)",
-        f"{AT}vectorized_elementwise_kernel<4, at::native::bfloat16tofloat32_copy_kernel_cuda(lambda), 1>(int)",
-        f"{AT}(anonymous namespace)::CatArrayBatchedCopy_aligned16_contig<OpaqueType<4u>, unsigned int, 3, 128, 1>(x)",
-        f"{AT}(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<2>, UnaryOpFunctor<c10::BFloat16>, "
-        "at::native::Copy<c10::BFloat16, c10::BFloat16> >(x)",
-        "triton_poi_fused__to_copy_12",
-        "triton_poi_fused__to_copy_t_1",
-        "triton_poi_fused__unsafe_view_clone_transpose_view_5",
-    ],
-    "optimizer": [
-        f"{AT}(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor<float>>(x)",
-        f"{AT}(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<2>, BinaryOpScalarFunctor<float>>(x)",
-    ],
-    "communication": [
-        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-        "ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)",
-        "ncclDevKernel_ReduceScatter_Sum_bf16_RING_SIMPLE(ncclDevKernelArgsStorage<4096ul>)",
-        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
-        "Memcpy PtoP (Device -> Device)",
-        "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)",
-    ],
-    "other": [
-        f"{AT}(anonymous namespace)::embedding_backward_feature_kernel<float, float, long>(long const*, float const*)",
-        "my_kernel",
-    ],
-}  # fmt: skip
-OPERATORS = {
-    "matmul": ["aten::mm", "aten::bmm", "aten::addmm", "mkldnn::_linear_pointwise", "aten::mkldnn_convolution"],
-    "fused attention": ["aten::_scaled_dot_product_flash_attention_for_cpu", "trainstep::flash_attention_forward"],
-    "softmax": ["aten::_softmax", "aten::_log_softmax_backward_data"],
-    "normalisation": ["aten::_fused_rms_norm", "aten::native_layer_norm_backward"],
-    "elementwise": ["aten::mul", "aten::add_", "aten::silu_backward", "aten::masked_fill_", "aten::fill_"],
-    "reduction": ["aten::sum", "aten::mean"],
-    "copy": ["aten::copy_", "aten::_to_copy", "aten::cat", "aten::_foreach_copy_"],
-    "optimizer": ["aten::_foreach_add_", "aten::_fused_adamw_"],
-    "communication": ["c10d::allreduce_", "gloo:all_reduce", "trainstep_exchanges::all_reduce"],
-    "other": ["aten::view", "aten::embedding", "aten::as_strided"],
-}
+NAMES = tomllib.loads(Path(__file__).with_name("kernels.toml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in KERNELS.items() for name in names])
-def test_kernels(family, name):
-    assert kernel_family(name) == family
-
-
-@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in OPERATORS.items() for name in names])
-def test_operators(family, name):
-    assert operator_family(name) == family
+@pytest.mark.parametrize(
+    ("what", "family", "name"),
+    [(what, family, name) for what, told in NAMES.items() for family, names in told.items() for name in names],
+)
+def test_names_say_the_family(what, family, name):
+    assert (kernel_family if what == "kernels" else operator_family)(name) == family
 
 
 def test_the_operator_tells_where_the_kernel_s_name_does_not():
