@@ -51,7 +51,8 @@ def inputs(rank, dtype, device="cpu"):
 
 
 def _all(process, dtype, lazily):
-    """Results of each, and their records; `lazily`, the second rank's tensors are negatives of their memory."""
+    """Results of each, and their records; `lazily`, the second rank's tensors are negatives of their memory, and each is
+    sent alone, so that no list is packed into copies."""
     group, rank, results = process.group, process.rank, {}
     with recorded_collectives() as calls:
         for name, call in CALLS.items():
@@ -59,8 +60,9 @@ def _all(process, dtype, lazily):
             if lazily and rank == 1:
                 tensors = [torch._neg_view(-tensor) for tensor in tensors]
             pointers = [tensor.data_ptr() for tensor in tensors]
-            if (work := call(tensors, group)) is not None:
-                work.wait()
+            for each in [[tensor] for tensor in tensors] if lazily else [tensors]:
+                if (work := call(each, group)) is not None:
+                    work.wait()
             assert [tensor.data_ptr() for tensor in tensors] == pointers
             results[name] = [tensor.resolve_neg().cpu() for tensor in tensors]
         dist.barrier(group=group)
