@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.parallel import test_ddp
-from tests.parallel.meshes import mesh_of
-from tests.parallel.training import EXCHANGE_MB, OPTIMIZERS, build, differing, loss_of, reference, shares, state
+from tests.parallel.training import OPTIMIZERS, build, differing, loss_of, reference, shares
 from tests.parallel.zero import test_optimizer
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
@@ -103,52 +102,24 @@ def test_by_copies_there_are_sixteen_buckets_by_default(two):
         assert found == {"collectives": [1024] * 64, "peer-copies": [4 * 1024] * 16}
 
 
+SETTINGS = ["accumulated, bucketed", "clipped, kept at zero", "sent in bf16"]
+
+
 def _otherwise(process):
-    """With accumulation, in a narrower type, in one bucket after backward, and with gradients that some lack."""
-    train = test_ddp.train
-    return {
-        "accumulated": train(process, "Plain", "AdamW", "bucketed", how={"accumulate": 3}, **COPIES),
-        "narrow": train(process, "Plain", "SGD", "bucketed", reduce_dtype=torch.bfloat16, **COPIES),
-        "flat": train(process, "Plain", "AdamW", "bucketed", overlap=False, **COPIES),
-        "unused": test_optimizer.train(process, "Unused", *OPTIMIZERS["SGD"], True, **COPIES),
-    }
+    """With accumulation, zeros and a narrower type, in one bucket after backward, and with gradients that some lack."""
+    flat = test_ddp.train(process, "Plain", "AdamW", "bucketed", overlap=False, **COPIES)
+    unused = test_optimizer.train(process, "Unused", *OPTIMIZERS["SGD"], True, **COPIES)
+    return flat, unused, [test_ddp.train_how(process, name, **COPIES) for name in SETTINGS]
 
 
 def test_other_settings_keep_their_meaning(two):
-    first, second = two.run(_otherwise)
-    for name, found in first.items():
-        assert not differing(second[name], found), name
-    assert not differing(first["accumulated"], reference("Plain", "AdamW", 2, accumulate=3))
-    assert not differing(first["flat"], reference("Plain", "AdamW", 2))
-    assert not differing(first["unused"], reference("Unused", "SGD", 2))
-    exact = reference("Plain", "SGD", 2)
-    assert differing(first["narrow"], exact), "bfloat16 rounds"
-    assert not differing(first["narrow"], exact, relative=4 * 2**-8)
-
-
-def _hybrid(process):
-    """Two rows of two ranks: slices within a row by copies, means between rows and of what is whole by collectives."""
-    mesh = mesh_of(2, 2)
-    ddp = DistributedDataParallel(build("Plain", seed=process.rank), mesh=mesh, bucket_mb=600e-6, **COPIES)
-    cls, options = OPTIMIZERS["AdamW"]
-    optimizer = ShardedOptimizer(ddp.parameters(), cls, ddp=ddp, exchange_mb=EXCHANGE_MB, **options)
-    sent = set()
-    for step in range(4):
-        optimizer.zero_grad()
-        with recorded_collectives() as calls:
-            loss_of(ddp, shares(4, step)[process.rank]).backward()
-            ddp.finish_gradient_synchronization()
-        sent |= {(call.name, call.ranks) for call in calls if call.name != "barrier"}
-        optimizer.step()
-    return state(ddp.module), sent
-
-
-def test_replicas_average_between_each_other(four):
-    by_rank = four.run(_hybrid)
-    trained, sent = by_rank[0]
-    assert not any(differing(each, trained) for each, _ in by_rank)
-    assert not differing(trained, reference("Plain", "AdamW", 4), relative=2e-5)
-    assert sent >= {("reduce-scatter", 2), ("all-reduce", 2), ("all-reduce", 4)}
+    by_rank = two.run(_otherwise)
+    for flat, unused, trained in by_rank:
+        assert not differing(flat, reference("Plain", "AdamW", 2))
+        assert not differing(unused, reference("Unused", "SGD", 2))
+        for name, found, first in zip(SETTINGS, trained, by_rank[0][-1], strict=True):
+            assert not differing(found, first), name
+            test_ddp.check_how(name, found)
 
 
 def _of_a_copy(process):

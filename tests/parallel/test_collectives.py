@@ -51,8 +51,8 @@ def inputs(rank, dtype, device="cpu"):
 
 
 def _all(process, dtype, lazily):
-    """Results of each, and their records; `lazily`, the second rank's tensors are negatives of their memory, and each is
-    sent alone, so that no list is packed into copies."""
+    """Results of each, and their records; `lazily`, the second rank's tensors are negatives of their memory, and go one
+    by one, so that no list is packed into copies."""
     group, rank, results = process.group, process.rank, {}
     with recorded_collectives() as calls:
         for name, call in CALLS.items():

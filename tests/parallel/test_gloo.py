@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -15,10 +14,8 @@ from trainstep.base.errors import UsageError
 from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.ranges import profiler_of_steps
 from trainstep.parallel import gloo
-from trainstep.parallel.announced import started
 from trainstep.parallel.collectives import all_to_all, broadcast
 from trainstep.parallel.gloo import host_waits
-from trainstep.parallel.rollcall import is_of_a_collective
 from trainstep.parallel.slices import flat, slice_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -181,29 +178,6 @@ def check_sent(by_rank):
 @pytest.mark.distributed
 def test_broadcast_and_all_to_all(four):
     check_sent(four.run(_sent, CPU))
-
-
-def _alone(process):
-    """A rank that comes alone; the other one leaves it waiting."""
-    group = dist.new_group(list(range(process.world_size)), timeout=timedelta(seconds=1))
-    said, names = "", []
-    if process.rank == 0:
-        tensor = torch.zeros(100_000)
-        call = _sum([tensor], [slice_of(tensor, 0, 2)], group)
-        names = [each.name for each in started() if group.group_name == each.group.split(":")[1] and not each.is_over]
-        try:
-            call.wait()
-        except RuntimeError as error:
-            said = str(error)
-    dist.barrier(group=process.group)
-    return said, names
-
-
-@pytest.mark.distributed
-def test_a_rank_that_does_not_come_is_an_error_in_time_and_its_call_can_be_asked_for(two):
-    (said, names), _ = two.run(_alone)
-    assert is_of_a_collective(RuntimeError(said)), said
-    assert names == ["all_to_all"], "past the dispatcher, torch's flight recorder has it all the same"
 
 
 def _profiled(process, folder):

@@ -64,6 +64,7 @@ RAISES = {
         "plain optimizer's state": "has shape (8, 8), that of the whole parameter",
         "own norms": "norm of first.weight, which is sharded",
         "get_state_dict": "use save_checkpoint",
+        "autograd.grad": "grad of first.weight, which is sharded",
         "a weight that is given other memory": "blocks.0.up.weight was changed in place while it was gathered",
         "frozen weights that backward reaches past an output": "backward came to blocks.1 and had not gone through",
     },

@@ -11,11 +11,10 @@ import torch
 from tests.parallel.fsdp.training import CASES, assert_same, train
 from tests.parallel.nets import build, train_alone
 from trainstep.base.errors import UsageError
-from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp.shards import cut_rows
 from trainstep.parallel.transport import by_copies
-from trainstep.parallel.transport.by_collectives import Collectives, Layout
+from trainstep.parallel.transport.by_collectives import Layout
 from trainstep.parallel.transport.by_copies import PeerCopies, choose_transport
 from trainstep.parallel.transport.peer_memory import PeerMemory, obstacle_to_sharing
 
@@ -62,56 +61,6 @@ def test_buffers_are_as_large_as_the_largest_group_needs(two):
 
 def _parameter(shape, ranks):
     return SimpleNamespace(shape=torch.Size(shape), padded_shape=cut_rows(torch.Size(shape), 0, ranks)[1])
-
-
-def _packed(layout, gradients):
-    """(ranks, elements of a row), zeros where nothing is."""
-    rows = gradients[0].new_zeros(layout.ranks, layout.size)
-    for rank, row in enumerate(rows):
-        for piece in layout.pieces(rank):
-            part = gradients[piece.number].view(-1)[piece.offset : piece.offset + piece.elements]
-            row[piece.place : piece.place + piece.elements] = part
-    return rows
-
-
-def _both(process, sizes, dtype, room):
-    """Results of two calls in a row by either transport."""
-    ranks = process.world_size
-    with mock.patch.multiple(by_copies, OUTBOX_BYTES=room, INBOX_BYTES=room):
-        copies = PeerCopies(process.group, process.device, slice_bytes=8192, exchange_bytes=8192)
-    assert copies.uncounted_bytes == 2 * room
-    found = []
-    parameters = [_parameter((7, 3), ranks), _parameter((2 * ranks, sizes[0]), ranks), _parameter((1, 5), ranks)]
-    layout = Layout(parameters, ranks)
-    for each in (Collectives(process.group), copies):
-        exchange_of = each.exchange_of(layout)
-        for call in range(2):
-            generator = torch.Generator().manual_seed(10 * process.rank + call)
-            whole = [torch.randn(ranks * size, generator=generator).to(dtype) for size in sizes]
-            gather = each.gather_of([tensor.view(torch.uint8) for tensor in whole])()
-            if gather is not None:
-                gather.wait()
-            gradients = [torch.randn(parameter.shape, generator=generator).to(dtype) for parameter in parameters]
-            mean = torch.zeros(layout.size)
-            exchange, after = exchange_of([_packed(layout, gradients)] if each.packs else gradients, mean)
-            work = exchange()
-            if work is not None:
-                work.wait()
-            if after is not None:
-                after()
-            own = [mean[piece.place :][: piece.elements] for piece in layout.pieces(process.rank)]
-            found.append([*whole, *own])
-    return found[:2], found[2:]
-
-
-@pytest.mark.parametrize("room", [8192, 256])
-@pytest.mark.parametrize(("sizes", "dtype"), [([3, 128, 1], torch.float32), ([65], torch.bfloat16)])
-def test_copies_do_what_collectives_do_at_once_or_in_rounds(four, sizes, dtype, room):
-    for one, other in four.run(_both, sizes, dtype, room):
-        for expected_of_call, found in zip(one, other, strict=True):
-            for expected, value in zip(expected_of_call, found, strict=True):
-                assert expected.unique().numel() > 1 or expected.numel() < 8
-                assert torch.equal(value, expected)
 
 
 def _laid_out(process, room):
@@ -199,19 +148,6 @@ def test_two_ranks_train_as_one_process_bit_for_bit(two, room):
 def test_four_ranks_train_as_one_process_bit_for_bit(four):
     (found,) = four.run(_train_by_copies, ["bfloat16"])[2]
     assert_same(found, train_alone({}, "adamw", 4, ranks=4, dtype=torch.bfloat16))
-
-
-def _announced(process):
-    copies = PeerCopies(process.group, process.device, slice_bytes=4096, exchange_bytes=4096)
-    with recorded_collectives() as calls:
-        copies.gather_of([torch.zeros(512, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)])()
-        layout = Layout([_parameter((4, 25), 2), _parameter((2, 50), 2)], 2)
-        copies.exchange_of(layout)([torch.zeros(4, 25), torch.zeros(2, 50)], torch.empty(layout.size))[0]()
-    return [(call.name, call.tensors, call.bytes) for call in calls if call.name != "barrier"]
-
-
-def test_copies_are_counted_like_collectives(two):
-    assert two.run(_announced) == [[("all-gather", 2, 768), ("all-to-all", 2, 800)]] * 2
 
 
 def _choose(process, asked):

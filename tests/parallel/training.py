@@ -337,7 +337,12 @@ def differing(a, b, relative=0.0):
 
 
 def delay(model, dice, longest=0.004):
-    """Sleep for a random time whenever a layer's gradients are being made."""
+    """Sleep for a random time whenever a layer is called, and whenever its gradients are being made."""
+
+    def late(*_):
+        time.sleep(dice.random() * longest)
+
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            layer.register_full_backward_pre_hook(lambda *_: time.sleep(dice.random() * longest))
+            layer.register_forward_pre_hook(late)
+            layer.register_full_backward_pre_hook(late)

@@ -128,38 +128,27 @@ def assert_same_state(found, expected):
     assert found[2] == expected[2]
 
 
-def test_two_ranks_then_four_then_one_then_a_plain_model(two, four, tmp_path):
-    saved, continued = two.run(_save, tmp_path / "two")[0]
-    again, resumed = two.run(_load, tmp_path / "two", 2)[0]
-    assert_same_state(again, saved)
-    assert all(torch.equal(resumed[name], continued[name]) for name in continued), "resumed as if never stopped"
-    by_four, _ = four.run(_load, tmp_path / "two", 0, tmp_path / "four")[3]
-    assert_same_state(by_four, saved)
-    with Workers(1) as one:
-        by_one, _ = one.run(_load, tmp_path / "four", 0)[0]
-    assert_same_state(by_one, saved)
-    plain = build(seed=9, **OPTIONS)
-    dcp.load({"model": plain.state_dict()}, checkpoint_id=str(tmp_path / "four"), no_dist=True)
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(parameter, saved[0][name]), name
-    assert plain.head.weight is plain.embedding.weight
-
-
-def test_replicas_then_two_ranks_then_replicas(two, four, tmp_path):
+def test_checkpoints_go_between_replicas_other_numbers_of_ranks_and_a_plain_model(two, four, tmp_path):
     """Replicas write each shard once; other numbers of ranks read it, and what others wrote is read by each replica."""
     (saved, continued), *others = four.run(_save, tmp_path / "hybrid", 2)
-    for other, _ in others:
-        assert_same_state(other, saved)
-    written = sum(path.stat().st_size for path in (tmp_path / "hybrid").glob("*.distcp"))
     by_two, _ = two.run(_load, tmp_path / "hybrid", 0, tmp_path / "two")[1]
-    assert_same_state(by_two, saved)
-    assert written < 1.5 * sum(path.stat().st_size for path in (tmp_path / "two").glob("*.distcp"))
-    for again, resumed in four.run(_load, tmp_path / "two", 2, None, 2):
-        assert_same_state(again, saved)
-        assert all(torch.equal(resumed[name], continued[name]) for name in continued), "as if never stopped"
-    plain = build(seed=9, **OPTIONS)
-    dcp.load({"model": plain.state_dict()}, checkpoint_id=str(tmp_path / "hybrid"), no_dist=True)
-    assert all(torch.equal(parameter, saved[0][name]) for name, parameter in plain.named_parameters())
+    by_four, _ = four.run(_load, tmp_path / "two", 0, tmp_path / "four")[3]
+    with Workers(1) as one:
+        by_one, _ = one.run(_load, tmp_path / "four", 0)[0]
+    again, resumed = zip(*four.run(_load, tmp_path / "two", 2, None, 2), strict=True)
+    for found in (*(other for other, _ in others), by_two, by_four, by_one, *again):
+        assert_same_state(found, saved)
+    for found in resumed:
+        assert all(torch.equal(found[name], continued[name]) for name in continued), "resumed as if never stopped"
+    written = {
+        each: sum(path.stat().st_size for path in (tmp_path / each).glob("*.distcp")) for each in ("hybrid", "two")
+    }
+    assert written["hybrid"] < 1.5 * written["two"]
+    for folder in ("hybrid", "four"):
+        plain = build(seed=9, **OPTIONS)
+        dcp.load({"model": plain.state_dict()}, checkpoint_id=str(tmp_path / folder), no_dist=True)
+        assert all(torch.equal(parameter, saved[0][name]) for name, parameter in plain.named_parameters())
+        assert plain.head.weight is plain.embedding.weight
 
 
 def _state_dicts(process):

@@ -126,11 +126,12 @@ def recorded(process, shape, dtype, transport="auto"):
     return [(call.name, call.bytes, call.ranks) for call in calls if call.bytes > 64], order
 
 
+@pytest.mark.parametrize("transport", ["collectives", "peer-copies"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_collective_and_its_bytes(four, shape, dtype):
-    """Between replicas go shards, in float32; within them what would go without replicas."""
-    calls, _ = four.run(recorded, shape, dtype)[1]
+def test_every_collective_and_its_bytes(four, shape, dtype, transport):
+    """Between replicas go shards, in float32; within them what would go without replicas. Copies are counted, too."""
+    calls, _ = four.run(recorded, shape, dtype, transport)[1]
     width, (replicas, ranks) = 4 if dtype is None else 2, shape
     sizes = collections.defaultdict(list)
     for name, size, _ in calls:

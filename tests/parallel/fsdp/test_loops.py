@@ -196,19 +196,6 @@ def _forgotten_hooks(sharded, process):
     _forward(sharded)
 
 
-def _forgotten(sharded, process):
-    _forward(sharded).backward()
-    for each in sharded.parameters():
-        if each.grad is not None:
-            each.data -= RATE * each.grad
-
-
-def _forgotten_by_the_module(sharded, process):
-    with sharded.no_sync():
-        _forward(sharded).backward()
-    sharded.module.zero_grad()
-
-
 def _in_a_closure(sharded, process):
     optimizer = torch.optim.SGD(sharded.parameters(), lr=RATE)
     optimizer.step(lambda: _forward(sharded).backward())
@@ -216,22 +203,6 @@ def _in_a_closure(sharded, process):
 
 def _by_a_gradient_hook(sharded, process):
     sharded.module.head.weight.register_hook(torch.sign)
-
-
-def _of_parameters_from_before(sharded, process):
-    _forward(sharded).backward()
-    sharded.finish_gradient_synchronization()
-    for each in sharded.before:
-        if each.grad is not None:
-            each.data -= RATE * each.grad
-
-
-def _functional(sharded, process):
-    _forward(lambda x: torch.func.functional_call(sharded, {n: p - 1 for n, p in sharded.named_parameters()}, (x,)))
-
-
-def _gradients_asked_for(sharded, process):
-    torch.autograd.grad(_forward(sharded), list(sharded.parameters()), allow_unused=True)
 
 
 def _averaged_by_hand(sharded, process):
@@ -252,13 +223,8 @@ def _forward(call):
 
 MISTAKES = {
     _forgotten_hooks: "forward before gradients were synchronised over the ranks; call finish_gradient_synchronization",
-    _forgotten: "grad of blocks.0.norm.weight before finish_gradient_synchronization()",
-    _forgotten_by_the_module: "grad of blocks.0.norm.weight before finish_gradient_synchronization()",
     _in_a_closure: "SGD.step() before gradients were synchronised over the ranks",
     _by_a_gradient_hook: "head.weight is sharded, and its gradient does not pass here in backward",
-    _of_parameters_from_before: "grad of a parameter as it was before sharding; build the optimizer after",
-    _functional: "was replaced or removed after the module was sharded",
-    _gradients_asked_for: "grad of blocks.0.up.weight, which is sharded",
     _averaged_by_hand: "all_reduce of a sharded parameter's gradient",
     _filled_on_one_rank: "rank 0 comes to fill a parameter with random numbers, rank 1 comes to gather",
 }
@@ -268,9 +234,7 @@ def _mistaken(process):
     messages = []
     for mistake in MISTAKES:
         module = _module()
-        before = list(module.parameters())
         sharded = FullyShardedDataParallel(module)
-        sharded.before = before
         try:
             mistake(sharded, process)
         except UsageError as error:

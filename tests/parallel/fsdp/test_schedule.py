@@ -63,14 +63,9 @@ def test_gathers_run_ahead_by_the_prefetch_and_no_further(two, prefetch):
     assert sorted(number for kind, number in backward if kind == "free") == list(range(count))
     largest = max(size for size, _ in groups)
     assert most <= (prefetch + 1) * largest, "as many at a time as run ahead, and the one that is used"
-
-
-def test_the_first_step_needs_no_prediction(two):
-    events, _, most, groups = two.run(_record, {}, "none", 1)[0]
-    forward, backward = halves(events)
-    assert [number for kind, number in forward if kind == "gather"] == list(range(len(groups)))
-    assert most <= 3 * max(size for size, _ in groups)
-    assert backward[-1][0] == "free"
+    events, _, most, _ = two.run(_record, {"prefetch": prefetch}, "none", 1)[0]
+    assert [number for kind, number in halves(events)[0] if kind == "gather"] == list(range(count)), "at first, too"
+    assert most <= (prefetch + 1) * largest
 
 
 def test_what_backward_does_not_reach_is_not_gathered_for_it(two):
@@ -284,62 +279,44 @@ def test_what_the_loss_calls_after_forward_is_gathered_once(two, heads, prefetch
 
 
 SAME = [("gather", 0), ("gather", 1), ("send", 1), ("finish", -1)]
-
-
-def _said(agreement, acts):
-    try:
-        for act, group in acts:
-            agreement.announce(act, group)
-        agreement.end_pass()
-        agreement.compare(wait=True)
-    except UsageError as error:
-        return str(error)
-    return "nothing"
+OTHER = {  # by how a rank differs
+    "order": [("gather", 1), ("gather", 0), ("send", 1), ("finish", -1)],
+    "one less": [("gather", 0), ("send", 1), ("finish", -1)],
+    "another act": [("gather", 0), ("gather", 1), ("gather", 1), ("finish", -1)],
+}
+POINT = "rank 0 comes to gather blocks.0, rank 1 comes to gather blocks.1"
+DIFFER = "did not gather the same groups of parameters in the same order"
 
 
 def _passes(process, at_once, passes):
-    """What is said in each pass; a pass is the acts of each rank."""
-    agreement = Agreement(process.group, ["blocks.0", "blocks.1"], at_once=at_once)
-    return [_said(agreement, of_ranks[process.rank]) for of_ranks in passes]
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_ranks_that_do_the_same(two, at_once):
-    assert two.run(_passes, at_once, [(SAME, SAME)] * 3) == [["nothing"] * 3] * 2
-
-
-def test_at_once_every_rank_says_where_each_is(two):
-    other = [("gather", 1), ("gather", 0), ("send", 1), ("finish", -1)]
-    by_rank = two.run(_passes, True, [(SAME, SAME), (SAME, other)])
-    assert by_rank[0] == by_rank[1]
-    assert by_rank[0][0] == "nothing"
-    assert "rank 0 comes to gather blocks.0, rank 1 comes to gather blocks.1" in by_rank[0][1]
+    """What is said in each pass; a pass is the acts of each rank, and whether its answer is waited for."""
+    agreement, said = Agreement(process.group, ["blocks.0", "blocks.1"], at_once=at_once), []
+    for of_ranks, wait in passes:
+        try:
+            for act, group in of_ranks[process.rank]:
+                agreement.announce(act, group)
+            agreement.end_pass()
+            if wait:
+                agreement.compare(wait=True)
+            said.append("nothing")
+        except UsageError as error:
+            said.append(str(error))
+    return said
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("at_once", "differ", "wait", "told"),
     [
-        [("gather", 1), ("gather", 0), ("send", 1), ("finish", -1)],
-        [("gather", 0), ("send", 1), ("finish", -1)],
-        [("gather", 0), ("gather", 1), ("gather", 1), ("finish", -1)],
+        (True, None, True, []),
+        (False, None, True, []),
+        (True, "order", True, [POINT]),
+        *((False, how, True, [DIFFER, "nothing"]) for how in OTHER),
+        (False, "order", False, ["nothing", DIFFER]),  # the answer of a pass is looked at in the next one
     ],
-    ids=["order", "one less", "another act"],
 )
-def test_once_per_pass_every_rank_says_that_they_differ(two, other):
-    by_rank = two.run(_passes, False, [(SAME, SAME), (SAME, other), (SAME, SAME)])
+def test_every_rank_says_where_ranks_differ(two, at_once, differ, wait, told):
+    passes = [((SAME, OTHER.get(differ, SAME)), wait), ((SAME, SAME), True)]
+    by_rank = two.run(_passes, at_once, [((SAME, SAME), True), *(passes[:1] if at_once else passes)])
     assert by_rank[0] == by_rank[1]
-    first, differing, after = by_rank[0]
-    assert (first, after) == ("nothing", "nothing")
-    assert "did not gather the same groups of parameters in the same order" in differing
-
-
-def _later(process):
-    """The answer of a pass is looked at in the next one."""
-    agreement = Agreement(process.group, ["blocks.0", "blocks.1"], at_once=False)
-    agreement.announce("gather", process.rank)
-    agreement.end_pass()
-    return _said(agreement, SAME)
-
-
-def test_an_answer_that_came_late_is_not_forgotten(two):
-    assert all("did not gather the same groups" in said for said in two.run(_later))
+    for said, expected in zip(by_rank[0], ["nothing", *told] if told else ["nothing"] * len(by_rank[0]), strict=True):
+        assert expected in said

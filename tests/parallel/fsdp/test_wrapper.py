@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import random
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from torch import nn
 
 from tests.parallel.fsdp.training import (
     CASES,
-    Delays,
     assert_same,
     error,
     in_turn,
@@ -20,7 +20,8 @@ from tests.parallel.fsdp.training import (
     train,
     train_cases,
 )
-from tests.parallel.nets import OPTIMIZERS, Net, batch, build, loss_of, train_alone
+from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
+from tests.parallel.training import delay
 from tests.workers import Workers
 from trainstep.checkpointing.recomputing import Checkpointing
 from trainstep.parallel import FullyShardedDataParallel
@@ -175,24 +176,7 @@ def _train_prepared(process, policies):
     found["compiled as a whole"] = train(
         process, {}, "adamw", 3, prepare=functools.partial(nn.Module.compile, backend="aot_eager")
     )
-    for reentrant in (False, True):
-        found[f"by itself, reentrant={reentrant}"] = _train_module(process, Checkpointed(reentrant))
     return found
-
-
-class Checkpointed(Net):
-    """A model that checkpoints its own blocks, in torch's newer way or its older."""
-
-    def __init__(self, reentrant):
-        torch.manual_seed(0)
-        super().__init__()
-        self.reentrant = reentrant
-
-    def forward(self, tokens):
-        x = self.embedding(tokens) * self.scale + self.position[: tokens.shape[1]]
-        for block in self.blocks:
-            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(self.norm(x))
 
 
 def _train_module(process, module):
@@ -249,7 +233,7 @@ def _train_late(process, repeats, dtype, **settings):
     try:
         with poisoned(process.device):
             for seed in range(repeats):
-                late = functools.partial(Delays, process, seed)
+                late = functools.partial(delay, dice=random.Random(10 * seed + process.rank))
                 results.append(train(process, {"tied": True}, "adamw", 3, dtype, late, **settings))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -1,7 +1,6 @@
 """A small model trained under FSDP, and how what comes out is held against training in one process."""
 
 import contextlib
-import time
 from unittest import mock
 
 import torch
@@ -69,19 +68,6 @@ def gradients_beside(sharded, plain):
 
 def train_cases(process, cases):
     return [train(process, options, how, 4, dtype) for options, how, dtype in cases]
-
-
-class Delays:
-    """Ranks and layers that are late, each time differently, and memory that is never what it was."""
-
-    def __init__(self, process, seed, net):
-        self._random = torch.Generator().manual_seed(1000 * seed + process.rank)
-        for module in [net.embedding, *net.blocks, net.head]:
-            module.register_forward_pre_hook(self._late)
-            module.register_full_backward_hook(self._late)
-
-    def _late(self, *_):
-        time.sleep(0.004 * torch.rand((), generator=self._random).item())
 
 
 @contextlib.contextmanager

@@ -30,19 +30,25 @@ def _wrap(process, name, shape, scattered, **settings):
     return wrap(process, name, *OPTIMIZERS["AdamW"], scattered, shape=shape, **settings)
 
 
-def _train(process, shape, scattered, how):
+def _train(process, shape, scattered, how, **settings):
     found = {}
     for name in NAMES:
-        ddp, optimizer = _wrap(process, name, shape, scattered)
+        ddp, optimizer = _wrap(process, name, shape, scattered, **settings)
         trained = train_steps(process, ddp, optimizer, **how)
         found[name] = trained, sum(value.numel() for values in optimizer.state.values() for value in values.values())
     return found
 
 
-@pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
+def _train_by(process, shape, scattered, transport):
+    return _train(process, shape, scattered, {}, transport=transport)
+
+
+@pytest.mark.parametrize(
+    ("scattered", "transport"), [(False, "collectives"), (True, "collectives"), (True, "peer-copies")]
+)
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
-def test_every_shape_trains_as_one_process(four, shape, scattered):
-    by_rank = four.run(_train, shape, scattered, {})
+def test_every_shape_trains_as_one_process(four, shape, scattered, transport):
+    by_rank = four.run(_train_by, shape, scattered, transport)
     for name in NAMES:
         expected = reference(name, "AdamW", 4)
         assert not any(differing(found[name][0], by_rank[0][name][0]) for found in by_rank), name
@@ -97,8 +103,10 @@ def test_gradients_accumulate(four):
         assert not any(differing(found, expected, relative=2e-5) for found in both)
 
 
-def _calls(process):
-    ddp, optimizer = _wrap(process, "Plain", (2, 2), True, seed=0, reduce_dtype=torch.bfloat16)
+def _calls(process, transport):
+    """Bytes of a step by call, and its calls in order."""
+    settings = {"seed": 0, "reduce_dtype": torch.bfloat16, "transport": transport}
+    ddp, optimizer = _wrap(process, "Plain", (2, 2), True, **settings)
     for step in range(2):
         with recorded_collectives() as calls:
             step_of(process, ddp, optimizer, step)
@@ -110,9 +118,10 @@ def _calls(process):
     return sums, sum(each.numel() for each in ddp.parameters()), order
 
 
-def test_what_goes_within_replicas_and_between_them(four):
+@pytest.mark.parametrize("transport", ["collectives", "peer-copies"])
+def test_what_goes_within_replicas_and_between_them(four, transport):
     """Between replicas a slice, as narrow as the rest of the way; weights are gathered within replicas alone."""
-    for sums, count, order in four.run(_calls):
+    for sums, count, order in four.run(_calls, transport):
         between = [place for place, call in enumerate(order) if call == ("all-reduce", 2)]
         within = [place for place, call in enumerate(order) if call == ("reduce-scatter", 2)]
         assert len(between) == len(within) >= 2
