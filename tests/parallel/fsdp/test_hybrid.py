@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.parallel.fsdp.test_misuse import _message
 from tests.parallel.fsdp.test_schedule import BLOCK, CONFIG, EDGE, GAINS, LAYERS, PARAMETERS
 from tests.parallel.fsdp.training import CASES, assert_same, error, gradients_of, sharded_net
 from tests.parallel.meshes import mesh_of
+from tests.parallel.mistakes import check, message, told
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import FullyShardedDataParallel
@@ -172,10 +172,10 @@ def _in_another_order(module):
 def _replicas_differ(process):
     second = process.rank >= 2
     return [
-        _message(lambda: FullyShardedDataParallel(build(inner=19 + second), mesh=mesh_of(2, 2))),
-        _message(lambda: FullyShardedDataParallel(build(), mesh=mesh_of(2, 2), prefetch=1 + second)),
-        _message(lambda: FullyShardedDataParallel(build(), mesh=_mesh_by_rank(second))),
-        _message(lambda: _step_with(process, _in_another_order)),
+        message(lambda: FullyShardedDataParallel(build(inner=19 + second), mesh=mesh_of(2, 2))),
+        message(lambda: FullyShardedDataParallel(build(), mesh=mesh_of(2, 2), prefetch=1 + second)),
+        message(lambda: FullyShardedDataParallel(build(), mesh=_mesh_by_rank(second))),
+        message(lambda: _step_with(process, _in_another_order)),
     ]
 
 
@@ -201,7 +201,7 @@ def _some_of_all(process):
     for ranks in ([[1, 2, 3]], [[1], [2]]):
         mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
         if process.rank not in mesh.mesh.flatten().tolist():
-            found.append(_message(functools.partial(FullyShardedDataParallel, build(), mesh=mesh)))
+            found.append(message(functools.partial(FullyShardedDataParallel, build(), mesh=mesh)))
             continue
         sharded = FullyShardedDataParallel(build(), mesh=mesh)
         loss_of(sharded, batch(0).chunk(4)[process.rank]).backward()
@@ -259,16 +259,11 @@ def _mistakes(process):
         },
         "the module would train on meta": {"mesh": mesh, "device": "meta"},
     }
-    return [
-        (said, _message(functools.partial(FullyShardedDataParallel, build(), **given)))
-        for said, given in attempts.items()
-    ]
+    return told({each: functools.partial(FullyShardedDataParallel, build(), **how) for each, how in attempts.items()})
 
 
 def test_every_mistake_is_named(four):
-    for found in four.run(_mistakes):
-        for expected, message in found:
-            assert expected in message
+    check(four.run(_mistakes))
 
 
 @contextlib.contextmanager
@@ -284,9 +279,9 @@ def _by_copies(process):
         found = [train(process, (2, 2), "bfloat16", transport=each)[0] for each in ("peer-copies", "collectives")]
         sharded = sharded_net({}, shape=(2, 2), transport="peer-copies")
         assert (sharded.transport, sharded.transport_between) == ("peer-copies", "collectives")
-        refused = _message(lambda: sharded_net({}, shape=(1, 4), transport="peer-copies"))
+        refused = message(lambda: sharded_net({}, shape=(1, 4), transport="peer-copies"))
     with _on_host("elsewhere" if process.rank == 3 else "here"):
-        return found, [refused, _message(lambda: sharded_net({}, shape=(2, 2), transport="peer-copies"))]
+        return found, [refused, message(lambda: sharded_net({}, shape=(2, 2), transport="peer-copies"))]
 
 
 def test_copies_are_made_within_a_host_and_collectives_between_them_and_all_hear_where_they_cannot(four):

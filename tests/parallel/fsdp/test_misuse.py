@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.parallel.mistakes import check, told
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
-from trainstep.base.errors import UnsupportedError, UsageError
+from trainstep.base.errors import UsageError
 from trainstep.parallel import FullyShardedDataParallel
 
 pytestmark = pytest.mark.distributed
@@ -91,14 +92,6 @@ def _changed(change):
     sharded.finish_gradient_synchronization()
 
 
-def _message(attempt):
-    try:
-        attempt()
-    except (UsageError, UnsupportedError) as error:
-        return str(error)
-    return "no error"
-
-
 OPTIMIZERS_BESIDE = {
     "as it was before sharding; build the optimizer after": _optimizer_before,
     "no error": _optimizer_of_another_module,
@@ -113,8 +106,8 @@ def _all(process):
         "rank 1 has compute_dtype": lambda: FullyShardedDataParallel(build(), compute_dtype=[BF16, FP16][rank]),
         "rank 1 has groups": lambda: FullyShardedDataParallel(net := build(), groups=[net.blocks[0].up][:rank] or None),
     }
-    found = [(said, _message(attempt)) for made in (attempts, OPTIMIZERS_BESIDE) for said, attempt in made.items()]
-    return found + [(said, _message(functools.partial(_changed, change))) for said, change in LATE.items()]
+    late = {expected: functools.partial(_changed, change) for expected, change in LATE.items()}
+    return [*told(attempts), *told(OPTIMIZERS_BESIDE), *told(late)]
 
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -123,5 +116,4 @@ BF16, FP16 = torch.bfloat16, torch.float16
 def test_every_mistake_is_named(two):
     by_rank = two.run(_all)
     assert by_rank[0] == by_rank[1]
-    for expected, message in by_rank[0]:
-        assert expected in message
+    check(by_rank)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.parallel.mistakes import check, told
 from tests.parallel.training import (
     EXCHANGE_MB,
     OPTIMIZERS,
@@ -21,7 +22,6 @@ from tests.parallel.training import (
     train_steps,
 )
 from tests.parallel.zero import test_optimizer
-from trainstep.base.errors import UsageError
 from trainstep.checkpointing.recomputing import Checkpointing
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
@@ -273,50 +273,54 @@ class Bypassed(Stacked):
 
 
 def _mistakes(process):
-    said = []
     plain = DistributedDataParallel(build("Plain"), process_group=process.group)
-    for settings in ({}, {"ddp": plain, "momentum": -1.0}, {"ddp": plain}):
-        try:
-            settings = {"lr": 0.1, "overlap_gather": True} | settings
-            ShardedOptimizer(plain.parameters(), torch.optim.SGD, **settings)
-        except (UsageError, ValueError) as error:
-            said.append(str(error))
-    with _lately():
-        torch.manual_seed(0)
-        ddp, optimizer = _wrap(process, Bypassed(), exchange_mb=0, allow_unused=True)
+    copied = []
+
+    def made(**settings):
+        ShardedOptimizer(plain.parameters(), torch.optim.SGD, **{"lr": 0.1, "overlap_gather": True} | settings)
+
+    def made_after_one_that_raised():
+        with pytest.raises(ValueError, match="momentum"):
+            made(ddp=plain, momentum=-1.0)
+        made(ddp=plain)
+
+    def bypassed():
+        with _lately():
+            torch.manual_seed(0)
+            ddp, optimizer = _wrap(process, Bypassed(), exchange_mb=0, allow_unused=True)
+            step_of(process, ddp, optimizer, 0)
+            try:
+                step_of(process, ddp, optimizer, 1)
+            finally:
+                optimizer.wait_for_parameters()
+
+    def copied_early():
+        ddp, optimizer = _wrap(process, build("Plain"))
         step_of(process, ddp, optimizer, 0)
         try:
+            copy.deepcopy(ddp)
+        finally:
+            optimizer.wait_for_parameters()
+            twin = copy.deepcopy(ddp)
             step_of(process, ddp, optimizer, 1)
-        except UsageError as error:
-            said.append(str(error))
-        optimizer.wait_for_parameters()
-    try:
-        settings = {"lr": 0.1, "ddp": plain, "overlap_gather": process.rank == 0}
-        ShardedOptimizer(plain.parameters(), torch.optim.SGD, **settings)
-    except UsageError as error:
-        said.append(str(error))
-    try:
-        DistributedDataParallel(build("Plain"), transport="nccl")
-    except UsageError as error:
-        said.append(str(error))
-    ddp, optimizer = _wrap(process, build("Plain"))
-    step_of(process, ddp, optimizer, 0)
-    try:
-        copy.deepcopy(ddp)
-    except UsageError as error:
-        said.append(str(error))
-    optimizer.wait_for_parameters()
-    twin = copy.deepcopy(ddp)
-    step_of(process, ddp, optimizer, 1)
-    return said, [tuple(value.shape) for value in twin(shares(2, 0)[process.rank])][:1]
+            copied.append(twin(shares(2, 0)[process.rank]).shape[-1])
+
+    said = told(
+        {
+            "needs ddp=": made,
+            "no error": made_after_one_that_raised,
+            "blocks.3.inner.weight was used in forward before it had arrived": bypassed,
+            "overlap_gather": lambda: made(ddp=plain, overlap_gather=process.rank == 0),
+            "transport is 'nccl'; expected one of auto": lambda: DistributedDataParallel(
+                build("Plain"), transport="nccl"
+            ),
+            "wait_for_parameters() of the optimizer": copied_early,
+        }
+    )
+    return said, copied
 
 
 def test_mistakes_are_told(two):
-    for (no_ddp, momentum, bypassed, unlike, transport, copied), shape in two.run(_mistakes):
-        assert "needs ddp=" in no_ddp
-        assert "momentum" in momentum, "and the next one, with the same module, was made"
-        assert "blocks.3.inner.weight was used in forward before it had arrived" in bypassed
-        assert "overlap_gather" in unlike
-        assert "transport is 'nccl'; expected one of auto" in transport
-        assert "wait_for_parameters() of the optimizer" in copied
-        assert shape == [(WIDTH,)]
+    for said, copied in two.run(_mistakes):
+        check([said])
+        assert copied == [WIDTH], "of a copy that was made later"

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.parallel.meshes import mesh_of
+from tests.parallel.mistakes import check, told
 from tests.parallel.training import (
     EXCHANGE_MB,
     OPTIMIZERS,
@@ -150,21 +151,25 @@ def test_groups_schedulers_closures_and_groups_added_later(two, scattered):
         assert len(our_rates) == 3
 
 
-def _share_of_state(process, shard):
+def _share_of_state(process, optimizer_cls):
     ddp = DistributedDataParallel(build("Plain"), process_group=process.group)
-    optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.AdamW, shard=shard)
+    optimizer = ShardedOptimizer(ddp.parameters(), optimizer_cls)
     step_of(process, ddp, optimizer, 0)
     moments = [v for values in optimizer.state.values() for v in values.values() if v.dim()]
     return sum(moment.numel() for moment in moments), [tuple(p.shape) for p in optimizer.state]
 
 
+class Unknown(torch.optim.AdamW):
+    """Is given whole parameters."""
+
+
 def test_state_is_divided_evenly(two, four):
     count = sum(p.numel() for p in build("Plain").parameters())
     for workers, world_size in ((two, 2), (four, 4)):
-        sliced = [elements for elements, _ in workers.run(_share_of_state, "auto")]
+        sliced = [elements for elements, _ in workers.run(_share_of_state, torch.optim.AdamW)]
         assert sum(sliced) == 2 * count
         assert max(sliced) - min(sliced) <= 2 * 7, "all but the odd bias is in equal slices"
-        by_rank = workers.run(_share_of_state, "parameters")
+        by_rank = workers.run(_share_of_state, Unknown)
         assert sum(elements for elements, _ in by_rank) == 2 * count
         assert max(elements for elements, _ in by_rank) <= 2 * count / world_size + 2 * 128
         assert sorted(shape for _, shapes in by_rank for shape in shapes) == sorted(
@@ -172,11 +177,10 @@ def test_state_is_divided_evenly(two, four):
         )
 
 
-def _calls(process, scattered, shard):
+def _calls(process, optimizer_cls, scattered):
     ddp = DistributedDataParallel(build("Plain"), process_group=process.group, bucket_mb=float("inf"))
-    optimizer = ShardedOptimizer(
-        ddp.parameters(), torch.optim.SGD, lr=0.1, ddp=ddp if scattered else None, shard=shard, exchange_mb=EXCHANGE_MB
-    )
+    ours = {"ddp": ddp if scattered else None, "exchange_mb": EXCHANGE_MB}
+    optimizer = ShardedOptimizer(ddp.parameters(), optimizer_cls, lr=0.1, **ours)
     for step in range(2):
         with recorded_collectives() as calls:
             step_of(process, ddp, optimizer, step)
@@ -186,17 +190,17 @@ def _calls(process, scattered, shard):
 def test_collectives_are_few_and_as_large_as_needed(two):
     total = 4 * sum(p.numel() for p in build("Plain").parameters())
     odd = 4 * 7
-    for calls in two.run(_calls, False, "auto"):
+    for calls in two.run(_calls, torch.optim.SGD, False):
         reduced, *gathered = calls
         assert reduced == ("all-reduce", 9, total)
         assert [name for name, _, _ in gathered].count("broadcast") == 1
         assert sum(size for name, _, size in gathered if name == "all-gather") == total - odd
         assert sum(size for name, _, size in gathered if name == "broadcast") == odd
         assert len(gathered) == 4, "3 runs of slices, and the odd bias"
-    for calls in two.run(_calls, True, "auto"):
+    for calls in two.run(_calls, torch.optim.SGD, True):
         assert sorted(calls[:2]) == [("all-reduce", 1, odd), ("reduce-scatter", 8, total - odd)]
         assert sum(size for _, _, size in calls[2:]) == total
-    for calls in two.run(_calls, False, "parameters"):
+    for calls in two.run(_calls, Unknown, False):
         assert {name for name, _, _ in calls[1:]} == {"broadcast"}
         assert sum(size for _, _, size in calls[1:]) == total
         assert len(calls) - 1 <= 2 * 4, "one call per run and owner"
@@ -235,14 +239,6 @@ def test_clipping_takes_the_norm_over_all_ranks(two, scattered):
     assert norms[0] == pytest.approx(largest, rel=1e-6)
 
 
-def _message(action):
-    try:
-        action()
-    except (UsageError, RuntimeError, AssertionError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 class ByShape(torch.optim.SGD):
     """Takes parameters alone."""
 
@@ -251,91 +247,67 @@ class ByShape(torch.optim.SGD):
 
 
 def _mistakes(process):
+    """All ranks make them."""
+
     def ddp_of(name="Plain"):
         return DistributedDataParallel(build(name), process_group=process.group)
 
-    def optimizer_of(wrapper, optimizer_cls=torch.optim.SGD, params=None, **options):
-        params = wrapper.parameters() if params is None else params
+    def made(optimizer_cls=torch.optim.SGD, params=None, **options):
+        params = ddp_of().parameters() if params is None else params
         return ShardedOptimizer(params, optimizer_cls, process_group=process.group, **options)
 
-    def lbfgs():
-        optimizer_of(ddp_of(), torch.optim.LBFGS)
-
-    def sliced_whole():
-        optimizer_of(ddp_of(), torch.optim.Adafactor, shard="slices")
+    def both(name="Plain", scattered=True):
+        ddp = ddp_of(name)
+        return ddp, made(params=ddp.parameters(), ddp=ddp if scattered else None)
 
     def before_finish():
-        ddp = ddp_of()
-        optimizer = optimizer_of(ddp, ddp=ddp)
+        ddp, optimizer = both()
         loss_of(ddp, shares(2, 0)[process.rank]).backward()
         optimizer.step()
 
     def moved():
-        ddp = ddp_of()
-        optimizer = optimizer_of(ddp)
+        ddp, optimizer = both(scattered=False)
         ddp.module.double().float()
         optimizer.step()
 
     def unfrozen():
-        ddp = ddp_of("Frozen")
-        optimizer = optimizer_of(ddp)
+        ddp, optimizer = both("Frozen", scattered=False)
         ddp.module.odd.bias.requires_grad_(True).grad = torch.zeros(7)
         optimizer.step()
 
     def scaled():
-        ddp = ddp_of()
-        optimizer = optimizer_of(ddp, ddp=ddp)
+        ddp, optimizer = both()
         scaler = torch.amp.GradScaler("cpu")
-        optimizer.zero_grad()
         scaler.scale(loss_of(ddp, shares(2, 0)[process.rank])).backward()
         ddp.finish_gradient_synchronization()
         scaler.step(optimizer)
 
     def other_groups():
-        ddp = ddp_of()
-        optimizer_of(ddp).load_state_dict(torch.optim.SGD(list(ddp.parameters())[:2]).state_dict())
+        made().load_state_dict(torch.optim.SGD(list(ddp_of().parameters())[:2]).state_dict())
 
-    def strangers():
-        ddp = ddp_of()
-        optimizer_of(ddp, params=build("Plain").parameters(), ddp=ddp)
-
-    def different():
-        optimizer_of(ddp_of(), lr=0.1 + process.rank)
-
-    actions = [lbfgs, sliced_whole, before_finish, moved, unfrozen, scaled, other_groups, strangers, different]
-    return {action.__name__: _message(action) for action in actions} | {
-        "empty": _message(lambda: optimizer_of(ddp_of(), params=iter([]))),
-        "shard": _message(lambda: optimizer_of(ddp_of(), shard="rows")),
-        "exchange": _message(lambda: optimizer_of(ddp_of(), exchange_mb=-1)),
-        "class": _message(lambda: optimizer_of(ddp_of(), "AdamW")),
-        "no_groups": _message(lambda: optimizer_of(ddp_of(), ByShape)),
-        "ddp": _message(lambda: optimizer_of(ddp_of(), ddp=build("Plain"))),
-    }
+    return told(
+        {
+            "LBFGS couples all parameters": lambda: made(torch.optim.LBFGS),
+            "call finish_gradient_synchronization()": before_finish,
+            "parameter number 0 was moved or cast": moved,
+            "parameter number 3 was frozen when this optimizer was made": unfrozen,
+            "a GradScaler sees only this rank's slices": scaled,
+            "parameter groups of [2] parameters, this optimizer of [9]": other_groups,
+            "is not one of ddp; leave out ddp=": lambda: made(params=build("Plain").parameters(), ddp=ddp_of()),
+            "rank 1 has lr of group 0 = 1.1 as setting, rank 0 lr of": lambda: made(lr=0.1 + process.rank),
+            "params is empty": lambda: made(params=iter([])),
+            "exchange_mb is -1": lambda: made(exchange_mb=-1),
+            "optimizer_cls is 'AdamW'": lambda: made("AdamW"),
+            "ByShape could not be made from parameter groups, of which ShardedOptimizer gives it a list": lambda: made(
+                ByShape
+            ),
+            "ddp is a Plain": lambda: made(ddp=build("Plain")),
+        }
+    )
 
 
 def test_mistakes_are_told_on_every_rank(two):
-    expected = {
-        "lbfgs": "LBFGS couples all parameters",
-        "sliced_whole": "Adafactor is not known to treat each element alone",
-        "before_finish": "call finish_gradient_synchronization()",
-        "moved": "parameter number 0 was moved or cast",
-        "unfrozen": "parameter number 3 was frozen when this optimizer was made",
-        "scaled": "a GradScaler sees only this rank's slices",
-        "other_groups": "parameter groups of [2] parameters, this optimizer of [9]",
-        "strangers": "is not one of ddp; leave out ddp=",
-        "different": "rank 1 has lr of group 0 = 1.1 as setting, rank 0 lr of group 0 = 0.1",
-        "empty": "params is empty",
-        "shard": "shard is 'rows'",
-        "exchange": "exchange_mb is -1",
-        "class": "optimizer_cls is 'AdamW'",
-        "no_groups": "ByShape could not be made from parameter groups, of which ShardedOptimizer gives it a list",
-        "ddp": "ddp is a Plain",
-    }
-    for messages in two.run(_mistakes):
-        assert set(messages) == set(expected)
-        for name, part in expected.items():
-            assert part in messages[name], (name, messages[name])
-            assert messages[name].startswith("UsageError"), messages[name]
+    check(two.run(_mistakes))
 
 
 def _scaled(process):
