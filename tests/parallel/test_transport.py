@@ -2,7 +2,6 @@
 
 import os
 import time
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -59,10 +58,6 @@ def test_buffers_are_as_large_as_the_largest_group_needs(two):
         assert sizes["peer-copies"] == pytest.approx(1.5 * largest, rel=0.05)
 
 
-def _parameter(shape, ranks):
-    return SimpleNamespace(shape=torch.Size(shape), padded_shape=cut_rows(torch.Size(shape), 0, ranks)[1])
-
-
 def _laid_out(process, room):
     """What two gathers bring whose outboxes were filled with other values than the tensors have."""
     with mock.patch.multiple(by_copies, OUTBOX_BYTES=room, INBOX_BYTES=room):
@@ -93,13 +88,14 @@ def _in_turns(process, room):
     ranks = process.world_size
     with mock.patch.multiple(by_copies, OUTBOX_BYTES=room, INBOX_BYTES=room):
         copies = PeerCopies(process.group, process.device, slice_bytes=8192, exchange_bytes=8192)
-    parameters = [_parameter((2 * ranks, 65), ranks), _parameter((7, 3), ranks)]
-    layout = Layout(parameters, ranks)
+    shapes = [(2 * ranks, 65), (7, 3)]
+    slices = [cut_rows(torch.Size(shape), 0, ranks)[1].numel() // ranks for shape in shapes]
+    layout = Layout([rows * columns for rows, columns in shapes], slices, ranks)
     average, scatter = (copies.average_of(layout, scattered=each) for each in (False, True))
     exchange_of, found = copies.exchange_of(layout), []
     for call, what in enumerate(["average", "exchange", "average", "average", "scatter", "average", "exchange"]):
         draws = [torch.Generator().manual_seed(100 * call + rank) for rank in range(ranks)]
-        given = [[torch.randn(parameter.shape, generator=draw) for parameter in parameters] for draw in draws]
+        given = [[torch.randn(shape, generator=draw) for shape in shapes] for draw in draws]
         means = [torch.stack(each).mean(0) for each in zip(*given, strict=True)]
         own = [(piece, slice(piece.place, piece.place + piece.elements)) for piece in layout.pieces(process.rank)]
         mine = given[process.rank]

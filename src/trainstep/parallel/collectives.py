@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,36 +24,19 @@ from trainstep.parallel.gloo import Staged, Waitable, host_waits
 from trainstep.parallel.slices import flat, is_lazy, resolved, slices_of
 
 Owner = TypeVar("Owner")
-Collective = TypeVar("Collective", bound=Callable[..., Waitable])
 MB = 10**6  # bytes in a megabyte, as networks count them
 
 
-def _of_values(collective: Collective) -> Collective:
-    """Let it take lazy conjugates and negatives: backends send memory, so their values travel in copies."""
-
-    @wraps(collective)
-    def call(tensors: Sequence[Tensor], group: dist.ProcessGroup, *slices: Any) -> Waitable:
-        if not any(map(is_lazy, tensors)):
-            return collective(tensors, group, *slices)
-        copies = list(map(resolved, tensors))
-        return Staged(collective(copies, group), list(zip(copies, tensors, strict=True)))
-
-    return cast(Collective, call)
-
-
-@_of_values
 def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
     """Every tensor becomes the mean of all ranks' tensors in its place."""
-    return _all_reduce(tensors, group, is_mean=True)
+    return _of_values(_all_reduce, tensors, group, is_mean=True)
 
 
-@_of_values
 def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
     """Every tensor becomes the sum of all ranks' tensors in its place."""
-    return _all_reduce(tensors, group, is_mean=False)
+    return _of_values(_all_reduce, tensors, group, is_mean=False)
 
 
-@_of_values
 def reduce_scatter_mean(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None = None
 ) -> Waitable:
@@ -62,26 +44,21 @@ def reduce_scatter_mean(
 
     `slices` are those of this rank, if the caller has them, so that the host does not make them again.
     """
-    return _reduce_scatter(tensors, group, slices, is_mean=True)
+    return _of_values(_reduce_scatter, tensors, group, slices, is_mean=True)
 
 
-@_of_values
 def reduce_scatter_sum(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None = None
 ) -> Waitable:
     """In every tensor, `slice_of` this rank becomes the sum of all ranks'; otherwise as `reduce_scatter_mean`."""
-    return _reduce_scatter(tensors, group, slices, is_mean=False)
+    return _of_values(_reduce_scatter, tensors, group, slices, is_mean=False)
 
 
-@_of_values
 def all_gather_slices(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None = None
 ) -> Waitable:
     """In every tensor, `slice_of` each rank becomes what that rank has there; `slices` as for `reduce_scatter_mean`."""
-    slices = slices_of(tensors, group) if slices is None else slices
-    if host_waits(group, tensors[0].device):
-        return gloo.all_gather(tensors, slices, group)
-    return group.allgather_into_tensor_coalesced([flat(tensor) for tensor in tensors], slices)
+    return _of_values(_all_gather, tensors, group, slices)
 
 
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Waitable:
@@ -202,14 +179,32 @@ def weak_hook(owner: Owner, function: Callable[[Owner, int], None], number: int)
     return hook
 
 
-def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, *, is_mean: bool) -> Waitable:
+def _of_values(
+    collective: Callable[..., Waitable],
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    slices: list[Tensor] | None = None,
+    **how: bool,
+) -> Waitable:
+    """Start it. Backends send memory, so the values of lazy conjugates and negatives travel in copies."""
+    if any(map(is_lazy, tensors)):
+        copies = list(map(resolved, tensors))
+        return Staged(collective(copies, group, None, **how), list(zip(copies, tensors, strict=True)))
+    return collective(tensors, group, slices, **how)
+
+
+def _all_gather(tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None) -> Waitable:
+    slices = slices_of(tensors, group) if slices is None else slices
+    if host_waits(group, tensors[0].device):
+        return gloo.all_gather(tensors, slices, group)
+    return group.allgather_into_tensor_coalesced([flat(tensor) for tensor in tensors], slices)
+
+
+def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, _: None, *, is_mean: bool) -> Waitable:
     payload = as_reals(tensors)
     if host_waits(group, tensors[0].device):
         return gloo.all_reduce(payload, group, is_mean=is_mean)
-    options = dist.AllreduceCoalescedOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM)
-    options.asyncOp = True
-    return group.allreduce_coalesced(payload, options)
+    return group.allreduce_coalesced(payload, _with(dist.AllreduceCoalescedOptions(), is_mean))
 
 
 def _reduce_scatter(
@@ -218,10 +213,14 @@ def _reduce_scatter(
     slices = slices_of(tensors, group) if slices is None else slices
     if host_waits(group, tensors[0].device):
         return gloo.reduce_scatter(tensors, slices, group, is_mean=is_mean)
-    options = dist.ReduceScatterOptions()
+    payload = [flat(tensor) for tensor in tensors]
+    return group.reduce_scatter_tensor_coalesced(slices, payload, _with(dist.ReduceScatterOptions(), is_mean))
+
+
+def _with(options: Any, is_mean: bool) -> Any:
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM)
     options.asyncOp = True
-    return group.reduce_scatter_tensor_coalesced(slices, [flat(tensor) for tensor in tensors], options)
+    return options
 
 
 def _under_way(work: dist.Work | None) -> dist.Work:

@@ -33,21 +33,10 @@ ELEMENTWISE = frozenset(
 """Optimizers that treat each element alone, so that parts can be updated. What a subclass changes is not known."""
 
 _PROPERTIES = (
-    *(
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "requires_grad",
-        "is_leaf",
-        "ndim",
-        "names",
-        "grad_fn",
-        "_version",
-        "nbytes",
-    ),
-    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "itemsize", "_base", "output_nr"),
-    *("is_mps", "is_xpu", "is_nested", "is_sparse_csr", "retains_grad", "_backward_hooks", "is_ipu", "is_maia"),
+    *("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "names", "grad_fn", "_version"),
+    *("nbytes", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "itemsize", "_base"),
+    *("output_nr", "is_mps", "is_xpu", "is_nested", "is_sparse_csr", "retains_grad", "_backward_hooks", "is_ipu"),
+    "is_maia",
 )
 _METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),

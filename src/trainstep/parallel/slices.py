@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainstep.base.errors import UsageError
+
 
 def flat(tensor: Tensor) -> Tensor:
     """The elements in the order they have in memory, as a one-dimensional view, or the tensor itself if it is one.
@@ -40,6 +42,12 @@ def slice_of(tensor: Tensor, rank: int, world_size: int) -> Tensor:
     size, rest = divmod(tensor.numel(), world_size)
     assert rest == 0, f"{tensor.numel()} elements cannot be cut into {world_size} equal parts"
     return flat(tensor)[rank * size : (rank + 1) * size]
+
+
+def check_dense(gradient: Tensor, name: str) -> None:
+    """Raise `UsageError` for a sparse gradient of the parameter of this name."""
+    if gradient.layout != torch.strided:
+        raise UsageError(f"{name} has a sparse gradient; only dense ones can be averaged")
 
 
 def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -9,23 +9,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 
-class Boundary(Protocol):
-    """Functions that the calls of one unit go through."""
+class Boundary:
+    """Functions that the calls of one unit go through.
 
-    is_open: bool
-    """True if a call is running inside, so that its `forward` needs no boundary of its own."""
+    Attributes:
+        is_open: True if a call is running inside, so that its `forward` needs no boundary of its own.
+    """
+
+    is_open = False
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`."""
+        was_open, self.is_open = self.is_open, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.is_open = was_open
 
     def run_again(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same, computed again in backward."""
+        return self.run(function, args, kwargs)
 
 
 BOUNDARY = "_trainstep_boundary"

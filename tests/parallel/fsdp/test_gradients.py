@@ -127,7 +127,8 @@ def test_what_stayed_is_packed_in_the_wide_dtype_when_more_is_added_up():
 @pytest.mark.parametrize("room", [10**6, 48, 7])
 def test_pieces_are_every_element_once_where_its_rank_has_it(room):
     parameters = _parameters()
-    layout = Layout(parameters, RANKS)
+    sizes = [(each.shape.numel(), each.padded_shape.numel() // RANKS) for each in parameters]
+    layout = Layout(*zip(*sizes, strict=True), RANKS)
     for rank in range(RANKS):
         own = [torch.full(each.shard.shape, -1.0) for each in _parameters(rank)]
         for first in range(0, layout.size, room):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from trainstep.parallel.collectives import MB, as_reals
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import Pending, SideStream
-from trainstep.parallel.transport.by_collectives import Layout, Stretch, TransportName
+from trainstep.parallel.transport.by_collectives import Layout, TransportName
 from trainstep.parallel.transport.by_copies import INBOX_BYTES, PeerCopies, Transport, choose_transport
 
 LEAST_MB, MOST_BUCKETS = 25.0, 16
@@ -37,19 +37,18 @@ def carrier_of(
     )
 
 
-class AveragesByCopies:
-    """For gradients of these numbers of elements, of real numbers where they are complex.
+def averages_by_copies(
+    copies: PeerCopies, sizes: Sequence[int], beside: SideStream, *, scattered: bool
+) -> Callable[[Sequence[Tensor]], Pending]:
+    """Average gradients of these numbers of elements, of real numbers where they are complex.
+
+    What is returned averages them where they are, behind all that the current stream has so far; the caller holds them
+    until it has waited.
 
     Args:
         scattered: every rank gets its `slice_of` each mean alone, otherwise all get all.
         beside: where the copies run.
     """
-
-    def __init__(self, copies: PeerCopies, sizes: Sequence[int], beside: SideStream, *, scattered: bool) -> None:
-        layout = Layout([Stretch(size, copies.ranks) for size in sizes], copies.ranks)
-        self._average, self._beside = copies.average_of(layout, scattered=scattered), beside
-
-    def start(self, gradients: Sequence[Tensor]) -> Pending:
-        """Average gradients where they are, behind all that the current stream has so far; the caller holds them until
-        it has waited."""
-        return self._beside.run(self._average(as_reals(gradients)))
+    layout = Layout(sizes, [-(-size // copies.ranks) for size in sizes], copies.ranks)
+    average = copies.average_of(layout, scattered=scattered)
+    return lambda gradients: beside.run(average(as_reals(gradients)))

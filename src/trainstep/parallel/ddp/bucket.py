@@ -6,13 +6,13 @@ the ranks of a replica is then averaged with the other replicas' slices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from trainstep.parallel.collectives import all_reduce_mean, reduce_scatter_mean
-from trainstep.parallel.ddp.averages import AveragesByCopies
 from trainstep.parallel.gloo import Waitable, host_waits
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import Pending, SideStream
@@ -28,7 +28,7 @@ class GradientBucket:
         scattered: bool,
         ranks: Ranks,
         between: SideStream,
-        copies: AveragesByCopies | None = None,
+        copies: Callable[[list[Tensor]], Pending] | None = None,
     ) -> None:
         self.numbers, self.scattered = numbers, scattered
         self._ranks, self._between, self._copies = ranks, between, copies
@@ -56,7 +56,7 @@ class GradientBucket:
         if self.scattered:
             self._slices = slices_of(self._sent, self._ranks.shard)
         if self._copies is not None:
-            self._work = self._copies.start(self._sent)
+            self._work = self._copies(self._sent)
         elif self.scattered:
             self._work = reduce_scatter_mean(self._sent, self._ranks.shard, self._slices)
         else:

@@ -11,7 +11,12 @@ from torch.utils import _pytree
 
 from trainstep.base.errors import UsageError
 from trainstep.parallel.partial import StandIn, name_of
+from trainstep.parallel.slices import check_dense
 
+NO_SCALING = (
+    "a GradScaler sees only this rank's slices of the gradients, so it would skip a step on some ranks; leave out "
+    "ddp=, or train in bfloat16, which needs no scaling"
+)
 _MOVES = ("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16")
 
 
@@ -43,8 +48,7 @@ class ScatteredGradient(StandIn):
 
     def _add(self, gradient: Tensor) -> None:
         """Autograd may go on with what it adds, or give it to others too, so it is copied."""
-        if gradient.layout != torch.strided:
-            raise UsageError(f"{self.of_parameter} has a sparse gradient; only dense ones can be averaged")
+        check_dense(gradient, self.of_parameter)
         if self.local is None:
             self.local = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
             self.local.copy_(gradient)
@@ -68,10 +72,7 @@ class ScatteredGradient(StandIn):
                     each.own.grad.zero_()
             return args[0]
         if what == "_amp_foreach_non_finite_check_and_unscale_":
-            raise UsageError(
-                "a GradScaler sees only this rank's slices of the gradients, so it would skip a step on some ranks; "
-                "leave out ddp=, or train in bfloat16, which needs no scaling"
-            )
+            raise UsageError(NO_SCALING)
         raise UsageError(
             f"{what} of the gradient of {given[0].of_parameter}: with ShardedOptimizer(…, ddp=ddp) a rank has only its "
             "slice of each. Clip with clip_grad_norm_ of the optimizer; to see or change gradients, leave out ddp="

@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import assign_buckets, broadcast_from_first, weak_hook
-from trainstep.parallel.ddp.averages import AveragesByCopies, carrier_of, default_bucket_mb
+from trainstep.parallel.ddp.averages import averages_by_copies, carrier_of, default_bucket_mb
 from trainstep.parallel.ddp.bucket import GradientBucket
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.partial import Known, before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import ranks_of
 from trainstep.parallel.side_stream import SideStream
-from trainstep.parallel.slices import is_lazy, laid_out_as, resolved
+from trainstep.parallel.slices import check_dense, is_lazy, laid_out_as, resolved
 from trainstep.parallel.transport.by_collectives import TransportName
 from trainstep.parallel.transport.by_copies import PeerCopies, Transport, check_name
 
@@ -273,7 +273,7 @@ class DistributedDataParallel(nn.Module):
         is_there = parameters[0].device == self._trained[0].device  # where the carrier is
         if isinstance(self._carrier, PeerCopies) and within_one_host and is_there:
             sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
-            copies = AveragesByCopies(self._carrier, sizes, self._beside, scattered=scattered)
+            copies = averages_by_copies(self._carrier, sizes, self._beside, scattered=scattered)
         return GradientBucket(numbers, scattered, self.ranks, self._between, copies)
 
     def _choose_carrier(self) -> Transport:
@@ -332,8 +332,7 @@ class DistributedDataParallel(nn.Module):
         if type(gradient) is ScatteredGradient:
             self._since.added.add(number)
             return gradient.take_local()
-        if gradient.layout != torch.strided:
-            raise UsageError(f"{self._names[number]} has a sparse gradient; only dense ones can be averaged")
+        check_dense(gradient, self._names[number])
         if is_lazy(gradient):  # its memory is sent, and casts and copies between GPUs know no other value
             gradient = self._trained[number].grad = resolved(gradient)
         if number in self._slices:

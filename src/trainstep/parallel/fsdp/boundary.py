@@ -1,10 +1,10 @@
 """Boundaries at which a module's calls tell the schedule that they begin and end, in forward and in backward.
 
-A unit's calls go through a `Boundary` (see `parallel.units`). In backward, a hook on the call's outputs, and on what it
-left in attributes, runs before backward enters the call; an identity node on its inputs runs after backward has left
-it. Tensors go in and out in containers of any kind. Modules also leave them in attributes, such as the auxiliary loss
-of a mixture of experts, and backward may enter the call through those. So attributes that modules of one's own set are
-searched after each call, a few per module, and lists among them at their end.
+A unit's calls go through a `CallBoundary` (see `parallel.units`). In backward, a hook on the call's outputs, and on
+what it left in attributes, runs before backward enters the call; an identity node on its inputs runs after backward has
+left it. Tensors go in and out in containers of any kind. Modules also leave them in attributes, such as the auxiliary
+loss of a mixture of experts, and backward may enter the call through those. So attributes that modules of one's own set
+are searched after each call, a few per module, and lists among them at their end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils import _pytree
 from trainstep.base.errors import UsageError
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.schedule import Call, Schedule
-from trainstep.parallel.units import BOUNDARY
+from trainstep.parallel.units import BOUNDARY, Boundary
 
 
 class Written:
@@ -151,20 +151,18 @@ def _entries(value: Any) -> list[Any]:
     return [getattr(value, name, None) for name in slots][:_LAST]
 
 
-class Boundary:
+class CallBoundary(Boundary):
     """Around the calls of one unit, of this name, which need `groups`."""
 
     def __init__(self, schedule: Schedule, groups: Sequence[GatherGroup], unit: nn.Module, name: str) -> None:
         self._schedule, self._groups, self._name = schedule, groups, name
         self._leavings = Leavings(unit)
-        self.is_open = False  # whether a call is running inside, so that its `forward` needs no boundary of its own
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)` with the groups gathered, in forward and when backward comes through it."""
         call, first_node, args, kwargs, written = self._enter(args, kwargs)
-        was_open, self.is_open = self.is_open, True
         try:
-            output = function(*args, **kwargs)
+            output = super().run(function, args, kwargs)
         except BaseException as error:
             self._schedule.abandon(call)
             if "_AfterBackward is a view and is being modified inplace" in str(error):
@@ -172,7 +170,6 @@ class Boundary:
                 raise UsageError(f"{what}; let it work on a clone") from error
             raise
         finally:
-            self.is_open = was_open
             if written is not None:
                 written.back()
         self._leave(call, first_node, output, (args, kwargs))
@@ -182,11 +179,7 @@ class Boundary:
         """The same, computed again in backward; the marks for backward are in the graph from the first time."""
         for group in self._groups:
             self._schedule.gather([group])
-        was_open, self.is_open = self.is_open, True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.is_open = was_open
+        return super().run(function, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, int, Any, Any, Written | None]:

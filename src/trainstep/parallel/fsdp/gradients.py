@@ -42,7 +42,9 @@ class GradientBuffer:
         self._is_narrow = self._compute_dtype != self._dtype
         self._device = device = parameters[0].shard.device
         self._host_waits = ranks.replicate is not None and host_waits(ranks.replicate, device)
-        self._layout = layout = Layout(parameters, ranks.shard.size())
+        size = ranks.shard.size()
+        slices = [parameter.padded_shape.numel() // size for parameter in parameters]
+        self._layout = layout = Layout([parameter.shape.numel() for parameter in parameters], slices, size)
         self._places = {
             parameter: (start, list(layout.blocks(number)))
             for number, (parameter, start) in enumerate(zip(parameters, layout.starts, strict=True))

@@ -17,11 +17,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from trainstep.base.errors import UsageError
 from trainstep.parallel.fsdp.gradients import GradientBuffer
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import Pending, SideStream
+from trainstep.parallel.slices import check_dense
 from trainstep.parallel.transport.by_collectives import Collectives, Start
 from trainstep.parallel.transport.by_copies import PeerCopies, padded
 
@@ -181,8 +181,7 @@ class GatherGroup:
         assert parameter.full is not None
         gradient, parameter.full.grad = parameter.full.grad, None
         assert gradient is not None, f"{parameter.name}: called without a gradient"
-        if gradient.layout != torch.strided:
-            raise UsageError(f"{parameter.name} has a sparse gradient; only dense ones can be averaged")
+        check_dense(gradient, parameter.name)
         if gradient.requires_grad:  # create_graph: what arrives in the shards is a mean over ranks, without a graph
             gradient = gradient.detach()
         if parameter.rows is None:

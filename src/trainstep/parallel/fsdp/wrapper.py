@@ -15,7 +15,7 @@ from torch.utils import _pytree
 
 from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, clip_gradients_
-from trainstep.parallel.fsdp.boundary import Boundary, Written
+from trainstep.parallel.fsdp.boundary import CallBoundary, Written
 from trainstep.parallel.fsdp.checks import MAX_PREFETCH, Contents, StepCheck, check_arguments, device_for, is_kept
 from trainstep.parallel.fsdp.extra_state import is_extra_state, set_extra_states
 from trainstep.parallel.fsdp.group import GatherGroup
@@ -144,7 +144,7 @@ class FullyShardedDataParallel(nn.Module):
             for unit in planned_group.units:
                 needed.setdefault(unit, []).append(group)
         for unit, unit_groups in needed.items():
-            install(unit, Boundary(self._schedule, unit_groups, unit, module_names[unit] or "the module"))
+            install(unit, CallBoundary(self._schedule, unit_groups, unit, module_names[unit] or "the module"))
         self.module = module
         self._contents = Contents(module, self._sharded)
         self._step_check = StepCheck(self._sharded, ranks.shard)

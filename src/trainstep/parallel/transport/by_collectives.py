@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Literal, Protocol
+from itertools import accumulate
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -33,33 +34,6 @@ Average = Callable[[Sequence[Tensor]], Start]
 """Average of tensors: what is to be started once, and makes them the means over all ranks."""
 
 
-class Cut(Protocol):
-    """A parameter that is cut by rows among the ranks."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    @property
-    def padded_shape(self) -> torch.Size:
-        """With as many rows as make all ranks' parts equal."""
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """A tensor as a stretch of its memory, cut among the ranks as evenly as can be."""
-
-    elements: int
-    ranks: int
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size([self.elements])
-
-    @property
-    def padded_shape(self) -> torch.Size:
-        return torch.Size([-(-self.elements // self.ranks) * self.ranks])
-
-
 @dataclass(frozen=True)
 class Piece:
     """Elements that one rank gets of one gradient, or a part of them."""
@@ -71,23 +45,22 @@ class Piece:
 
 
 class Layout:
-    """The rows of the gradients of `parameters`, in their order, for so many ranks."""
+    """The rows of gradients of so many elements each.
 
-    def __init__(self, parameters: Sequence[Cut], ranks: int) -> None:
-        self.ranks = ranks
-        self.shapes: list[torch.Size] = [parameter.shape for parameter in parameters]  # of the gradients
-        self.slices = [parameter.padded_shape.numel() // ranks for parameter in parameters]  # elements, at most
-        self.starts: list[int] = []  # of each gradient's slice in a row
-        self.size = 0  # elements of a row
-        for elements in self.slices:
-            self.starts.append(self.size)
-            self.size += -(-elements // 16) * 16  # each starts at a multiple
+    Args:
+        slices: of each gradient, the elements that a rank gets; the last ranks get fewer, or none.
+    """
+
+    def __init__(self, elements: Sequence[int], slices: Sequence[int], ranks: int) -> None:
+        self.ranks, self.elements, self.slices = ranks, elements, slices
+        # of each gradient's slice in a row, at multiples of 16; and the elements of a row
+        *self.starts, self.size = accumulate((-(-each // 16) * 16 for each in slices), initial=0)
 
     def pieces(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Piece]:
         """Pieces that a rank gets, from the row's element `first` on and before `last`; places count from `first`."""
         last = self.size if last is None else last
-        for number, (shape, elements, start) in enumerate(zip(self.shapes, self.slices, self.starts, strict=True)):
-            begin, there = rank * elements, min(elements, max(shape.numel() - rank * elements, 0))
+        for number, (whole, elements, start) in enumerate(zip(self.elements, self.slices, self.starts, strict=True)):
+            begin, there = rank * elements, min(elements, max(whole - rank * elements, 0))
             low, high = max(start, first), min(start + there, last)
             if low < high:
                 yield Piece(number, begin + low - start, low - first, high - low)
@@ -96,7 +69,7 @@ class Layout:
         """Blocks of one gradient: how many ranks get how many elements each, the first of these ranks, and how many
         elements of the gradient are before them."""
         elements = self.slices[number]
-        full, rest = divmod(self.shapes[number].numel(), elements)  # ranks with all their rows; elements of the next
+        full, rest = divmod(self.elements[number], elements)  # ranks with all their rows; elements of the next
         if full:
             yield full, elements, 0, 0
         if rest:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainstep.base.errors import UsageError
 from trainstep.parallel.gloo import Waitable
-from trainstep.parallel.units import BOUNDARY, Unit, install
+from trainstep.parallel.units import BOUNDARY, Boundary, Unit, install
 from trainstep.step.blocks import find_blocks
 
 
@@ -109,23 +109,16 @@ class Arrivals:
                 together.pop(0).wait()
 
 
-class _Gate:
+class _Gate(Boundary):
     """Functions that a unit's calls go through: they wait for its parameters."""
 
     def __init__(self, arrivals: Arrivals | None, needed: Sequence[int] = ()) -> None:
         self._arrivals, self._needed = arrivals, needed
-        self.is_open = False
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._arrivals is not None:
             self._arrivals.wait(self._needed)
-        was_open, self.is_open = self.is_open, True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.is_open = was_open
-
-    run_again = run
+        return super().run(function, args, kwargs)
 
     def close(self) -> None:
         if self._arrivals is not None:

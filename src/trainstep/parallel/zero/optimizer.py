@@ -6,7 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import MB, assign_buckets, clip_gradients_
-from trainstep.parallel.ddp.scattered import ScatteredGradient
+from trainstep.parallel.ddp.scattered import NO_SCALING, ScatteredGradient
 from trainstep.parallel.ddp.wrapper import DistributedDataParallel
 from trainstep.parallel.gloo import Waitable
-from trainstep.parallel.partial import ELEMENTWISE, is_elementwise
+from trainstep.parallel.partial import is_elementwise
 from trainstep.parallel.process import check_ranks_agree
 from trainstep.parallel.ranks import Ranks, ranks_of
 from trainstep.parallel.side_stream import SideStream
@@ -51,15 +51,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters, or groups of them, as for any torch optimizer; the same on every rank.
-        optimizer_cls: the optimizer's class. Elementwise ones of torch.optim (SGD, Adam, AdamW, …) update slices; any
-            other is given whole parameters. LBFGS is refused: it couples all parameters.
+        optimizer_cls: the optimizer's class. Elementwise ones (SGD, Adam, AdamW, … of torch.optim, and yours if it says
+            `is_elementwise = True`) update slices; any other is given whole parameters. LBFGS is refused: it couples
+            all parameters.
         process_group: the ranks; by default all, or those of `ddp`.
         mesh: the ranks, in place of `process_group`; with two dimensions, ("replicate", "shard"), state and work are
             divided among the ranks of a row, and every row does the same. By default that of `ddp`.
         ddp: the wrapper that makes the gradients. It then reduce-scatters them: after
             `finish_gradient_synchronization()` a sliced parameter's `grad` only says so, and raises if it is used;
             clipping is done by `clip_grad_norm_` of this optimizer.
-        shard: "slices" or "parameters" to choose; "auto" takes slices for elementwise optimizers.
         exchange_mb: megabytes (10^6 bytes) of parameters that are updated and gathered at a time; by default 256, and
             with `overlap_gather` an eighth of all, from 256 to 1,000.
         overlap_gather: let `step` return while parameters are still being gathered, beside the next forward. The module
@@ -83,14 +83,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         ddp: DistributedDataParallel | None = None,
-        shard: Literal["auto", "slices", "parameters"] = "auto",
         exchange_mb: float | None = None,
         overlap_gather: bool = False,
         **kwargs: Any,
     ) -> None:
         self._ranks = _ranks_of(process_group, mesh, ddp)
         self.process_group = self._ranks.everyone
-        self._sliced = _may_slice(optimizer_cls, shard)
+        _check_class(optimizer_cls)
         groups = _as_groups(params)
         if exchange_mb is None:
             nbytes = sum(each.nbytes for group in groups for each in group["params"])
@@ -161,10 +160,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if hasattr(self, "found_inf"):
-            raise UsageError(
-                "a GradScaler sees only this rank's slices of the gradients, so it would skip a step on some ranks; "
-                "leave out ddp=, or train in bfloat16, which needs no scaling"
-            )
+            raise UsageError(NO_SCALING)
         self._check()
         underway: list[Waitable] = []
         beside = [pair for bucket in self._buckets for pair in bucket.groups_beside(self.param_groups)]
@@ -269,7 +265,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check_ranks_agree(what, named, self.process_group, settings=settings)
         self._divided = len(self.param_groups)
         trained = [item for item in numbered if item[2].requires_grad]
-        pieces = cut(trained, rank=self._ranks.shard.rank(), loads=self._loads, sliced=self._sliced)
+        sliced = is_elementwise(self._optimizer_cls)
+        pieces = cut(trained, rank=self._ranks.shard.rank(), loads=self._loads, sliced=sliced)
         if (arrivals := self._arrivals) is not None:
             pieces.sort(key=lambda piece: arrivals.first_use(piece.parameter))
         whats = [(piece.parameter, piece.owner is None) for piece in pieces]
@@ -363,21 +360,11 @@ def _ranks_of(
     return ddp.ranks
 
 
-def _may_slice(optimizer_cls: type[torch.optim.Optimizer], shard: str) -> bool:
-    """True if parameters are cut into slices, by the optimizer's class and the caller's choice."""
+def _check_class(optimizer_cls: type[torch.optim.Optimizer]) -> None:
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
         raise UsageError(f"optimizer_cls is {optimizer_cls!r}; expected a torch optimizer's class, such as AdamW")
     if issubclass(optimizer_cls, torch.optim.LBFGS):
         raise UsageError("LBFGS couples all parameters, so its work cannot be divided; use it undivided")
-    if shard not in ("auto", "slices", "parameters"):
-        raise UsageError(f"shard is {shard!r}; expected auto, slices or parameters")
-    if shard == "slices" and not is_elementwise(optimizer_cls):
-        names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
-        raise UsageError(
-            f"{optimizer_cls.__name__} is not known to treat each element alone (as {names} do), so it needs whole "
-            "parameters; use shard='parameters', or if it does, say is_elementwise = True in its class"
-        )
-    return is_elementwise(optimizer_cls) and shard != "parameters"
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
