@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -231,9 +230,21 @@ def _median(n: int | None) -> str:
 
 
 def _script(records: Sequence[Row]) -> Headline | None:
-    """A script's step, and how far its median can be believed."""
-    made, row = run.headline(records), next(iter(run.first_rank(records)), None)
-    return None if made is None or row is None else replace(made, confidence=_of_script(row))
+    """The step of a script, or of the first of its optimizers, and how far its median can be believed."""
+    row = next(iter(run.first_rank(records)), None)
+    if row is None:
+        return None
+    told = run.as_told(row)
+    shares = {name: run.share_of(row, name) for name in run.PHASES if name in row.times}
+    stats = [
+        (run.PHASES[name].capitalize(), f"{number(told.times[name].median)} ms", f"{shares[name]:.0%} of the step")
+        for name in sorted(shares, key=lambda name: -shares[name])[:4]
+    ]
+    whose = f"per step of {row.updates}" if row.updates else "per step"
+    detail = f"median of {number(row.n)} steps: {span(row, 'step')}"
+    detail = detail if told is row else f"mean of {number(row.n)} steps; {detail}"
+    figure = Cell(f"{number(told.step_ms)} ms", told.step_ms, "step_ms" if told is row else "step_mean_ms")
+    return Headline(figure, whose, detail, stats, _of_script(row))
 
 
 def _of_script(row: ScriptRow) -> str:

@@ -44,6 +44,7 @@ def test_the_fastest_that_fits_is_named():
         "strategy": "fsdp", "gpus": 8, "tokens_per_s": 1e6, "utilisation": 0.4, "step_ms": 51.3,
         "limit": "communication",
     }  # fmt: skip
+    assert "at 40% of the peak and 51.3 ms a step" in found["plan.fastest"].sentence
     assert found["plan.basis"].figures == {"basis": "a datasheet"}
 
 
@@ -67,6 +68,7 @@ def test_where_nothing_fits():
     )  # fmt: skip
     (found,) = found_in(strategy("ddp", fits=False)).values()
     assert found.figures["fewest_gpus"] is None
+    assert "No number of GPUs helps" in found.sentence
     assert found_in(MACHINE) == {}
 
 
@@ -81,6 +83,7 @@ def test_of_several_the_fastest_the_least_and_the_fewest_are_named():
     ]
     found = found_in(*none)["plan.nothing-fits"]
     assert (found.figures["strategy"], found.figures["fewest_gpus_strategy"]) == ("b", "a")
+    assert found.sentence.endswith("With a it takes 64 GPUs.")
     assert found_in(*none[1:])["plan.nothing-fits"].figures["fewest_gpus"] == 1024
 
 

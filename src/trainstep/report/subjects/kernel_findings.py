@@ -140,12 +140,8 @@ def _top(profile: ProfileRow, where: str, words: str) -> list[Finding]:
     if values[often] != values[top]:
         said += ". Called most often, {most_calls:.0f} times, is " + literal(brief_name(str(values[often])))
         figures |= {"most_called": values[often], "most_calls": values[f"{often}_calls"]}
-    claim = Claim(
-        "One kernel takes {share:share} of the kernel time",
-        ("kernels",),
-        ms=as_float(figures["ms"]) if where == "step" else None,
-        severity="aside",
-    )
+    ms = as_float(figures["ms"]) if where == "step" else None
+    claim = Claim("One kernel takes {share:share} of the kernel time", ("kernels",), ms=ms, severity="aside")
     return [found(f"kernels.top-of-{where}", f"{said}.", claim, **figures)]
 
 
@@ -197,12 +193,8 @@ def _matmuls(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) ->
     else:
         where, gains = _where(own, [_SIMT]), {}
         said += f", though the step runs in {profile.precision}{f': {where}' if where else ''}."
-    claim = Claim(
-        "Products run in float32, off the tensor cores",
-        _KERNELS,
-        _of_kernels(profile, simt.share),
-        action="" if is_mended else advice.TF32,
-    )
+    claimed, ms = "Products run in float32, off the tensor cores", _of_kernels(profile, simt.share)
+    claim = Claim(claimed, _KERNELS, ms, action="" if is_mended else advice.TF32)
     yield found("kernels.float32-products", said, claim, share=simt.share, **gains)
 
 
@@ -229,12 +221,8 @@ def _softmax(own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
         is_bound = softmax.main_gb_s >= MEMORY_BOUND * copy
     why = "it is bound by memory" if is_bound else "its arithmetic is not what takes the time"
     said += f": {why}{rate}{end}"
-    claim = Claim(
-        "Softmax takes long for its arithmetic",
-        ("pieces",),
-        sum(row.ms or 0.0 for row in every if row.piece == "softmax" and row.phase != "step") or None,
-        action=advice.FUSED_ATTENTION,
-    )
+    ms = sum(row.ms or 0.0 for row in every if row.piece == "softmax" and row.phase != "step") or None
+    claim = Claim("Softmax takes long for its arithmetic", ("pieces",), ms, action=advice.FUSED_ATTENTION)
     figures |= {"fewer_flop": fewer, "faster": ratio, "is_memory_bound": is_bound}
     return [found("kernels.softmax", said, claim, **figures)]
 
@@ -259,19 +247,13 @@ def _memory_bound(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row
     fusing = f", which torch.compile {saves} by fusing them."
     end, gains = advised(fusing, records, "kernels.unfused", profile.workload)
     said += end
-    claim = Claim(
-        "Small kernels read and write whole tensors",
-        _KERNELS,
-        _of_kernels(profile, share),
-        verdict="BANDWIDTH-BOUND",
-        action=advice.COMPILED_BLOCKS,
-    )
+    claimed, ms = "Small kernels read and write whole tensors", _of_kernels(profile, share)
+    claim = Claim(claimed, _KERNELS, ms, verdict="BANDWIDTH-BOUND", action=advice.COMPILED_BLOCKS)
     return [found("kernels.unfused", said, claim, share=share, families=present, **gains)]
 
 
 def _optimizer(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
-    families = of_kind(own, FamilyRow)
-    families = [row for row in families if row.family != _TRANSFER]
+    families = [row for row in of_kind(own, FamilyRow) if row.family != _TRANSFER]
     rows = [row for row in families if row.phase == "optimizer"]
     total = sum(row.ms or 0 for row in families if row.phase == "step")
     spent, moved = sum(row.ms or 0 for row in rows), sum(row.gb or 0 for row in rows)
@@ -303,9 +285,8 @@ def _idle(profile: ProfileRow, records: Sequence[Row]) -> list[Finding]:
         f"profiler): the host launches more slowly than the kernels run{end}"
     )
     figures |= {"idle_share": profile.idle_share, "idle_ms": profile.idle_ms, "step_ms": profile.step_ms}
-    claim = Claim(
-        "The device is idle for {idle_share:share} of the step", ("phase-sums", "kernels"), ms=profile.idle_ms
-    )
+    seen = ("phase-sums", "kernels")
+    claim = Claim("The device is idle for {idle_share:share} of the step", seen, ms=profile.idle_ms)
     return [found("kernels.idle", said, claim, **figures)]
 
 
@@ -359,12 +340,9 @@ def _communication(profile: ProfileRow) -> list[Finding]:
         return []
     part = profile.communication_overlapped_ms / profile.communication_ms
     said = f"Communication takes {{ms:ms}} {_per(profile)}, {{overlapped_share:.0%}} of it beside compute."
-    claim = Claim(
-        "{overlapped_share:.0%} of communication is hidden by compute",
-        ("profile", "kernels"),
-        ms=profile.communication_ms - profile.communication_overlapped_ms,
-        verdict="COMMUNICATION-BOUND",
-    )
+    exposed = profile.communication_ms - profile.communication_overlapped_ms
+    claimed, seen = "{overlapped_share:.0%} of communication is hidden by compute", ("profile", "kernels")
+    claim = Claim(claimed, seen, ms=exposed, verdict="COMMUNICATION-BOUND")
     return [found("kernels.communication", said, claim, ms=profile.communication_ms, overlapped_share=part)]
 
 

@@ -190,12 +190,9 @@ def overlap_findings(records: Sequence[Row]) -> list[Finding]:
         figures |= {which: row.label, f"{which}_hidden_share": row.hidden_share}
         figures |= {f"{which}_exposed_ms": row.exposed_communication_ms}
         figures |= {f"{which}_communication_ms": row.communication_ms}
-    claim = Claim(
-        "With {least}, {least_hidden_share:.0%} of communication is hidden; with {most}, {most_hidden_share:.0%}",
-        ("parallel-trace", "parallel"),
-        ms=ends[1][1].exposed_communication_ms if len(ends) > 1 else None,
-        is_part=False,
-    )
+    claimed = "With {least}, {least_hidden_share:.0%} of communication is hidden; with {most}, {most_hidden_share:.0%}"
+    exposed_ms = ends[1][1].exposed_communication_ms if len(ends) > 1 else None
+    claim = Claim(claimed, ("parallel-trace", "parallel"), ms=exposed_ms, is_part=False)
     said_of = f"Of communication in the traced step, computation hides {', and '.join(said)}."
     return [found("parallel.hidden", said_of, claim, **figures)]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from trainstep.base import advice
 from trainstep.report import columns
-from trainstep.report.blocks import Headline, Section, section, span
+from trainstep.report.blocks import Section, section
 from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.findings import Claim, Finding, found, listed, literal
 from trainstep.report.numbers import number
@@ -203,10 +203,8 @@ def data_bound(rows: Sequence[Row]) -> Iterator[Finding]:
                 f"A step waits {{data_ms:ms}} on average for its batch{where}, {{share:share}} of it: more workers in "
                 "the DataLoader, or less work per sample, would shorten it by up to that."
             )
-            data = mean_of(row.times["data"])
-            claim = Claim(
-                "Steps wait for their batch", ("script",), data, verdict="DATA-BOUND", action=advice.LOADER_WORKERS
-            )
+            data, workers = mean_of(row.times["data"]), advice.LOADER_WORKERS
+            claim = Claim("Steps wait for their batch", ("script",), data, verdict="DATA-BOUND", action=workers)
             yield found("data.bound", said, claim, data_ms=data, share=share, loader=row.loader)
 
 
@@ -220,13 +218,8 @@ def launch_bound(rows: Sequence[Row]) -> Iterator[Finding]:
                     "The GPU may wait for launches for {starved_ms:ms} of a step that takes {step_ms:ms}: they set its "
                     "pace, not the GPU. Larger batches, torch.compile or CUDA graphs help; faster kernels will not."
                 )
-                claim = Claim(
-                    "Launches set the step’s pace, not the GPU",
-                    ("script",),
-                    starved,
-                    verdict="LAUNCH-BOUND",
-                    action=advice.COMPILED_MODEL,
-                )
+                claimed, action = "Launches set the step’s pace, not the GPU", advice.COMPILED_MODEL
+                claim = Claim(claimed, ("script",), starved, verdict="LAUNCH-BOUND", action=action)
                 yield found("launches.script", said, claim, starved_ms=starved, step_ms=row.step_ms)
 
 
@@ -271,15 +264,8 @@ def compiled_again(rows: Sequence[Row]) -> Iterator[Finding]:
                 f"What {{line}}{from_line} calls was compiled {{compilations:n}} times, the last time in step "
                 "{last_step:n}, because: {reason}"
             )
-            yield found(
-                "compiled.again",
-                said,
-                Claim(verdict="RECOMPILING"),
-                line=row.line,
-                compilations=row.compilations,
-                last_step=row.last_step,
-                reason=row.why,
-            )
+            known: dict[str, Scalar] = {"compilations": row.compilations, "last_step": row.last_step}
+            yield found("compiled.again", said, Claim(verdict="RECOMPILING"), line=row.line, **known, reason=row.why)
 
 
 def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -317,24 +303,6 @@ def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
 RULES = (
     longest_phases, how_it_went, overhead, data_bound, launch_bound, waiting_lines, compiled_again, late_ranks
 )  # fmt: skip
-
-
-def headline(rows: Sequence[Row]) -> Headline | None:
-    """The step of a script, or of the first of its optimizers, for the top of the page."""
-    row = next(iter(first_rank(rows)), None)
-    if row is None:
-        return None
-    order = sorted((name for name in PHASES if name in row.times), key=lambda name: -share_of(row, name))[:4]
-    told = as_told(row)
-    stats = [
-        (PHASES[name].capitalize(), f"{number(told.times[name].median)} ms", f"{share_of(row, name):.0%} of the step")
-        for name in order
-    ]
-    whose = f"per step of {row.updates}" if row.updates else "per step"
-    detail = f"median of {number(row.n)} steps: {span(row, 'step')}"
-    detail = detail if told is row else f"mean of {number(row.n)} steps; {detail}"
-    name = "step_ms" if told is row else "step_mean_ms"
-    return Headline(Cell(f"{number(told.step_ms)} ms", told.step_ms, name), whose, detail, stats)
 
 
 def script(rows: Sequence[Row]) -> Section | None:

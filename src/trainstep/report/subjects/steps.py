@@ -118,15 +118,11 @@ def phase_findings(rows: Sequence[Row]) -> list[Finding]:
         f"{first.capitalize()} dominates: {{first_share:.0%}} of the phases together ({{first_ms:ms}} of "
         "{total_ms:ms}), then {second} with {second_share:.0%}."
     )
-    claim = Claim(
-        "The longest phase is {first}, {first_share:.0%} of the step", ("phases",), ms=times[first], severity="aside"
-    )
+    longest = "The longest phase is {first}, {first_share:.0%} of the step"
+    claim = Claim(longest, ("phases",), ms=times[first], severity="aside")
     if is_odd:
-        claim = Claim(
-            "Backward takes {backward_over_forward:.1f}× forward, {expected_backward_over_forward:.2g}× expected",
-            ("phases",),
-            ms=times["backward"],
-        )
+        odd = "Backward takes {backward_over_forward:.1f}× forward, {expected_backward_over_forward:.2g}× expected"
+        claim = Claim(odd, ("phases",), ms=times["backward"])
         chunked, recomputes = step.loss == "chunked", step.checkpointing not in (None, "selective")
         under = " and ".join(["with checkpointing"] * recomputes + ["with a chunked loss"] * chunked)
         said += (
@@ -223,13 +219,8 @@ def launch_bound(rows: Sequence[Row]) -> list[Finding]:
         f"its pace, not the GPU. Larger batches{compiling} or CUDA graphs help; faster kernels will not.{result}"
     )
     figures = {"forward_issue_ms": issue, "forward_ms": forward, "is_compiled": is_compiled, **gains}
-    claim = Claim(
-        "Launches set the pace of forward, not the GPU",
-        ("phases",),
-        ms=issue,
-        verdict="LAUNCH-BOUND",
-        action="" if is_compiled else advice.COMPILED_BLOCKS,
-    )
+    claimed, mend = "Launches set the pace of forward, not the GPU", advice.COMPILED_BLOCKS
+    claim = Claim(claimed, ("phases",), issue, verdict="LAUNCH-BOUND", action="" if is_compiled else mend)
     return [found("launches.bound", said, claim, **figures)]
 
 
@@ -249,13 +240,8 @@ def cold_mean(rows: Sequence[Row]) -> list[Finding]:
         "Without warm-up the mean would be {excess:.0%} too high: the first step took {first_step_ms:ms}, a warm one "
         "takes {step_ms:ms}."
     )
-    claim = Claim(
-        "Without warm-up the mean would be {excess:.0%} too high",
-        ("warmup", "warm-up"),
-        ms=excess * (warm.step_ms or 0.0),
-        is_part=False,
-        severity="aside",
-    )
+    high, ms = "Without warm-up the mean would be {excess:.0%} too high", excess * (warm.step_ms or 0.0)
+    claim = Claim(high, ("warmup", "warm-up"), ms=ms, is_part=False, severity="aside")
     figures = {"excess": excess, "first_step_ms": cold.first_step_ms, "step_ms": warm.step_ms}
     return [found("warm-up.needed", said, claim, **figures)]
 
