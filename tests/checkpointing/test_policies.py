@@ -69,12 +69,12 @@ def file_of(blocks, form=FORMAT):
         (file_of({}, "another"), "no checkpointing policy"),
         (file_of([]), "expected a table by block"),
         (file_of({"b": {"keep": []}}), "expected recompute, kept and host"),
-        (file_of({"b": {"recompute": 1}}), "expected true or false"),
-        (file_of({"b": {"recompute": True, "kept": "mm#0"}}), "expected a list of texts"),
-        (file_of({"b": {"recompute": True, "kept": ["mm"]}}), "b: a block's kept has 'mm'"),
+        (file_of({"b": {"recompute": 1}}), r"Expected `bool`, got `int` - at `\$.recompute`"),
+        (file_of({"b": {"recompute": True, "kept": "mm#0"}}), "Expected `array`, got `str`"),
+        (file_of({"b": {"recompute": True, "kept": ["mm"]}}), "b is .* a block's kept has 'mm'"),
         (file_of({"b": {"kept": ["mm#0"]}}), "set recompute"),
         (file_of({"b": {"host": [-1]}}), "numbers of 0 or more"),
-        (file_of({"b": {"host": [True]}}), "expected a list of whole numbers"),
+        (file_of({"b": {"host": [True]}}), "Expected `int`, got `bool`"),
     ],
 )
 def test_bad_files(tmp_path, text, said):

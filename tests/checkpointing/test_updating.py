@@ -262,5 +262,5 @@ def test_the_file_says_it(tmp_path):
     Policy().save(path)
     assert "update" not in path.read_text()
     path.write_text(json.dumps({"format": "trainstep checkpointing 1", "blocks": {}, "update_in_backward": "yes"}))
-    with pytest.raises(UsageError, match="update_in_backward is 'yes'; expected true or false"):
+    with pytest.raises(UsageError, match="update_in_backward is 'yes': Expected `bool`, got `str`"):
         Policy.load(path)

@@ -14,12 +14,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainstep.base.errors import UsageError
 
 FORMAT = "trainstep checkpointing 1"
 """Value of the file's `format`."""
+Decoded = TypeVar("Decoded")
 INSTEAD = "update after backward (memory --fit … --update-after-backward makes such a policy)"
 """Advice where updates in backward are refused."""
 
@@ -96,27 +97,20 @@ class Policy:
         blocks = content.get("blocks")
         if not isinstance(blocks, dict):
             raise UsageError(f"{path}: blocks is {blocks!r}; expected a table by block, such as blocks.0")
-        update = content.get("update_in_backward", False)
-        if not isinstance(update, bool):
-            raise UsageError(f"{path}: update_in_backward is {update!r}; expected true or false")
-        return Policy({name: _block_of(block, f"{path}: {name}") for name, block in blocks.items()}, update)
+        own = {name: _decoded(block, BlockPolicy, f"{path}: {name}") for name, block in blocks.items()}
+        update = _decoded(content.get("update_in_backward", False), bool, f"{path}: update_in_backward")
+        return Policy(own, update)
 
 
-def _block_of(content: Any, where: str) -> BlockPolicy:
-    expected: Mapping[str, Any] = {"recompute": bool, "kept": str, "host": int}
-    if not isinstance(content, dict) or not set(content) <= set(expected):
+def _decoded(content: Any, kind: type[Decoded], where: str) -> Decoded:
+    import msgspec  # here: a command's help needs no files
+
+    if kind is BlockPolicy and not (isinstance(content, dict) and set(content) <= {"recompute", "kept", "host"}):
         raise UsageError(f"{where} is {content!r}; expected recompute, kept and host")
-    given: dict[str, Any] = {}
-    for name, value in content.items():
-        each = [value] if name == "recompute" else value
-        if not isinstance(each, list) or any(type(one) is not expected[name] for one in each):
-            kind = {"recompute": "true or false", "kept": "a list of texts", "host": "a list of whole numbers"}[name]
-            raise UsageError(f"{where}: {name} is {value!r}; expected {kind}")
-        given[name] = value if name == "recompute" else tuple(value)
     try:
-        return BlockPolicy(**given)
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}") from error
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{where} is {content!r}: {error}") from error
 
 
 def policy_of(checkpointing: str) -> Policy | None:
