@@ -12,12 +12,12 @@ from torch._inductor.exc import InductorError
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.bench import step as bench_step
-from trainstep.bench.step import case_columns, measure_step, measured_fields, plainest, run_cases, step_cases
+from trainstep.bench.step import plainest, run_cases, step_cases
 from trainstep.check.step import StepCheck
 from trainstep.measure.outcome import Failure, attempt
+from trainstep.measure.step import measure_step
 from trainstep.plan.flops import step_flops
 from trainstep.rows.records import RecordWriter, read_records
-from trainstep.step.batches import count_tokens
 from trainstep.step.workload import Workload, WorkloadSource, builtin_source
 
 TOY = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256)
@@ -171,12 +171,6 @@ def test_a_failure_names_the_users_line_and_keeps_its_traceback_for_debugging(ca
     assert "Traceback" in caplog.text
 
 
-def test_a_users_workload_is_not_said_to_have_our_optimizer():
-    source = WorkloadSource("own", lambda step: None)
-    assert case_columns(source, StepConfig())["optimizer"] is None
-    assert case_columns(source, StepConfig(optimizer="adamw-fused"))["optimizer"] == "adamw-fused"
-
-
 def test_real_out_of_memory_on_a_cpu_is_recognised():
     outcome = attempt(lambda: torch.empty(2**45))
     assert isinstance(outcome, Failure)
@@ -196,77 +190,6 @@ def test_what_was_measured_is_on_disk_when_it_is_interrupted(tmp_path):
     (kept,) = read_records(tmp_path / "results.jsonl")
     assert kept.case["workload"] == "toy"
     assert json.loads((tmp_path / "results.jsonl").read_text())["values"]["step_ms"] > 0
-
-
-def test_a_users_workload_is_counted_by_torch():
-    def build(step):
-        return Workload(
-            module=nn.Linear(64, 32, bias=False),
-            batches=[(torch.randn(8, 64), torch.randn(8, 32))],
-            loss=lambda out, batch: nn.functional.mse_loss(out, batch[1]),
-            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-        )
-
-    measured = measure_step(WorkloadSource("linear", build), StepConfig(device="cpu"), steps=1, warmup=0)
-    forward = 2 * 8 * 64 * 32
-    assert measured.flops == 2 * forward  # forward and the weight's gradient; the input needs none
-    assert measured.tokens is None
-
-
-@pytest.mark.parametrize(("mode", "passes"), [("forward", 1), ("forward-backward", 3), ("step", 3)])
-def test_flops_are_those_of_the_mode(mode, passes):
-    """The forward pass alone, or with a backward pass of twice as many; ours by formula, others counted by torch."""
-
-    def build(step):
-        return Workload(
-            module=nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)),
-            batches=[(torch.randn(8, 64, requires_grad=True),)],
-            loss=lambda out, batch: out.square().mean(),
-            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-        )
-
-    for source, forward in ((SOURCE, step_flops(TOY, 2, 32, "forward")), (WorkloadSource("own", build), 4 * 8 * 64**2)):
-        config = StepConfig(batch=2, context=32, device="cpu")
-        assert measure_step(source, config, mode, warmup=0, steps=1).flops == passes * forward
-
-
-@pytest.mark.parametrize(("precision", "peak"), [("fp32", 67.0), ("tf32", 494.7), ("bf16", 989.4)])
-def test_utilisation_is_of_the_peak_at_the_step_s_precision(monkeypatch, precision, peak):
-    """Peaks from the H200's datasheet; before, a bf16 step's share of the float32 units' peak would have passed."""
-    monkeypatch.setattr(bench_step, "device_name", lambda device: "NVIDIA H200")
-    measured = measure_step(SOURCE, StepConfig(batch=2, context=32, device="cpu"), warmup=0, steps=1)
-    fields = measured_fields(measured, measured.timing, precision)
-    assert fields["achieved_tflops"] > 0
-    assert fields["utilisation"] == pytest.approx(fields["achieved_tflops"] / peak)
-
-
-def test_every_step_trains_on_the_next_batch():
-    seen = []
-
-    def forward(module, batch):
-        seen.append(int(batch[0][0]))
-        return module(batch[0])
-
-    def build(step):
-        return Workload(
-            module=nn.Linear(1, 1),
-            batches=[(torch.full((1,), float(number)),) for number in range(5)],
-            forward=forward,
-            loss=lambda out, batch: out.square().mean(),
-            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-        )
-
-    measured = measure_step(WorkloadSource("numbers", build), StepConfig(device="cpu"), warmup=1, steps=3)
-    assert seen[:4] == [0, 1, 2, 3]
-    assert len(set(measured.losses)) == 4
-
-
-def test_tokens_are_counted_where_the_batch_tells():
-    ids = torch.zeros(3, 7, dtype=torch.long)
-    assert count_tokens((ids, ids)) == 21
-    assert count_tokens({"mask": torch.ones(3, 7), "input_ids": ids}) == 21
-    assert count_tokens(torch.ones(3, 7)) is None
-    assert count_tokens("text") is None
 
 
 @pytest.mark.gpu

@@ -12,7 +12,6 @@ from torch import Tensor
 from trainstep.base.config import StepConfig, StepMode
 from trainstep.base.errors import UnsupportedError
 from trainstep.bench.memory import UNFOLLOWED
-from trainstep.bench.step import WARMUP, case_columns
 from trainstep.measure.allocations.loading import imported_timelines, load_snapshot
 from trainstep.measure.allocations.recording import Recording, StepWatch, record_on_cpu, record_on_cuda
 from trainstep.measure.allocations.rows import groups_by_owner, groups_by_size, timeline_rows
@@ -20,6 +19,7 @@ from trainstep.measure.allocations.snapshot import write_snapshot
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB
 from trainstep.measure.outcome import Failure, attempt, failed_row
+from trainstep.measure.step import WARMUP, case_columns
 from trainstep.rows import MemoryTimelineRow
 from trainstep.rows.records import Row, Scalar
 from trainstep.step.training_step import TrainingStep, uncompiled

@@ -11,12 +11,13 @@ from trainstep.base.config import StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.bench.allocations import allocation_records
 from trainstep.bench.profile import ceiling_records, profile_records
-from trainstep.bench.step import StepCase, case_columns, plainest, run_cases
+from trainstep.bench.step import StepCase, plainest, run_cases
 from trainstep.check.step import StepCheck, first_form, plain_form
 from trainstep.ladder.change import changes_of_step, chosen
 from trainstep.ladder.steps import climb
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, parameter_bytes
+from trainstep.measure.step import case_columns
 from trainstep.plan.flops import OMISSIONS, forward_flops
 from trainstep.report.page import Report
 from trainstep.rows import WorkloadRow

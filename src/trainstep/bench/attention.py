@@ -16,7 +16,7 @@ from trainstep.base.config import PhaseContext
 from trainstep.base.errors import UnsupportedError
 from trainstep.base.operators import ATTENTION
 from trainstep.bench.cases import AttentionCase
-from trainstep.bench.turns import IN_INTERPRETER, Pass, Turns, is_interpreted, require_interpretable
+from trainstep.bench.turns import IN_INTERPRETER, Pass, Turns, require_interpretable
 from trainstep.check.attention import (
     NAMES,
     STATISTICS,
@@ -27,6 +27,7 @@ from trainstep.check.attention import (
 )
 from trainstep.check.verdict import Verdict
 from trainstep.measure.memory import GIB, step_memory
+from trainstep.measure.step import is_interpreted
 from trainstep.plan.flops import attention_flops
 from trainstep.plan.memory import eager_memory, flash_memory
 from trainstep.rows import AttentionRatioRow, AttentionRow

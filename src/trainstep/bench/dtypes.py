@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_map
 
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UnsupportedError
-from trainstep.bench.step import case_columns
 from trainstep.bench.tracing import as_fake, make_fake
 from trainstep.measure.dtypes import DtypeWatch, StepDtypes, accumulate, module_rows
 from trainstep.measure.environment import describe
 from trainstep.measure.outcome import Failure, attempt, failed_row, one_line
+from trainstep.measure.step import case_columns
 from trainstep.rows import AccumulationRow, DtypeRow
 from trainstep.step.batches import map_tensors
 from trainstep.step.training_step import TrainingStep, uncompiled

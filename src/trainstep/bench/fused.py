@@ -15,11 +15,12 @@ from trainstep.base.config import PhaseContext, no_phases
 from trainstep.base.errors import UnsupportedError
 from trainstep.base.operators import FUSED, function_at
 from trainstep.bench.cases import FusedCase
-from trainstep.bench.turns import IN_INTERPRETER, Pass, Turns, is_interpreted, require_interpretable
+from trainstep.bench.turns import IN_INTERPRETER, Pass, Turns, require_interpretable
 from trainstep.check.fused import Operator, check_operator, inputs_of, oracle_of
 from trainstep.check.verdict import Verdict
 from trainstep.fused import liger
 from trainstep.measure.memory import GIB, step_memory
+from trainstep.measure.step import is_interpreted
 from trainstep.rows import FusedRatioRow, FusedRow
 from trainstep.rows.records import Scalar
 from trainstep.step.casting import DTYPES

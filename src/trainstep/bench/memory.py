@@ -12,11 +12,11 @@ import torch
 from trainstep.base.config import POLICIES, StepConfig, StepMode
 from trainstep.base.errors import UnsupportedError
 from trainstep.base.stats import summarize
-from trainstep.bench.step import WARMUP, case_columns, measure_step, memory_values, step_peaks
 from trainstep.bench.tracing import trace_step
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, MemoryPeaks
 from trainstep.measure.outcome import Failure, attempt, failed_row
+from trainstep.measure.step import WARMUP, case_columns, measure_step, memory_values, step_peaks
 from trainstep.plan.memory import PeakBytes, peak_bytes
 from trainstep.plan.traced import TracedStep
 from trainstep.rows import CheckpointingRow, PeakRow

@@ -20,12 +20,12 @@ from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UnsupportedError
 from trainstep.base.hardware import find_device
 from trainstep.base.precision import PRECISIONS, PrecisionName
-from trainstep.bench.step import WARMUP, BatchedStep, case_columns, step_peaks
 from trainstep.bench.tracing import trace_calls, trace_step
 from trainstep.measure.environment import describe, device_name, measure_ceilings
 from trainstep.measure.memory import GIB
 from trainstep.measure.operators import operator_seconds, quiet_clock
 from trainstep.measure.outcome import Failure, attempt
+from trainstep.measure.step import WARMUP, BatchedStep, case_columns, step_peaks
 from trainstep.measure.timing import device_clock, time_steps
 from trainstep.plan.communication import Link
 from trainstep.plan.machine import Machine

@@ -18,7 +18,6 @@ from trainstep.attention.eager import pieces_announced
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.base.precision import Rate
-from trainstep.bench.step import BatchedStep, case_columns, phase_samples
 from trainstep.measure.costs import UNKNOWN_LISTS, Lists
 from trainstep.measure.environment import describe, measure_ceilings
 from trainstep.measure.outcome import Failure, attempt, failed_row
@@ -27,6 +26,7 @@ from trainstep.measure.profile.kernels import KernelProfile, profiles_of
 from trainstep.measure.profile.nsys import is_sqlite, read_nsys
 from trainstep.measure.profile.ranges import announce, record_steps, run_under_nvtx
 from trainstep.measure.profile.rows import profile_rows, summary_values, timing_values
+from trainstep.measure.step import BatchedStep, case_columns, phase_samples
 from trainstep.measure.timing import Timing, device_clock, time_steps
 from trainstep.rows import CeilingRow, ProfileRow
 from trainstep.rows.records import Row, Scalar, make_row

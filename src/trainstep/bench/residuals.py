@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UnsupportedError
-from trainstep.bench.step import case_columns
 from trainstep.measure.dtypes import short_name
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import MIB, LiveStorages, Residual, Residuals, residual_stream_bytes, residuals
 from trainstep.measure.outcome import Failure, attempt, failed_row
+from trainstep.measure.step import case_columns
 from trainstep.rows import ResidualRow
 from trainstep.step.batches import map_tensors, tensors_of
 from trainstep.step.blocks import find_blocks, without_numbers

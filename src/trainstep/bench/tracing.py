@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainstep.base.config import StepConfig, StepMode
 from trainstep.base.errors import UnsupportedError, UsageError
-from trainstep.bench.step import WARMUP
 from trainstep.checkpointing.policies import policy_of
 from trainstep.measure.flops import counted_flops
 from trainstep.measure.outcome import one_line
+from trainstep.measure.step import WARMUP
 from trainstep.measure.tracing import GRADIENTS, OTHER, STATE, WEIGHTS, OperatorCall, StepTracer
 from trainstep.plan.traced import TracedOperator, TracedStep
 from trainstep.step.batches import count_tokens, map_tensors, tensors_of

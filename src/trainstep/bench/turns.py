@@ -61,13 +61,6 @@ class Checked:
 IN_INTERPRETER = "checked in Triton's interpreter, no time"
 
 
-def is_interpreted(device: torch.device) -> bool:
-    """True if our Triton kernels run on this device in Triton's interpreter, which says nothing of their speed."""
-    from trainstep.attention.flash import INTERPRETED  # here: it loads Triton
-
-    return device.type == "cpu" and INTERPRETED
-
-
 def require_interpretable(dtype: str) -> None:
     """Raise UnsupportedError for what Triton's interpreter gets wrong."""
     if dtype == "bf16":

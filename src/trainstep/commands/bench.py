@@ -190,7 +190,7 @@ class BenchAttention(Common):
 
     def run(self) -> int:
         from trainstep.bench.attention import OURS, run_cases
-        from trainstep.bench.turns import is_interpreted
+        from trainstep.measure.step import is_interpreted
         from trainstep.step.workload import resolve_device
 
         if self.case:
@@ -231,7 +231,7 @@ class BenchFused(Common):
 
     def run(self) -> int:
         from trainstep.bench.fused import run_cases
-        from trainstep.bench.turns import is_interpreted
+        from trainstep.measure.step import is_interpreted
         from trainstep.step.workload import resolve_device
 
         usual = FUSED_INTERPRETED if is_interpreted(resolve_device(self.device)) else FUSED_AXES

@@ -122,7 +122,7 @@ class Plan(Common):
     def _own_records(self, workload: str) -> Iterator[Row]:
         """The plan of a user's model. Complete, or an error, before its first row."""
         from trainstep.bench.planning import machine_here, timed_here, traced_cases
-        from trainstep.bench.step import case_columns
+        from trainstep.measure.step import case_columns
         from trainstep.plan.rows import PlanRequest, plan_records, refuse_for_own_models
         from trainstep.step.workload import resolve_device
 

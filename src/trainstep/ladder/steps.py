@@ -22,7 +22,13 @@ from typing import Any
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.base.stats import Ratio, ratio_of_medians, ratio_of_pairs, verdict
-from trainstep.bench.step import (
+from trainstep.check.step import StepCheck, plain_form
+from trainstep.check.verdict import Verdict
+from trainstep.ladder.change import Change, changes_of_step
+from trainstep.ladder.ladder import Ladder, Refused, Tried, is_open, ratio_fields
+from trainstep.measure.environment import describe
+from trainstep.measure.outcome import Failure, attempt
+from trainstep.measure.step import (
     BatchedStep,
     StepMeasurement,
     case_columns,
@@ -30,12 +36,6 @@ from trainstep.bench.step import (
     measured_fields,
     phase_samples,
 )
-from trainstep.check.step import StepCheck, plain_form
-from trainstep.check.verdict import Verdict
-from trainstep.ladder.change import Change, changes_of_step
-from trainstep.ladder.ladder import Ladder, Refused, Tried, is_open, ratio_fields
-from trainstep.measure.environment import describe
-from trainstep.measure.outcome import Failure, attempt
 from trainstep.measure.timing import Sample, Timing, device_clock, time_in_turns
 from trainstep.rows import FINAL, ChangeRow
 from trainstep.step.training_step import TrainingStep, build_step

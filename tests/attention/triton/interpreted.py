@@ -28,8 +28,8 @@ from trainstep.base.errors import UnsupportedError
 from trainstep.base.precision import PrecisionName
 from trainstep.bench.attention import run_cases
 from trainstep.bench.cases import AttentionCase
-from trainstep.bench.step import BatchedStep
 from trainstep.commands.cli import parse
+from trainstep.measure.step import BatchedStep
 from trainstep.report.page import render
 from trainstep.rows.records import Row
 from trainstep.step.casting import matmul_precision

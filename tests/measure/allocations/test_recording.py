@@ -11,8 +11,8 @@ from trainstep.base.errors import UnsupportedError
 from trainstep.bench.allocations import record_step
 from trainstep.bench.memory import measure_peaks
 from trainstep.bench.residuals import measure_residuals
-from trainstep.bench.step import measure_step
 from trainstep.measure.allocations.recording import StepWatch, record_on_cpu
+from trainstep.measure.step import measure_step
 from trainstep.step.training_step import TrainingStep
 from trainstep.step.workload import builtin_source
 

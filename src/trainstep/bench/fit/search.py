@@ -24,13 +24,13 @@ from trainstep.base.hardware import free_host_bytes
 from trainstep.base.stats import summarize
 from trainstep.bench.fit.costs import block_costs
 from trainstep.bench.memory import UNFOLLOWED, default_policies
-from trainstep.bench.step import WARMUP, StepMeasurement, case_columns, measure_step, measure_training_step
 from trainstep.check.step import StepCheck
 from trainstep.check.verdict import Verdict
 from trainstep.checkpointing.policies import BlockPolicy, Policy
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, LiveStorages
 from trainstep.measure.outcome import Failure, attempt, failed_row, one_line
+from trainstep.measure.step import WARMUP, StepMeasurement, case_columns, measure_step, measure_training_step
 from trainstep.plan.fit import Choice, Chosen, Copies, StepCost, choose, peak_of, seconds_of, with_budget_error
 from trainstep.rows import FitRow
 from trainstep.rows.records import Scalar

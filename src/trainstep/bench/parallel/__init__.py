@@ -13,7 +13,7 @@ from typing import Any
 
 from trainstep.base.config import StepConfig
 from trainstep.base.schemes import Scheme
-from trainstep.bench.step import case_columns
+from trainstep.measure.step import case_columns
 from trainstep.parallel.process import Process
 from trainstep.parallel.replicas import build
 from trainstep.rows.records import Scalar

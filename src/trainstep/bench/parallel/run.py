@@ -35,13 +35,13 @@ from trainstep.bench.parallel.planned import moments, planned_bytes
 from trainstep.bench.parallel.ratios import ratios_alike, with_speedups
 from trainstep.bench.parallel.trace import trace_rows, traced_step
 from trainstep.bench.parallel.waits import Transfers, Waits
-from trainstep.bench.step import phase_samples
 from trainstep.check.ranks import RANKS_DIFFER, compare_with_one_process
 from trainstep.check.verdict import Verdict
 from trainstep.measure.collectives import Collective
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB
 from trainstep.measure.outcome import Failure, attempt_on_all_ranks, failed_row
+from trainstep.measure.step import phase_samples
 from trainstep.measure.timing import Timing, device_clock, time_steps, time_window
 from trainstep.parallel.process import Process
 from trainstep.parallel.replicas import (
