@@ -1,29 +1,41 @@
 """Runs of a ladder whose processes are forked from one that has imported torch, which saves seconds of each.
 
-Everything else is as the command has it: the script's process does what `script.main` does.
+Everything else is as the command has it: the script's process is measured by the same `Run`.
 """
 
-import json
+import marshal
 import multiprocessing
 import os
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 
 from trainstep.observe import supervise
+from trainstep.observe.script import Run
 
 
-def _child(task, place, output, environment):
+def _child(words, place, output, environment):
     os.chdir(place)
     os.environ.update(environment)
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     multiprocessing.set_start_method(None, force=True)  # not the server's: as a process of its own would have it
-    from trainstep.observe import script
-
-    sys.argv = ["script.py", json.dumps({**task, "parent": os.getppid()})]
-    script.main()
+    task = Path(os.environ.pop("TRAINSTEP_TASK"))
+    run = Run(described := marshal.loads(task.read_bytes()), os.open(described["log"], os.O_WRONLY | os.O_APPEND))
+    run.measure()
+    sys.argv = words[1:]
+    sys.path[0] = os.path.dirname(os.path.abspath(words[1]))
+    sys.last_value = None
+    try:
+        runpy.run_path(words[1], run_name="__main__")
+    except BaseException as error:
+        sys.last_value = None if isinstance(error, SystemExit) else error
+        raise
+    finally:
+        run.end()
 
 
 class Forked:
@@ -34,13 +46,12 @@ class Forked:
         ["torch", "torch._dynamo", "trainstep.observe.session", "trainstep.ladder.trial.capture"]
     )
 
-    def __init__(self, words, *, cwd, stdin, stdout, stderr, env):
-        task = json.loads(words[-1])
-        self.process = self.context.Process(target=_child, args=(task, str(cwd), os.path.abspath(stdout.name), env))
+    def __init__(self, words, *, cwd, stdout, env, **_):
+        self.process = self.context.Process(target=_child, args=(words, str(cwd), os.path.abspath(stdout.name), env))
         self.process.start()
+        self.pid = self.process.pid
 
     def poll(self):
-        self.process.join(60)  # no SIGCHLD comes of a process that the server started
         return self.process.exitcode
 
     @property

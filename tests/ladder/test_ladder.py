@@ -47,7 +47,7 @@ def climbed(tmp_path_factory, forked_runs):  # noqa: F811
 
 def test_a_script_that_repeats_itself_is_the_baseline(climbed):
     row = climbed.rows["baseline"]
-    assert (row.verdict, row.accepted, row.gradient_error, row.moved_error) == ("baseline", True, 0.0, 0.0)
+    assert (row.verdict, row.accepted, row.gradient_error, row.moved_error) == ("baseline", True, 0.0, 0.0), row.reason
     assert len(row.samples["training_loss"]) == STEPS
     assert 0 < row.error_budget < 1e-4, "what rounding does in float32 was measured"
 

@@ -43,7 +43,6 @@ def measure(script, folder, plan=Plan(), *, call=None):  # noqa: B008
     finally:
         session.finish()
     log.write("end", {"how": "returned", "code": 0})
-    log.flush()
     found = read_log(log_path(folder, 0))
     return found, script_records([found], script, 0)
 

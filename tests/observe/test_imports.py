@@ -58,6 +58,39 @@ def test_what_is_called_off_is_not_called() -> None:
     assert not seen
 
 
+@pytest.mark.parametrize("looks", [1, 2])
+def test_a_module_that_is_only_looked_for_is_called_when_it_comes(looks: int) -> None:
+    """Libraries ask whether torch is there long before they import it."""
+    seen: list[str] = []
+    after_import(NAME, lambda: seen.append("first"))
+    after_import(NAME, lambda: seen.append("second"))
+    for _ in range(looks):
+        assert importlib.util.find_spec(NAME) is not None
+    assert not seen
+    module = importlib.import_module(NAME)
+    assert sorted(seen) == ["first", "second"]
+    assert type(module.__spec__) is importlib.machinery.ModuleSpec
+    assert type(module.__loader__) is importlib.machinery.SourceFileLoader
+    assert "get_code" not in vars(module.__loader__)
+
+
+def test_no_frame_of_ours_is_there_while_the_module_loads(tmp_path: Path) -> None:
+    """Neither its stack nor the traceback of its failure has one; a failed import is no import."""
+    source = "import sys, traceback\nFILES = [each.filename for each in traceback.extract_stack()]\n{}"
+    file, seen = tmp_path / f"{NAME}.py", list[str]()
+    after_import(NAME, lambda: seen.append("called"))
+    file.write_text(source.format("raise ValueError(FILES)"))
+    importlib.invalidate_caches()
+    with pytest.raises(ValueError, match="test_imports") as failed:
+        importlib.import_module(NAME)
+    assert not seen
+    assert "observe/imports.py" not in f"{failed.value}{[str(each.path) for each in failed.traceback]}"
+    file.write_text(source.format("#" * 30))
+    module = importlib.import_module(NAME)
+    assert seen == ["called"]
+    assert not [each for each in module.FILES if "observe/imports.py" in each]
+
+
 def lazy() -> ModuleType:
     """The module, which loads when something is asked of it."""
     spec = importlib.util.find_spec(NAME)

@@ -197,8 +197,17 @@ def test_how_long_a_device_can_have_waited_for_launches(tmp_path, phases, ahead,
 
 def test_how_a_script_ended():
     assert how_it_ended(RankLog(), -11) == "it was ended by signal 11"
-    assert how_it_ended(RankLog(), 0) == "it ended without saying so"
+    assert how_it_ended(RankLog(), 0) == "it ended without Python's own end, as by os._exit or exec"
     assert how_it_ended(RankLog(), None) == "it goes on"
+    returned, raised = {"how": "returned"}, {"how": "raised", "error": "KeyError", "place": " (train.py:3)"}
+    stopped = [{"number": 15, "after_s": 3.21}]
+    assert how_it_ended(RankLog(ended=returned), 0) == "it ran to its end"
+    assert how_it_ended(RankLog(ended=returned), 7) == "it ended by sys.exit"
+    assert how_it_ended(RankLog(ended=raised), 1) == "it was ended by KeyError (train.py:3)"
+    assert how_it_ended(RankLog(ended=raised), 0) == "it ran to its end", "a console has the last error too"
+    received = " after trainstep received signal 15 at 3.2 s"
+    assert how_it_ended(RankLog(ended=returned, signals=stopped), 0) == f"it ran to its end{received}"
+    assert how_it_ended(RankLog(signals=stopped), -15) == f"it was ended by signal 15{received}"
 
 
 def test_lines_are_shown_shortly():

@@ -284,7 +284,6 @@ def test_phases_of_a_device_are_read_once_it_has_passed_them(tmp_path):
             session.finder.leave()
         session.finder.optimizer_begins(1)
         session.finder.optimizer_ended(1, "SGD")
-    log.flush()
     assert read_log(log_path(tmp_path, 0)).steps == [], "nothing waits for the device"
     session.finish()
     steps = read_log(log_path(tmp_path, 0)).steps

@@ -17,8 +17,12 @@ from trainstep.base.errors import UsageError
 LOCK = ".lock"  # a file of its own: NFS locks no folder, and nothing for one who only reads it
 
 
+class Occupied(UsageError):
+    """Another process holds the folder."""
+
+
 @contextlib.contextmanager
-def held_folder(folder: Path, other: str, *, wait_s: float = 0.0) -> Iterator[int]:
+def held_folder(folder: Path, other: str, *, wait_s: float = 0.0, name: str = LOCK) -> Iterator[int]:
     """Make the folder, and hold it against every other process that would. It is let go however this one ends.
 
     Yields the lock's file descriptor: a process that is started with it holds the folder too.
@@ -27,13 +31,14 @@ def held_folder(folder: Path, other: str, *, wait_s: float = 0.0) -> Iterator[in
         folder: what is held.
         other: what another process that holds it is doing, for the message: `another sweep is running`.
         wait_s: seconds that another process has to let go.
+        name: of the lock's file.
 
     Raises:
         UsageError: another process holds it, or it cannot be written or locked.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a")
+        lock = (folder / name).open("a")
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
     with lock:
@@ -48,10 +53,10 @@ def held_folder(folder: Path, other: str, *, wait_s: float = 0.0) -> Iterator[in
                         raise
                     time.sleep(0.05)
         except BlockingIOError as error:
-            raise UsageError(f"{other} in {folder}; wait for it, or choose another --out") from error
+            raise Occupied(f"{other} in {folder}; wait for it, or choose another --out") from error
         except OSError as error:
             raise UsageError(
-                f"cannot lock {folder / LOCK}: {error.strerror}; choose an --out on a file system with locks (flock)"
+                f"cannot lock {folder / name}: {error.strerror}; choose an --out on a file system with locks (flock)"
             ) from error
         yield lock.fileno()
 

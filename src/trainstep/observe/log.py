@@ -1,7 +1,7 @@
 """Log of a run, on disk as it goes: one file per rank, a JSON object per line, the last of which may be cut short.
 
-The script's process writes it and may end at any moment; whoever started it reads what is there. Lines are gathered for
-a tenth of a second, which costs a step less than a write of its own.
+The parent begins it, and adds the signals that it receives. The script's process adds a line at once for whatever is
+known, as it may end at any moment; the parent reads what is there.
 """
 
 from __future__ import annotations
@@ -18,51 +18,50 @@ from typing import Any
 
 from trainstep.observe.steps import Step
 
-EVERY_S = 0.1  # how long lines are gathered
 PATIENCE_S = 10.0  # how long the first rank waits for what the others write last; those of other hosts may never come
 _ENCODED = json.JSONEncoder(default=str).encode  # `json.dumps` with an argument would make an encoder each time
 
 
 class LogWriter:
-    """Writes the log of one rank. After a fork the child writes nothing."""
+    """Writes the log of one rank. After a fork the child writes nothing.
 
-    def __init__(self, path: Path, rank: int = 0) -> None:
+    Args:
+        place: path of a new log, or the descriptor of one that the parent has begun.
+        rank: which rank it is of.
+    """
+
+    def __init__(self, place: Path | int, rank: int = 0) -> None:
         self.rank = rank
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        if isinstance(place, Path):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._descriptor, self._file = place, _identity(place)
         self._process = os.getpid()
-        self._gathered: list[str] = []
-        self._written = 0.0
 
     def write(self, what: str, fields: Mapping[str, Any]) -> None:
         """Add a line of these fields, with its kind (facts, step, line …) under "is"."""
-        self._gathered.append(_ENCODED({"is": what, **fields}))
-        if time.monotonic() - self._written > EVERY_S:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what was gathered."""
-        lines, self._gathered = self._gathered, []
-        if not lines or os.getpid() != self._process:
-            return
-        data = memoryview("".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
-        try:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
-        except OSError:
-            return  # a full disk is no reason to end a training run
-        self._written = time.monotonic()
+        if os.getpid() == self._process:
+            self.write_from_child(what, fields)
 
     def close(self) -> None:
-        """Write what was gathered, and no more."""
-        self.flush()
-        os.close(self._descriptor)
+        """Write no more."""
         self._process = -1
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
 
     def write_from_child(self, what: str, fields: Mapping[str, Any]) -> None:
         """Write a line from a process that was forked, which has the file open too."""
-        with contextlib.suppress(OSError):
-            os.write(self._descriptor, f"{json.dumps({'is': what, **fields})}\n".encode())
+        data = memoryview(f"{_ENCODED({'is': what, **fields})}\n".encode("utf-8", "backslashreplace"))
+        with contextlib.suppress(OSError):  # a full disk is no reason to end a training run
+            if _identity(self._descriptor) != self._file:
+                return  # the script has closed all descriptors, and opened a file of its own
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
 
 
 @dataclass
@@ -70,7 +69,7 @@ class RankLog:
     """Contents of one rank's log."""
 
     header: dict[str, Any] = field(default_factory=dict)
-    """rank, world_size, launch (which start of all ranks), pid, script."""
+    """rank, world_size, launch (which start of all ranks), script."""
     facts: dict[str, Any] = field(default_factory=dict)  # what became known later, such as the environment
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)  # number → line of code that waits
     steps: list[Step] = field(default_factory=list)
@@ -80,6 +79,9 @@ class RankLog:
     notes: list[str] = field(default_factory=list)
     elsewhere: list[dict[str, Any]] = field(default_factory=list)  # processes that were started, or that trained
     ended: dict[str, Any] | None = None  # how the script ended, None where it could not say
+    code: int | None = None  # exit code of the script's process, −n for signal n, once the parent has seen its end
+    has_begun: bool = True  # whether the script's process has found the observer
+    signals: list[dict[str, Any]] = field(default_factory=list)  # number and after_s of those that the parent received
 
 
 def read_log(path: Path) -> RankLog:
@@ -97,6 +99,10 @@ def read_log(path: Path) -> RankLog:
             continue
         if what == "header":
             found.header = entry
+        elif what == "task":
+            found.has_begun = False
+        elif what == "begun":
+            found.has_begun = True
         elif what == "facts":
             found.facts |= entry
         elif what == "line":
@@ -113,21 +119,25 @@ def read_log(path: Path) -> RankLog:
             found.notes.append(entry["text"])
         elif what == "elsewhere":
             found.elsewhere.append(entry)
+        elif what == "signal":
+            found.signals.append(entry)
+        elif what == "exit":
+            found.code = entry["code"]
         elif what == "end" and found.ended is None:
             found.ended = entry
     return found
 
 
 def read_logs(folder: Path, launch: str, world_size: int, patience_s: float = PATIENCE_S) -> list[RankLog]:
-    """The logs in a folder that are of this launch, in the order of ranks, once they have ended or time is up; the
-    first rank's always."""
+    """The logs in a folder that are of this launch, in the order of ranks, once they have ended or time is up; an empty
+    one where there is none."""
     deadline = time.monotonic() + patience_s
     while True:
         logs = [read_log(log_path(folder, number)) for number in range(world_size)]
         ours = [each for each in logs if each.header.get("launch") == launch]
-        is_complete = len(ours) == world_size and all(each.ended is not None for each in ours)
+        is_complete = len(ours) == world_size and all((each.ended, each.code) != (None, None) for each in ours)
         if world_size == 1 or is_complete or time.monotonic() > deadline:
-            return ours or logs[:1]
+            return ours or [RankLog()]
         time.sleep(0.1)
 
 

@@ -24,12 +24,6 @@ MANY = 10  # steps from which that many are; of fewer, the first alone
 USUAL = 0.5  # share of steps with an evaluation, or in which code is compiled, above which that is a part of the step
 INSTRUMENTED = frozenset({"profiled", "recorded", "after the profiler", "searched", "watched by the ladder"})
 """Tags of steps that are not as they would be without us."""
-HOW = {
-    "returned": "it ran to its end",
-    "steps": "it was stopped after the steps that were asked for",
-    "sys.exit": "it ended by sys.exit",
-    "os._exit": "it ended by os._exit",
-}
 
 
 def script_records(logs: Sequence[RankLog], script: str, code: int | None) -> list[Row]:
@@ -47,9 +41,10 @@ def script_records(logs: Sequence[RankLog], script: str, code: int | None) -> li
         several = log.header.get("world_size", 1) > 1
         rank = log.header.get("rank") if several else None
         own: dict[str, Any] = {"workload": script, "rank": rank, "environment": log.facts.get("environment", {})}
-        how: dict[str, Any] = {"ended": how_it_ended(log, code), "exit_code": code}
+        own_code = code if log.code is None else log.code
+        how: dict[str, Any] = {"ended": how_it_ended(log, own_code), "exit_code": own_code}
         if not log.steps:
-            rows.append(ScriptRow(**own, **how, status="failed", reason=why_no_step(log, code)))
+            rows.append(ScriptRow(**own, **how, status="failed", reason=why_no_step(log, own_code)))
             continue
         share = latest.get(log.header.get("rank", 0))
         rows += [*_step_rows(log, own, {**how, "latest_share": share}), *_wait_rows(log, own)]
@@ -267,16 +262,29 @@ def _shortened(reason: str) -> str:
 
 
 def how_it_ended(log: RankLog, code: int | None) -> str:
-    """Say how a script ended."""
-    ended = log.ended
-    if ended is None:
-        if code is None:
-            return "it goes on"
-        return f"it was ended by signal {-code}" if code < 0 else "it ended without saying so"
-    if ended["how"] == "raised":
+    """Say how a script ended.
+
+    Args:
+        code: exit code; −n for signal n. None where the script goes on.
+    """
+    ended, stopped = log.ended or {}, f" after trainstep received {_received(log)}" if log.signals else ""
+    if ended.get("how") == "steps":
+        return "it was stopped after the steps that were asked for"
+    if ended.get("how") == "raised" and code != 0:
         text = f": {ended['text']}" if ended.get("text") else ""
-        return f"it was ended by {ended['error']}{text}{ended.get('place', '')}"
-    return HOW[ended["how"]]
+        return f"it was ended by {ended['error']}{text}{ended.get('place', '')}{stopped}"
+    if code is None:
+        return "it goes on" if not ended else "it ran to its end"
+    if code < 0:
+        return f"it was ended by signal {-code}{stopped}"
+    if not ended:
+        return f"it ended without Python's own end, as by os._exit or exec{stopped}"
+    return f"it ran to its end{stopped}" if code == 0 else f"it ended by sys.exit{stopped}"
+
+
+def _received(log: RankLog) -> str:
+    """Signals that the parent received, and when."""
+    return ", ".join(f"signal {each['number']} at {each['after_s']:.1f} s" for each in log.signals)
 
 
 def why_no_step(log: RankLog, code: int | None) -> str:
@@ -284,8 +292,13 @@ def why_no_step(log: RankLog, code: int | None) -> str:
     elsewhere = list(dict.fromkeys(each["what"] for each in log.elsewhere))
     trains = next((each for each in log.elsewhere if "pid" in each), None)
     how = how_it_ended(log, code)
+    if not log.has_begun:
+        return (
+            "Python did not load the observer before the script, as where its startup fails: its words are above, or "
+            "a wrapper of the interpreter drops PYTHONPATH"
+        )
     if not log.header:
-        return "the script's process ended before the script began; its words are above"
+        return "the log of this run cannot be read: it was removed, or the disk is full"
     if trains is not None:
         return f"no optimizer step in the script's own process ({how}), but in {trains['what']}, which is not measured"
     if elsewhere:

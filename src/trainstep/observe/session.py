@@ -96,10 +96,8 @@ class Session:
         self._write_loaders()
         if not self.finder.ended and self.finder.backwards:
             self.log.write("facts", {"backwards": self.finder.backwards})
-        self.log.flush()
         if self.finder.ended and self.plan.has_cost:
             self.log.write("facts", {"cost_ms": self._cost_ms()})
-            self.log.flush()
 
     def _cost_ms(self) -> float | None:
         """Milliseconds that measuring costs a step; None where that cannot be found out here and now."""
@@ -178,7 +176,6 @@ class Session:
         """End the script as `sys.exit()` would."""
         self.finish()
         self.log.write("end", {"how": "steps", "code": 0})
-        self.log.flush()
         self.on_stop()
         raise SystemExit(0)
 

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import json
+import marshal
 import math
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trainstep.base.errors import UsageError
+from trainstep.base.guards import LOCK, Occupied, held_folder
 from trainstep.observe.log import log_path
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun", "horovodrun", "lightning")
 GRACE_S = 10.0
 """From SIGTERM to SIGKILL for a process whose time is up."""
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FROM_KERNEL = 0x80
+"""`si_code` of a signal from the terminal, which reaches the script's process by itself."""
+START = str(Path(__file__).resolve().with_name("start"))
+POLL_S, LOOK_S = 0.1, 1.0
+"""Seconds between looks at what has arrived, and at the processes that the script has started."""
+MOST_CHILDREN = 5
+OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
+"""Words of processes that a script starts without asking for them."""
 EXPECTED = "expected a script: trainstep run [options] python train.py …, train.py …, or -m module …"
 
 
@@ -35,11 +48,18 @@ class Command:
     arguments: tuple[str, ...]
     interpreter: str
     options: tuple[str, ...] = ()  # the interpreter's own
+    called: str = ""  # the interpreter's name in `sys.orig_argv`; by default its path
 
     @property
     def name(self) -> str:
         """Name of the script in reports."""
         return self.target if self.is_module else Path(self.target).name
+
+    @property
+    def words(self) -> list[str]:
+        """Command line."""
+        script = ["-m", self.target] if self.is_module else [self.target]
+        return [self.called or self.interpreter, *self.options, *script, *self.arguments]
 
 
 def command_of(words: Sequence[str]) -> Command:
@@ -57,31 +77,61 @@ def command_of(words: Sequence[str]) -> Command:
             f"{name} starts processes, each of which is measured by itself: put it in front, as in "
             "torchrun --nproc-per-node=8 -m trainstep run train.py …"
         )
-    interpreter, options = sys.executable, []
+    interpreter, options, called = sys.executable, list[str](), ""
     if name.startswith("python") and not name.endswith(".py"):
         # Without a path it is the one that has trainstep, as in an environment that is not activated.
         found = sys.executable if first in ("python", "python3") else shutil.which(first)
         if found is None:
             raise UsageError(f"there is no {first}; {EXPECTED}")
-        interpreter = found
-        while rest and rest[0].startswith("-") and rest[0] != "-m":
-            options.append(rest.pop(0))
-            if options[-1] in ("-X", "-W") and rest:
-                options.append(rest.pop(0))
-            elif options[-1] in ("-c", "-"):
-                raise UsageError(f"{options[-1]} names no script; {EXPECTED}")
+        interpreter, called = found, first if shutil.which(first) == found else ""
+        options, rest = _options(rest)
         if not rest:
             raise UsageError(f"{first} is given no script; {EXPECTED}")
         first, rest = rest[0], rest[1:]
+    elif sys.orig_argv[1:4] == ["-u", "-m", "trainstep"]:
+        options = ["-u"]  # torchrun starts scripts with it
     if first == "-m":
         if not rest:
             raise UsageError(f"-m is given no module; {EXPECTED}")
-        return Command(rest[0], True, tuple(rest[1:]), interpreter, tuple(options))
+        return Command(rest[0], True, tuple(rest[1:]), interpreter, tuple(options), called)
     if not Path(first).exists():
         raise UsageError(f"there is no script {first}; {EXPECTED}")
     if Path(first).is_dir() and not (Path(first) / "__main__.py").exists():
         raise UsageError(f"{first} is a folder without a __main__.py; {EXPECTED}")
-    return Command(first, False, tuple(rest), interpreter, tuple(options))
+    return Command(first, False, tuple(rest), interpreter, tuple(options), called)
+
+
+def _options(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The interpreter's options at the beginning of words, and the script with its own, which begin with `-m`, too.
+
+    Raises:
+        UsageError: an option that names no script, or one under which Python does not find the observer.
+    """
+    options, rest = list[str](), list(words)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        if word.startswith("--"):
+            options += [word, *rest[:1]]  # --check-hash-based-pycs, the only one
+            rest = rest[1:]
+            continue
+        for at, letter in enumerate(word[1:], 1):
+            value = word[at + 1 :]
+            if letter in "IES":
+                raise UsageError(f"python -{letter} leaves out what brings the observer into a script; leave it out")
+            if letter == "m":
+                options += [word[:at]] if at > 1 else []
+                return options, ["-m", *([value] if value else []), *rest]
+            if letter == "c":
+                raise UsageError(f"-c names no script; {EXPECTED}")
+            if letter in "XW":
+                options += [word] if value else [word, *rest[:1]]
+                rest = rest if value else rest[1:]
+                break
+        else:
+            if word == "-":
+                raise UsageError(f"- names no script; {EXPECTED}")
+            options.append(word)
+    return options, rest
 
 
 @dataclass(frozen=True)
@@ -101,6 +151,24 @@ class Rank:
         return Rank(number, count, launch if "RANK" in environment else str(os.getpid()))
 
 
+@contextlib.contextmanager
+def own_folder(folder: Path, rank: Rank) -> Iterator[Path]:
+    """Hold a folder while a run works in it. Yield that folder, or one beside it where another run holds it.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    name = f"{LOCK}-{rank.rank}"
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(held_folder(folder, "another run works", name=name))
+        except Occupied:
+            launch = "".join(each if each.isalnum() else "-" for each in rank.launch)
+            folder = folder.with_name(f"{folder.name}-{launch}")
+            stack.enter_context(held_folder(folder, "another run works", name=name))
+        yield folder
+
+
 def run_script(
     command: Command,
     rank: Rank,
@@ -108,77 +176,184 @@ def run_script(
     plan: Mapping[str, Any],
     further: Mapping[str, Any] = {},
     *,
+    is_verbatim: bool = False,
     limit_s: float = math.inf,
     is_over: Callable[[], bool] = lambda: False,
+    on_signal: Callable[[int], object] = lambda number: None,
     **options: Any,
 ) -> int:
     """Run it until it ends, its input and outputs being those of this process; its exit code, −n for signal n.
 
+    The process is started as plain Python would be. Two environment variables bring the observer into it
+    (`start/sitecustomize.py`), and are gone before the script begins.
+
     Args:
         further: what else its process is to do.
+        is_verbatim: whether texts of exceptions and whole commands may stand in the log.
         limit_s: how long it may take.
-        is_over: asked twice a second: whether it is to be ended.
+        is_over: asked several times a second: whether it is to be ended.
+        on_signal: called with each signal that this process receives meanwhile.
         options: of its process, as `subprocess.Popen` has them.
 
     Raises:
-        UsageError: the folder cannot be written, or the interpreter has no trainstep.
+        UsageError: the folder cannot be written.
         TimeoutError: it took longer than `limit_s`, or `is_over` said so, and it was ended.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        log_path(folder, rank.rank).unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
+    file = log_path(folder, rank.rank).absolute()
     task = {
-        "target": command.target,
-        "is_module": command.is_module,
-        "arguments": command.arguments,
-        "parent": os.getpid(),
-        "folder": str(folder.resolve()),
+        "log": str(file),
         "rank": rank.rank,
-        "header": {
-            "rank": rank.rank,
-            "world_size": rank.world_size,
-            "launch": rank.launch,
-            "script": command.name,
-        },
-        "plan": {**plan, "folder": str(folder.resolve())},
+        "script": command.name,
+        "verbatim": is_verbatim,
+        "plan": {**plan, "folder": str(file.parent)},
         **further,
     }
-    words = [command.interpreter, *command.options, str(Path(__file__).with_name("script.py")), json.dumps(task)]
+    environment = dict(options.pop("env", os.environ))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [START, environment.get("PYTHONPATH", "")]))
+    environment["TRAINSTEP_TASK"] = str(file.with_suffix(".task"))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)  # an earlier script may still write to its own
+        log = file.open("ab", buffering=0)
+        file.with_suffix(".task").write_bytes(marshal.dumps(task, 2))
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
     sys.stdout.flush()
     sys.stderr.flush()
-    return _wait(subprocess.Popen(words, **options), limit_s, is_over)
-
-
-def _wait(process: subprocess.Popen[bytes], limit_s: float, is_asked_to_end: Callable[[], bool]) -> int:
-    """Wait for its end. Signals sent to this process go on to it; Ctrl-C in a terminal reaches both anyway."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*HANDED_ON, signal.SIGCHLD})
-    start, children, over_at, is_asked = time.monotonic(), set[int](), math.inf, False
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
     try:
+        with log:
+            watched = _Watched(log, is_verbatim, on_signal)
+            watched.write("header", {**asdict(rank), "script": command.name})
+            watched.write("task", {})
+            process = subprocess.Popen(
+                command.words,
+                executable=command.interpreter,
+                env=environment,
+                close_fds=False,  # what a shell has opened for it, such as <(…), is the script's
+                preexec_fn=functools.partial(_begin_as_plain, before, os.getpid()),
+                **options,
+            )
+            return watched.wait(process, limit_s, is_over)
+    finally:
+        file.with_suffix(".task").unlink(missing_ok=True)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin_as_plain(mask: set[int], parent: int) -> None:
+    """Before the script's process becomes Python: signals are as this process found them, and it ends with its parent.
+
+    torchrun kills the parent alone.
+    """
+    for number in HANDED_ON:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    if sys.platform == "linux":
+        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it was killed before
+            os._exit(1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+class _Watched:
+    """The script's process while it runs: its end, the signals for it, and the processes that it starts."""
+
+    def __init__(self, log: BinaryIO, is_verbatim: bool, on_signal: Callable[[int], object]) -> None:
+        self._log, self._is_verbatim, self._on_signal = log, is_verbatim, on_signal
+        self._start = time.monotonic()
+        self._seen: set[int] = set()
+        self._noted: list[str] = []
+
+    def write(self, what: str, fields: Mapping[str, Any]) -> None:
+        """Add a line to the log; the script's process adds others."""
+        with contextlib.suppress(OSError):  # a full disk
+            self._log.write(f"{json.dumps({'is': what, **fields})}\n".encode())
+
+    def wait(self, process: subprocess.Popen[bytes], limit_s: float, is_asked_to_end: Callable[[], bool]) -> int:
+        """Wait for its end; the exit code. Signals go on to it, but for those that a terminal sends to both."""
+        over_at, looked, is_stopped = math.inf, 0.0, False
+        children = set[int]()
         while process.poll() is None:
-            now = time.monotonic()
-            if over_at < now or now - start > limit_s or is_asked_to_end():
+            now = time.monotonic() - self._start
+            if over_at < now or now > limit_s or is_asked_to_end():
                 children |= _descendants(process.pid)
                 if over_at == math.inf:
                     process.terminate()
                 elif now > over_at + GRACE_S:
                     process.kill()
                 over_at = min(over_at, now)
-            arrived = signal.sigtimedwait({*HANDED_ON, signal.SIGCHLD}, 0.5)
-            if arrived is None or arrived.si_signo == signal.SIGCHLD or arrived.si_pid == 0:
-                continue
-            is_asked = True
-            process.send_signal(arrived.si_signo)
+            if now > looked + LOOK_S:
+                looked = now
+                self._note_children(process.pid)
+            _wait_for_end(process.pid, POLL_S)
+            is_stopped |= self._hand_on(process)
+        is_stopped |= self._hand_on(process)
+        self.write("exit", {"code": process.returncode})
+        for child in children:  # a loader's workers would run beside whatever comes next
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        if over_at < math.inf and not is_stopped:
+            raise TimeoutError(
+                f"it was ended after {limit_s:.0f} s" if over_at > limit_s else "it was ended with the others"
+            )
+        return process.returncode
+
+    def _hand_on(self, process: subprocess.Popen[bytes]) -> bool:
+        """Hand on the signals that have arrived; True if there were any.
+
+        None is waited for: a wait that SIGSTOP and SIGCONT interrupt gives a record without a signal.
+        """
+        arrived = None
+        while (found := signal.sigtimedwait(HANDED_ON, 0)) is not None:
+            arrived = found.si_signo
+            self.write("signal", {"number": arrived, "after_s": time.monotonic() - self._start})
+            self._on_signal(arrived)
+            if found.si_code != FROM_KERNEL:
+                process.send_signal(arrived)
+        return arrived is not None
+
+    def _note_children(self, pid: int) -> None:
+        """Log the first processes that it has started, but for its loaders' workers and torch's compilers."""
+        for child in _descendants(pid) - self._seen if len(self._noted) < MOST_CHILDREN else ():
+            self._seen.add(child)
+            what = _told(child, pid, self._is_verbatim)
+            if what and what not in self._noted:
+                self._noted.append(what)
+                self.write("elsewhere", {"what": what})
+
+
+def _wait_for_end(pid: int, timeout_s: float) -> None:
+    """Sleep until a process of ours ends, or for `timeout_s`."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # a system without it
+        time.sleep(timeout_s / 10)
+        return
+    try:
+        select.select([descriptor], [], [], timeout_s)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    for child in children:  # a loader's workers would run beside whatever comes next
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-    if over_at < math.inf and not is_asked:
-        is_late = over_at - start > limit_s
-        raise TimeoutError(f"it was ended after {limit_s:.0f} s" if is_late else "it was ended with the others")
-    return process.returncode
+        os.close(descriptor)
+
+
+def _told(child: int, parent: int, is_verbatim: bool) -> str:
+    """A process that a script has started, for people: its program alone, as arguments may hold secrets; empty where it
+    is torch's or Python's own."""
+    try:
+        words, own = (Path(f"/proc/{each}/cmdline").read_text(errors="replace").split("\0") for each in (child, parent))
+        name = Path(f"/proc/{child}/comm").read_text().strip()
+    except OSError:
+        return ""
+    line = " ".join(words).strip()
+    if not line or name == "pt_data_worker" or any(each in line for each in OF_PYTHON):
+        return ""
+    if words == own:
+        return "a process that the script forked"
+    if "multiprocessing.spawn" in line:
+        return "a process of multiprocessing"
+    return f"the command {line[:120] if is_verbatim else Path(words[0]).name!r}"
 
 
 def _descendants(pid: int) -> set[int]:
