@@ -172,13 +172,6 @@ def test_ours_stands_beside_each_other_by_rounds():
     assert 0.45 < row.both_low < row.both < row.both_high < 0.6
 
 
-def test_without_rounds_the_ratio_is_of_all_samples():
-    """As in rows of before there were any."""
-    (row,) = AttentionTurns("cpu").ratios([_timed("flash-triton", None, *[1.0] * 8), _timed("sdpa", None, *[2.0] * 8)])
-    assert (row.both, row.rounds) == (0.5, None)
-    assert row.both_low == pytest.approx(0.5 / 1.02)
-
-
 def test_compilation_is_counted_and_kept_out_of_the_passes():
     case = dataclasses.replace(SMALL, impl="eager-compiled", seq=32)
     (row,) = run_cases([case], device="cpu", warmup=1, passes=7)
@@ -255,10 +248,6 @@ def test_garbage_is_looked_for_after_cases_and_failures_but_not_after_rounds(mon
     assert [row.status for row in rows] == ["ok", "out of memory"]
     assert timed.count("eager") == 5
     assert looked == ["case", "case", {"drop_compiled": False}, {}]
-
-
-def test_what_is_overwritten_is_several_times_any_cache():
-    assert turns.FLUSH_BYTES["cuda"] >= 4 * 126 * 2**20, "the largest L2 of a GPU, a B200's"
 
 
 @pytest.mark.gpu

@@ -175,7 +175,7 @@ class Turns(Generic[Case]):
         for ours, theirs in ((a, b) for a in timed for b in timed if a.impl == self.ours != b.impl):
             values: dict[str, Scalar] = {"rounds": ours.rounds}
             for name in ours.samples:
-                ratio = ratio_of_rounds(*(in_rounds(row.samples[name], row.rounds or 1) for row in (ours, theirs)))
+                ratio = ratio_of_rounds(*(in_rounds(row.samples[name], row.rounds) for row in (ours, theirs)))
                 values[name] = ratio.value
                 if ratio.interval is not None:
                     values |= {f"{name}_low": ratio.interval.low, f"{name}_high": ratio.interval.high}

@@ -2,10 +2,7 @@
 said as what it is."""
 
 import functools
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,7 +16,6 @@ from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.batches import KEPT, Kept
 from trainstep.bench.parallel.run import run_cases
-from trainstep.check.rounding import RandomRounding
 from trainstep.parallel.process import AgreedError
 from trainstep.rows.records import SoFar
 from trainstep.step.batches import fingerprint
@@ -204,49 +200,3 @@ def test_a_fingerprint_is_of_all_bits_types_and_shapes():
     assert fingerprint(torch.zeros(0)) == fingerprint(torch.zeros(0))
     assert fingerprint(torch.zeros(2, dtype=torch.bfloat16)) != fingerprint(torch.zeros(2, dtype=torch.float16))
     assert KEPT == 5
-
-
-def test_whole_numbers_are_not_rounded_at_random():
-    """A count that loses one unit in the last place is cut off to another count."""
-    classes = torch.arange(4096) % 7
-    with RandomRounding("fp32", 0):
-        found = [torch.histc(classes.float(), bins=7, min=0, max=6), classes.float(), torch.full((4096,), 3.0)]
-        found += [torch.arange(1.0, 4097.0), torch.linspace(0.1, 99.9, 4096).floor()]
-        moved = torch.linspace(0.1, 99.9, 4096) * 1.5
-    assert all(torch.equal(each, each.round()) for each in found)
-    assert not torch.equal(moved, torch.linspace(0.1, 99.9, 4096) * 1.5)
-
-
-FACTORY = """
-import torch
-from tests.bench.parallel.test_batches import SGD, labelled, mean_square, net
-from trainstep import Workload
-
-def odd():
-    return Workload(net(), labelled([torch.ones(3, 8)]), mean_square, SGD)
-"""
-
-
-@pytest.mark.distributed
-@pytest.mark.thorough
-def test_under_torchrun_the_first_rank_says_what_is_wrong(tmp_path):
-    (tmp_path / "odd_batch.py").write_text(FACTORY)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--standalone",
-        "-m",
-        "trainstep",
-    ]
-    command += ["bench", "parallel", "--workload", "odd_batch:odd", "--scheme", "flat", "--device", "cpu"]
-    paths = os.pathsep.join([str(tmp_path), *sys.path])
-    ran = subprocess.run(
-        [*command, "--out", str(tmp_path / "out")], capture_output=True, text=True, timeout=100, check=False,
-        env={**os.environ, "PYTHONPATH": paths},
-    )  # fmt: skip
-    assert ran.returncode != 0
-    said = [line for line in ran.stderr.splitlines() if line.startswith("trainstep: ")]
-    assert len(said) == 1, ran.stderr
-    assert "cannot be divided among 2 ranks" in said[0]

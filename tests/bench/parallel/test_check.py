@@ -14,8 +14,7 @@ from trainstep.base.tolerance import DRAWS, allowed_error, one_rounding
 from trainstep.bench.parallel import ParallelCase
 from trainstep.check.gradients import Gradients
 from trainstep.check.one_process import MOVED, SHRUNK, STEPS, _places, expected
-from trainstep.check.ranks import _BITS, RANKS_DIFFER, _checksum, compare_with_one_process
-from trainstep.check.ranks import agreement as judge
+from trainstep.check.ranks import RANKS_DIFFER, compare_with_one_process
 from trainstep.step.batches import share_of
 from trainstep.step.training_step import build_step
 from trainstep.step.workload import WorkloadSource, builtin_source
@@ -126,57 +125,6 @@ def test_an_error_as_large_as_is_allowed_is_allowed():
     assert agreement(float32=None).holds
     assert agreement(float32=None).columns()["float32_error"] == agreement().gradients.gradient
     assert agreement().columns()["float32_error"] == agreement().float32.gradient
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64])
-def test_a_checksum_is_of_every_bit_and_its_place(dtype):
-    value = torch.arange(1, 9).to(dtype).view(2, 4)
-    assert _checksum(value) == _checksum(value.clone()) == _checksum(value.t().contiguous().t())
-    changed = [value.flip(0), value.flip(1), value.clone().fill_(1), value.roll(1, 1)]
-    one = value.clone().view(_BITS[value.element_size()])
-    one[1, 3] += 1
-    changed.append(one.view(dtype))
-    assert len({int(_checksum(each)) for each in (value, *changed)}) == 1 + len(changed)
-
-
-def test_a_checksum_has_all_64_bits():
-    large = torch.tensor([2**60])
-    assert _checksum(large) != _checksum(large + 1)
-
-
-def _single(process):
-    with quick():
-        found = compare_with_one_process([ParallelCase(SOURCE, CONFIG, SCHEMES["single"])], process)
-    return [*by_scheme(found).values()], found.num_parameters, found.allow_unused
-
-
-@pytest.mark.distributed
-def test_a_rank_that_trains_alone_has_nothing_to_agree_with(two):
-    count = sum(each.numel() for each in build_step(SOURCE, CONFIG).module.parameters())
-    assert two.run(_single) == [([None], count, False), ([None], 0, False)]
-
-
-def _where_the_first_rank_fails(process):
-    case, wanted = ParallelCase(SOURCE, CONFIG, SCHEMES["flat"]), None
-
-    def fail(*_, **__):
-        raise RuntimeError("no room on the host")
-
-    if process.rank == 0:
-        wanted = expected(SOURCE, case.whole(process.world_size), process.world_size)
-        wanted.gradients.compare = fail
-    before = torch.get_num_threads()
-    try:
-        with quick():
-            return judge(case, wanted, process)
-    except RuntimeError as error:
-        assert torch.get_num_threads() == before
-        return str(error)
-
-
-@pytest.mark.distributed
-def test_what_fails_on_the_first_rank_alone_leaves_no_other_waiting(two):
-    assert two.run(_where_the_first_rank_fails) == ["no room on the host", None]
 
 
 def _fused(process):

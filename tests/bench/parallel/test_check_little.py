@@ -318,8 +318,11 @@ def test_on_a_cpu_nothing_is_collected_between_steps_that_are_not_compiled(alone
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64])
 def test_a_checksum_differs_for_each_bit_of_each_element(dtype):
-    bits = torch.arange(1, 7).to(dtype).view(torch.uint8)
-    sums = [int(_checksum(bits.view(dtype)))]
+    """And of their places, whatever the strides."""
+    value = torch.arange(1, 7).to(dtype).view(2, 3)
+    assert _checksum(value) == _checksum(value.t().contiguous().t())
+    bits = value.flatten().view(torch.uint8)
+    sums = [int(_checksum(each)) for each in (value, value.flip(0), value.roll(1, 1))]
     for place in range(len(bits)):
         for bit in range(8):
             changed = bits.clone()
