@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from tests.parallel.fsdp.training import descend
 from trainstep.base.errors import UsageError
 from trainstep.parallel import FullyShardedDataParallel, load_checkpoint, save_checkpoint
 from trainstep.parallel.fsdp.schedule import Agreement, Schedule
@@ -44,10 +45,7 @@ def _backward(sharded, number=0):
 
 
 def _step(sharded, optimizer, number=0):
-    _backward(sharded, number)
-    sharded.finish_gradient_synchronization()
-    optimizer.step()
-    optimizer.zero_grad()
+    return descend(sharded, (sharded(_input(each)).square().mean() for each in [number]), optimizer)
 
 
 def _leave(sharded, how):
@@ -73,9 +71,8 @@ def _skipped(process):
             with pytest.raises(UsageError, match=r"before finish_gradient_synchronization.*as for a step that is skip"):
                 optimizer.zero_grad()
             sharded.zero_grad()
-        _step(sharded, optimizer, 2)
+        weights.append(_step(sharded, optimizer, 2))
         sharded.finish_gradient_synchronization()  # nothing has come since
-        weights.append(sharded.gather_full_parameters())
     for name, weight in weights[0].items():
         assert all(torch.equal(weight, skipped[name]) for skipped in weights[1:])
 

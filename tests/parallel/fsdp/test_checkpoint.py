@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.parallel.fsdp.training import take_steps
 from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
 from tests.workers import WorkerError, Workers
@@ -70,14 +71,6 @@ def test_extra_states_come_back(two, tmp_path):
         assert found == [saved, saved]
 
 
-def _steps(process, sharded, optimizer, first, count):
-    for step in range(first, first + count):
-        loss_of(sharded, batch(step).chunk(process.world_size)[process.rank]).backward()
-        sharded.finish_gradient_synchronization()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _full_state(sharded, optimizer):
     """Parameters, and the optimizer's state by parameter name, in full."""
     state = {}
@@ -100,12 +93,11 @@ def _sharded(process, replicas, seed=0):
 def _save(process, folder, replicas=1):
     sharded = _sharded(process, replicas)
     optimizer = _grouped(sharded.parameters())
-    _steps(process, sharded, optimizer, 0, 2)
+    take_steps(process, sharded, optimizer, (0, 1))
     optimizer.param_groups[1]["lr"] = 0.005
     save_checkpoint(folder, sharded, optimizer)
     saved = _full_state(sharded, optimizer)
-    _steps(process, sharded, optimizer, 2, 2)
-    return saved, sharded.gather_full_parameters()
+    return saved, take_steps(process, sharded, optimizer, (2, 3))
 
 
 def _load(process, folder, resume, save_to=None, replicas=1):
@@ -115,8 +107,7 @@ def _load(process, folder, resume, save_to=None, replicas=1):
     loaded = _full_state(sharded, optimizer)
     if save_to is not None:
         save_checkpoint(save_to, sharded, optimizer)
-    _steps(process, sharded, optimizer, 2, resume)
-    return loaded, sharded.gather_full_parameters()
+    return loaded, take_steps(process, sharded, optimizer, range(2, 2 + resume))
 
 
 def assert_same_state(found, expected):
@@ -189,7 +180,7 @@ def _misuse(process, folder):
     sharded = FullyShardedDataParallel(build(**OPTIONS))
     optimizer = _grouped(sharded.parameters())
     save_checkpoint(folder / "no-optimizer", sharded)
-    _steps(process, sharded, optimizer, 0, 1)
+    take_steps(process, sharded, optimizer, (0,))
     save_checkpoint(folder / "grouped", sharded, optimizer)
     foreign = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
     ungrouped = OPTIMIZERS["adamw"](sharded.parameters())

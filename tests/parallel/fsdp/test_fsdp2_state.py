@@ -7,9 +7,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.parallel.fsdp.training import assert_same, error
+from tests.parallel.fsdp.training import assert_same, error, take_steps
 from tests.parallel.meshes import mesh_of
-from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
+from tests.parallel.nets import OPTIMIZERS, build
 from trainstep.parallel import FullyShardedDataParallel, load_checkpoint, save_checkpoint
 from trainstep.parallel.fsdp.shards import ShardedParameter
 
@@ -32,15 +32,6 @@ def _theirs(process, replicas, seed):
     return module, OPTIMIZERS["adamw"](module.parameters())
 
 
-def _steps(process, module, optimizer, steps):
-    for step in steps:
-        loss_of(module, batch(step).chunk(process.world_size)[process.rank]).backward()
-        if isinstance(module, FullyShardedDataParallel):
-            module.finish_gradient_synchronization()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _full(module):
     if isinstance(module, FullyShardedDataParallel):
         return module.gather_full_parameters()
@@ -52,14 +43,14 @@ def _save(process, replicas, folder):
     found = {}
     for name, make in (("ours", _ours), ("theirs", _theirs)):
         module, optimizer = make(process, replicas, seed=0)
-        _steps(process, module, optimizer, (0, 1))
+        take_steps(process, module, optimizer, (0, 1))
         if name == "ours":
             save_checkpoint(folder / name, module, optimizer)
         else:
             weights, state = get_state_dict(module, optimizer)
             dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(folder / name))
         saved = _full(module)
-        _steps(process, module, optimizer, (2,))
+        take_steps(process, module, optimizer, (2,))
         found[name] = saved, _full(module)
     return found
 
@@ -69,14 +60,14 @@ def _load(process, replicas, folder):
     ours, optimizer = _ours(process, replicas, seed=3)
     load_checkpoint(folder / "theirs", ours, optimizer)
     found = {"theirs": [_full(ours)]}
-    _steps(process, ours, optimizer, (2,))
+    take_steps(process, ours, optimizer, (2,))
     found["theirs"].append(_full(ours))
     theirs, optimizer = _theirs(process, replicas, seed=4)
     weights, state = get_state_dict(theirs, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=str(folder / "ours"))
     set_state_dict(theirs, optimizer, model_state_dict=weights, optim_state_dict=state)
     found["ours"] = [_full(theirs)]
-    _steps(process, theirs, optimizer, (2,))
+    take_steps(process, theirs, optimizer, (2,))
     found["ours"].append(_full(theirs))
     return found
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from tests.parallel.fsdp.training import descend
 from trainstep.base.errors import UsageError
 from trainstep.parallel import FullyShardedDataParallel
 
@@ -53,13 +54,9 @@ def _train(process, transport):
     sharded = FullyShardedDataParallel(
         net, compute_dtype=LOW, full_precision=[net.norm, net.router], transport=transport
     )
+    shares = (_tokens(step).chunk(process.world_size)[process.rank] for step in range(STEPS))
     optimizer = torch.optim.SGD(sharded.parameters(), lr=RATE)
-    for step in range(STEPS):
-        sharded(_tokens(step).chunk(process.world_size)[process.rank]).square().mean().backward()
-        sharded.finish_gradient_synchronization()
-        optimizer.step()
-        optimizer.zero_grad()
-    return sharded.gather_full_parameters(), net.seen
+    return descend(sharded, (sharded(share).square().mean() for share in shares), optimizer), net.seen
 
 
 @pytest.mark.parametrize("transport", ["collectives", "peer-copies"])
