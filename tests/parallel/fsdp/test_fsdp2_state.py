@@ -1,5 +1,7 @@
 """Checkpoints and state dicts of torch's FSDP2: ours loads theirs, theirs loads ours, and training goes on alike."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -86,16 +88,18 @@ def test_each_loads_what_the_other_wrote_on_other_numbers_of_ranks(two, four, tm
 
 
 def _in_memory(process, replicas):
-    ours, _ = _ours(process, replicas, seed=1)
-    theirs, _ = _theirs(process, replicas, seed=2)
-    expected = _full(theirs)
-    ours.load_state_dict(theirs.state_dict())
-    found = [(_full(ours), expected)]
-    ours, _ = _ours(process, replicas, seed=1)
-    expected = _full(ours)
-    theirs.load_state_dict(ours.state_dict())
-    found.append((_full(theirs), expected))
-    kinds = {name: type(value) for name, value in ours.state_dict().items() if name != "scale"}
+    """Each from the other's state dict, and ours from that of another mesh, beside what was to be loaded."""
+    found = []
+    pairs = [(_theirs, _ours), (_ours, _theirs)]
+    if replicas > 1:
+        pairs += [(lambda process, _, seed: _ours(process, 1, seed), _ours)]
+        pairs += [(_ours, lambda process, _, seed: _ours(process, 1, seed))]
+    for one, other in pairs:
+        (source, _), (target, _) = one(process, replicas, seed=1), other(process, replicas, seed=2)
+        expected = _full(source)
+        target.load_state_dict(source.state_dict())
+        found.append((_full(target), expected))
+    kinds = {name: type(value) for name, value in _ours(process, replicas, 0)[0].state_dict().items()}
     return found, kinds
 
 
@@ -104,25 +108,17 @@ def test_state_dicts_are_the_others(two, four, replicas):
     for found, kinds in {1: two, 2: four}[replicas].run(_in_memory, replicas):
         for values, expected in found:
             assert_same(values, expected)
-        assert set(kinds.values()) == {DTensor}, "parameters that are replicated too"
+        assert {kind for name, kind in kinds.items() if name != "scale"} == {DTensor}, "what is replicated, too"
 
 
 def _order_of_loads(process):
     """Ranks load in one order, whatever order each one's sets have: what a DTensor needs is collective."""
     sharded, _ = _ours(process, 1, seed=0)
-    given, order = sharded.state_dict(), []
-    load = ShardedParameter.load
-
-    def noted(parameter, *arguments):
-        order.append(parameter.name)
-        load(parameter, *arguments)
-
-    ShardedParameter.load = noted
-    try:
+    given = sharded.state_dict()
+    load = mock.patch.object(ShardedParameter, "load", autospec=True, side_effect=ShardedParameter.load)
+    with load as noted:
         sharded.load_state_dict(dict(reversed(given.items())) if process.rank else given)
-    finally:
-        ShardedParameter.load = load
-    return order
+    return [call.args[0].name for call in noted.call_args_list]
 
 
 def test_ranks_load_parameters_in_one_order(two):
@@ -130,32 +126,13 @@ def test_ranks_load_parameters_in_one_order(two):
     assert two.run(_order_of_loads) == [names] * 2
 
 
-def _of_another_mesh(process):
-    """A state dict of all ranks, loaded by two replicas, and back."""
-    (one, _), (hybrid, _) = _ours(process, 1, seed=1), _ours(process, 2, seed=2)
-    expected = [_full(one)]
-    hybrid.load_state_dict(one.state_dict())
-    found = [_full(hybrid)]
-    hybrid, _ = _ours(process, 2, seed=2)
-    expected.append(_full(hybrid))
-    one.load_state_dict(hybrid.state_dict())
-    return [*found, _full(one)], expected
-
-
-def test_a_state_dict_of_another_mesh(four):
-    for found, expected in four.run(_of_another_mesh):
-        for values, wanted in zip(found, expected, strict=True):
-            assert_same(values, wanted)
-
-
-def test_a_parameter_without_dimensions_takes_a_plain_tensor(two):
-    for parameter, value in two.run(_scalar):
-        assert torch.equal(parameter, value)
-
-
 def _scalar(process):
     module = torch.nn.Linear(3, 3)
     module.gain = torch.nn.Parameter(torch.tensor(2.0))
     sharded = FullyShardedDataParallel(module)
     sharded.load_state_dict(sharded.state_dict() | {"gain": torch.tensor(5.0)})
-    return sharded.gather_full_parameters()["gain"], torch.tensor(5.0)
+    return sharded.gather_full_parameters()["gain"].item()
+
+
+def test_a_parameter_without_dimensions_takes_a_plain_tensor(two):
+    assert two.run(_scalar) == [5.0] * 2
