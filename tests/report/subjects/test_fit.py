@@ -7,7 +7,7 @@ import pytest
 from tests.report.page import Page
 from trainstep.plan.fit import ENOUGH
 from trainstep.report.page import render
-from trainstep.report.subjects.fit import PROVEN, fit, fit_findings, form_of
+from trainstep.report.subjects.fit import PROVEN, fit_findings, form_of
 from trainstep.rows import FitRow
 from trainstep.rows.row import Times
 
@@ -73,11 +73,6 @@ def test_each_budget_is_told_of():
     corrected = [replace(FIT, peak_gib=7.1), replace(FIT, round=2), roomy]
     said = [found.sentence for found in fit_findings(corrected) if found.id == "fit.fits"]
     assert [each.split(":")[0] for each in said] == ["The step fits 7.00 GiB", "The step fits 9.00 GiB"]
-    (peaks,) = fit(corrected).blocks[0].charts
-    names = ["9.00 GiB", "7.00 GiB, corrected 1×", "7.00 GiB"]
-    drawn = {each.text for each in peaks.plot().yaxis[0].major_label_overrides.values()}
-    assert drawn == set(names)
-    assert peaks.caption == "", "no budget is drawn where there are several"
 
 
 def test_the_fastest_policy_that_fits_stands_beside_it():

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from trainstep.base.stats import ratio_of_medians
 from trainstep.report import columns
-from trainstep.report.blocks import Chart, Charts, Section, section
-from trainstep.report.charts.rows import Bar, bars
+from trainstep.report.blocks import Section, section
 from trainstep.report.columns import Column
 from trainstep.report.findings import Finding, found, listed, literal
-from trainstep.report.numbers import gib, number, unit_of
+from trainstep.report.numbers import number
 from trainstep.report.tables import define, page_table
 from trainstep.rows import FitRow
 from trainstep.rows.records import Row, by_case, of_kind
@@ -61,36 +59,11 @@ def _last_fits(study: Sequence[FitRow]) -> list[FitRow]:
 
 def fit(records: Sequence[Row]) -> Section | None:
     """Section on what was chosen, and what came of it."""
-    charts = [_peaks(study, place) for place, study in enumerate(_studies(records))]
     lead = (
         "For each block it was chosen which activations are kept, computed again or sent to host memory, so that the "
         "step fits its budget at the least added time. All that the choice rests on was measured on this machine."
     )
-    return section("fit", "Fit", "Memory that fits itself", lead, Charts(charts), page_table(FITS, records))
-
-
-def _peaks(study: Sequence[FitRow], place: int) -> Chart:
-    largest = max((peak for row in study for peak in (row.peak_gib, row.predicted_gib) if peak is not None), default=0)
-    unit, scale = unit_of(largest)
-    # Several budgets have several choices, which their budgets tell apart; one budget is a line across the bars.
-    drawn, fits = [], _last_fits(study)
-    for row in study:
-        peak, predicted = row.peak_gib, row.predicted_gib
-        time = f"{number(row.times['step'].median)} ms per step" if "step" in row.times else row.reason
-        said = row.status if peak is None else f"peak {gib(peak)}, predicted {gib(predicted)}"
-        tip = "\n".join([said, time, *(row.choices or ())])
-        ends = [None if size is None else size * scale for size in (peak, predicted)]
-        label = row.status if peak is None else f"{number(peak * scale)} {unit}"
-        name = form_of(row)
-        if row.form == "fit" and len(fits) > 1:
-            name = name.replace("fit", gib(row.budget_gib), 1)
-        drawn.append(Bar(name, ends[0], label, tip, second=ends[1]))
-    limit = fits[0].budget_gib * scale if len(fits) == 1 and fits[0].budget_gib is not None else None
-    caption = "The dashed line is the budget." if limit is not None else ""
-    legend = [("accent", "measured"), ("neutral", "predicted")]
-    return Chart(
-        f"fit-{place}", "Peak by choice of activations", caption, partial(bars, drawn, unit, limit=limit), legend
-    )
+    return section("fit", "Fit", "Memory that fits itself", lead, page_table(FITS, records))
 
 
 def fit_findings(records: Sequence[Row]) -> list[Finding]:
