@@ -70,7 +70,7 @@ def rows_of(script: Script, out: Path, options: Sequence[str], until_s: float | 
 
 def by_expert(pair: Pair, out: Path, steps: int) -> list[float]:
     """Milliseconds of a step of one run of the expert's, alone in a list: by its total, as a ladder's run has it."""
-    options = ["--steps", str(steps), "--profiled-steps", "0", "--no-memory"]
+    options = ["--steps", str(steps)]
     (row,) = of_kind(rows_of(replace(pair.plain, arguments=pair.expert), out, options), ScriptRow)
     if row.status != "ok":
         raise SystemExit(f"the expert's script: {row.reason}")

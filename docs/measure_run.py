@@ -171,7 +171,7 @@ def measure(script: Script, limit_s: float, *, once: bool = False) -> dict[str, 
     """Both runs of a script; with `once` that with the timers alone, from which everything is taken then."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        options = ["--profiled-steps", "0", "--no-memory"]
+        options: list[str] = []
         edited = folder / script.path.name
         edited.write_text(instrumented(script.path.read_text(encoding="utf-8")), encoding="utf-8")
         timed, last = run_script(script, folder / "by-hand", edited, options, limit_s)

@@ -148,6 +148,7 @@ def done(traced, monkeypatch):
     for path in ("observe.supervise.run_script", "commands.climb.climb_script"):
         replace(path, 0)
     replace("observe.log.read_logs", [None])
+    replace("commands.deep.DeepRun", SimpleNamespace(rows=lambda *_: [], close=lambda: None))
     replace("parallel.process.join_group", group)
     replace("parallel.process.join_group_or_alone", group)
     monkeypatch.setattr("trainstep.parallel.process.on_all_ranks", lambda process, call: call())

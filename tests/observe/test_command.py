@@ -76,7 +76,7 @@ def test_ranks_of_one_start_are_told_from_others():
     ],
 )
 def test_however_a_script_ends_its_steps_are_kept(how, code, steps, said, tmp_path):
-    ended, rows = run_command(tmp_path, "--profiled-steps", 0, "python", SCRIPTS / "ending.py", how)
+    ended, rows = run_command(tmp_path, "python", SCRIPTS / "ending.py", how)
     assert ended.returncode == code, ended.stderr
     assert ended.stdout == "trained\n"
     assert said in sentences(ended)
@@ -100,13 +100,13 @@ def test_what_cannot_be_run_is_told_as_python_does(tmp_path):
 
 
 def test_a_script_that_is_killed(tmp_path):
-    ended, _ = run_command(tmp_path, "--profiled-steps", 0, SCRIPTS / "ending.py", "is killed")
+    ended, _ = run_command(tmp_path, SCRIPTS / "ending.py", "is killed")
     assert ended.returncode == -9
     assert "it was ended by signal 9" in sentences(ended)
 
 
 def test_a_script_that_catches_everything_is_stopped(tmp_path):
-    command = ("--steps", 4, "--profiled-steps", 0, SCRIPTS / "ending.py", "catches everything")
+    command = ("--steps", 4, SCRIPTS / "ending.py", "catches everything")
     ended, rows = run_command(tmp_path, *command)
     assert ended.returncode == 0
     assert ended.stdout == "caught 4\n"
@@ -173,7 +173,7 @@ def test_a_signal_reaches_the_script_and_its_steps_are_kept(number, tmp_path):
     text = (SCRIPTS / "ending.py").read_text().partition("how = ")[0]
     waits = "    torch.randn(10**5).sort()\n"
     script.write_text(f"{text}\nwhile True:\n    train(1)\n    print('step', flush=True)\n{waits}")
-    command = [sys.executable, "-m", "trainstep", "run", "--profiled-steps", "0", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "trainstep", "run", "--out", str(tmp_path / "out")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*command, str(script)], **pipes) as running:
         for _ in range(40):
@@ -192,7 +192,10 @@ def test_a_signal_reaches_the_script_and_its_steps_are_kept(number, tmp_path):
     ("options", "environment", "said"),
     [
         (["--patch", "out.diff"], {}, "--patch belongs to a ladder: add --ladder"),
-        (["--in-place"], {}, "--in-place belongs to a ladder: add --ladder"),
+        (["--in-place"], {}, "--in-place belongs to a ladder or a deep run: add --ladder or --deep"),
+        (["--profile-after", "5"], {}, "--profile-after belongs to a deep run: add --deep"),
+        (["--no-memory"], {}, "--no-memory belongs to a deep run: add --deep"),
+        (["--deep"], {"RANK": "0", "WORLD_SIZE": "2"}, "--deep has 1 of 2 ranks on this host; expected all"),
         (["--ladder", "--steps", "2"], {}, "steps is 2; expected 3 or more"),
         (["--ladder", "--rungs", "magic"], {}, "unknown change 'magic'; expected some of TF32 matmuls"),
         (["--ladder"], {"RANK": "0", "WORLD_SIZE": "2"}, "--ladder has 1 of 2 ranks on this host; expected all"),
@@ -217,7 +220,7 @@ def test_what_a_script_compiles_is_the_same_graphs(tmp_path):
     """A whole step with its update, which comes to hooks between two graphs, and one graph that none may break."""
     script = SCRIPTS / "compiled_step.py"
     plain = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=560, check=True)
-    ended, rows = run_command(tmp_path, "--profile-after", "6", "python", script)
+    ended, rows = run_command(tmp_path / "out", "--deep", "--profile-after", "6", "python", script, cwd=tmp_path)
     assert plain.stdout.startswith("GRAPHS")
     assert (ended.returncode, ended.stdout) == (0, plain.stdout), ended.stderr
     assert "compiled again" not in sentences(ended)
@@ -226,7 +229,7 @@ def test_what_a_script_compiles_is_the_same_graphs(tmp_path):
     (row,) = of_kind(rows, ScriptRow)
     assert (row.steps_seen, row.backwards) == (16, 1)
     assert row.times["optimizer"].median > row.times["forward"].median, "dynamo's graph of an update is no model"
-    assert (tmp_path / "trace.json.gz").exists()
+    assert (tmp_path / "out" / "deep" / "trace.json.gz").exists()
 
 
 @pytest.mark.thorough
@@ -234,7 +237,7 @@ def test_what_is_compiled_in_the_step_that_is_recorded_runs_as_it_is_written(tmp
     """There torch would compile nothing, and raise; and the models are found late."""
     script = SCRIPTS / "compiled_late.py"
     plain = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=560, check=True)
-    ended, rows = run_command(tmp_path, "--profiled-steps", 0, "python", script)
+    ended, rows = run_command(tmp_path / "out", "--deep", "--profiled-steps", 0, "python", script, cwd=tmp_path)
     assert plain.stdout.startswith("SEEN")
     assert (ended.returncode, ended.stdout) == (0, plain.stdout), ended.stderr
     assert "failed" not in sentences(ended)

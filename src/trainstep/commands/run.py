@@ -17,6 +17,7 @@ from trainstep.commands.options import RENAMED, Common
 from trainstep.commands.output import console_for_output, show_report
 
 if TYPE_CHECKING:
+    from trainstep.commands.deep import DeepRun
     from trainstep.observe.supervise import Command, Rank
     from trainstep.rows.records import Row
 
@@ -37,14 +38,16 @@ class Run(Common):
 
     steps: int | None = None
     """Stop the script after this many steps; by default it runs to its end."""
+    deep: FlagCreatePairsOff[bool] = False
+    """Afterwards run the script once more, a few steps in a copy of its folder: kernels, memory by owner, dtypes."""
     profiled_steps: int = 2
-    """Steps whose kernels the profiler records; 0 for none."""
-    profile_after: int = 30
-    """Steps before those that are profiled; with --steps the last ones are."""
+    """With --deep: steps whose kernels the profiler records; 0 for none."""
+    profile_after: int = 8
+    """With --deep: steps before those that are profiled."""
     memory: FlagCreatePairsOff[bool] = True
-    """Record every allocation of one step, and the dtypes of its modules."""
+    """With --deep: record every allocation of one step, and the dtypes of its modules."""
     out: Path = Path("results/run")
-    """Folder for results.jsonl, tables/, report.html, the ranks' logs and the profiler's trace."""
+    """Folder for results.jsonl, tables/, report.html, the ranks' logs and, in deep/, the deep run's files."""
     ladder: FlagCreatePairsOff[bool] = False
     """Run the script once per change, made from outside: each is checked, and timed if training is the same."""
     changes: str | None = None
@@ -55,7 +58,7 @@ class Run(Common):
     patch: Path | None = None
     """With --ladder: write what was accepted as a diff of the script, if that diff, run and measured again, holds."""
     in_place: FlagCreatePairsOff[bool] = False
-    """With --ladder: run in the working folder itself; by default each run has a copy of it."""
+    """With --ladder or --deep: run in the working folder itself; by default each run has a copy of it."""
     script: Suppress[tuple[str, ...]] = ()
 
     def run(self) -> int:
@@ -67,35 +70,43 @@ class Run(Common):
                 raise UsageError(f"{name.replace('_', '-')} is {value}; expected {least} or more")
         command, rank = command_of(self.script), Rank.of(os.environ)
         if self.ladder:
-            once = ("profiled_steps", "profile_after", "memory")
+            once = ("deep", "profiled_steps", "profile_after", "memory")
             self.refuse("{flag} is for a run that is measured once; leave it out, or --ladder", *once)
             return self._climb(command, rank)
-        self.refuse("{flag} belongs to a ladder: add --ladder", "changes", "at_once", "patch", "in_place")
-        if self.steps is not None:
-            last = "{flag} counts from the start, and with --steps the last steps are profiled; leave one of them out"
-            self.refuse(last, "profile_after")
+        self.refuse("{flag} belongs to a ladder: add --ladder", "changes", "at_once", "patch")
+        if not self.deep:
+            self.refuse("{flag} belongs to a deep run: add --deep", "profiled_steps", "profile_after", "memory")
+            self.refuse("{flag} belongs to a ladder or a deep run: add --ladder or --deep", "in_place")
         if not self.profiled_steps:
             none = "{flag} is of the steps that are profiled, and --profiled-steps is 0; leave one of them out"
             self.refuse(none, "profile_after")
-        plan = {
-            "steps": self.steps,
-            "is_deep": True,
-            "profiled_steps": self.profiled_steps,
-            "profile_after": self.profile_after,
-            "has_memory": self.memory,
-        }
-        code = run_script(command, rank, self.out, plan)
+        deep = self._deep(command, rank) if self.deep else None
+        code = run_script(command, rank, self.out, {"steps": self.steps})
         if rank.rank == 0:
             from trainstep.observe.log import read_logs
-            from trainstep.observe.rows import kernel_records, script_records
+            from trainstep.observe.rows import script_records
 
             logs = read_logs(self.out, rank.launch, rank.world_size)
             rows = script_records(logs, command.name, code)
-            self._report([*rows, *kernel_records(logs[0], rows, self.out)], command.name)
+            if deep is not None:
+                self._keep(rows)
+                rows = deep.rows(logs, rows, code)
+                deep.close()
+                (self.out / "results.jsonl").unlink(missing_ok=True)  # not the previous results
+            self._report(rows, command.name)
+        elif deep is not None and not code:
+            deep.follow()
         if code < 0:  # as the script was, so that a shell and torchrun see the same
             signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
             os.kill(os.getpid(), -code)
         return code
+
+    def _deep(self, command: Command, rank: Rank) -> DeepRun:
+        from trainstep.commands.deep import DeepRun
+
+        plan = {"is_deep": True, "profiled_steps": self.profiled_steps, "profile_after": self.profile_after}
+        plan["has_memory"] = self.memory
+        return DeepRun(command, rank, self.out, plan, is_in_place=self.in_place)
 
     def _climb(self, command: Command, rank: Rank) -> int:
         """The ladder instead of one run."""
@@ -117,17 +128,21 @@ class Run(Common):
                 is_in_place=self.in_place,
             )
 
+    def _keep(self, rows: Sequence[Row]) -> None:
+        from trainstep.rows.records import RecordWriter
+
+        writer = RecordWriter(self.out / "results.jsonl")
+        for row in rows:
+            writer.write(row)
+        writer.close()
+
     def _report(self, rows: Sequence[Row], name: str) -> None:
         """Write the rows and show what they say; what fails here is said and changes nothing of the exit code."""
         from trainstep.rows import PeakRow, RecompilationRow, ScriptRow, WaitRow
-        from trainstep.rows.records import RecordWriter
 
         console = console_for_output(to_stderr=True)
         try:
-            writer = RecordWriter(self.out / "results.jsonl")
-            for row in rows:
-                writer.write(row)
-            writer.close()
+            self._keep(rows)
             console.print(f"\ntrainstep run {name} → {self.out}")
             show_report(rows, self.out, console, kinds=(ScriptRow, WaitRow, RecompilationRow, PeakRow))
         except UsageError as error:

@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from trainstep.observe.supervise import GRACE_S, Command, Rank, run_script
 SEED = 0
 """Seed of the first rank; that of each further one is larger by one, as no two would draw the same by themselves."""
 POLL_S = 0.02
-OVER = "over.json"
+OVER, READY = "over.json", "ready-{}.json"
 TRIAL = "trainstep.ladder.trial.trial:Trial"
 """Makes the changes in the script's process, which imports it by this name."""
 
@@ -44,11 +44,13 @@ class Order:
     """The directory that it runs in."""
     target: str
     steps: int
-    trial: Mapping[str, Any]
-    """Trial as `trial.Trial` has it, without the seed."""
+    trial: Mapping[str, Any] | None
+    """Trial as `trial.Trial` has it, without the seed; None for a deep run, which tries nothing."""
     limit_s: float = math.inf
     is_judged: bool = True
     """True if it leaves what it is checked by; else it is only timed."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """Session's plan, without the steps."""
     port: int = 0
     """Port of the ranks' rendezvous."""
 
@@ -72,26 +74,30 @@ def carry_out(order: Order, command: Command, rank: Rank, files: InMemory) -> in
         UsageError: the folder cannot be written.
     """
     alone = rank.world_size == 1
-    own = {"MASTER_PORT": str(order.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    own = {} if alone else {"MASTER_PORT": str(order.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     others = [each for each in range(rank.world_size) if each != rank.rank]
     captured = order.captured(rank.rank)
     captured.mkdir(parents=True, exist_ok=True)
     files.begin(captured, (FILE,) if order.is_judged else ())
     kept = str(captured.resolve()) if order.is_judged else None
+    further: dict[str, Any] = {}
+    if order.trial is not None:
+        further = {"trial": {**order.trial, "by": TRIAL, "seed": SEED + rank.rank, "captured": kept}}
+        own["PYTHONHASHSEED"] = str(SEED)
     with order.output(rank.rank).open("wb") as output:
         return run_script(
             replace(command, target=order.target),
             Rank.of({}) if alone else rank,
             Path(order.folder),
-            {"steps": order.steps, "has_cost": False},
-            {"trial": {**order.trial, "by": TRIAL, "seed": SEED + rank.rank, "captured": kept}},
+            {"steps": order.steps, "has_cost": False, **order.plan},
+            further,
             limit_s=order.limit_s,
             is_over=lambda: any(found.code for each in others if (found := _end(order, each))),
             cwd=order.place,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONHASHSEED": str(SEED), **({} if alone else own)},
+            env={**os.environ, **own},
         )
 
 
@@ -157,7 +163,18 @@ class Leader:
             self._files.close()
             _write(self._folder / OVER, {})
             time.sleep(1.0)  # they look several times in that while
-            shutil.rmtree(self._folder, ignore_errors=True)
+            if not self.missing(0.0):
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def missing(self, limit_s: float) -> list[int]:
+        """Ranks that do not follow within so many seconds."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            ranks = range(1, self.rank.world_size)
+            found = [each for each in ranks if not (self._folder / READY.format(each)).exists()]
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(POLL_S)
 
 
 def follow(command: Command, rank: Rank, folder: Path) -> int:
@@ -168,6 +185,8 @@ def follow(command: Command, rank: Rank, folder: Path) -> int:
 
 def _follow(command: Command, rank: Rank, orders: Path, files: InMemory) -> int:
     number = 1
+    orders.mkdir(parents=True, exist_ok=True)
+    _write(orders / READY.format(rank.rank), {})
     while True:
         path = orders / f"{number}.json"
         if path.exists():
@@ -181,12 +200,12 @@ def _follow(command: Command, rank: Rank, orders: Path, files: InMemory) -> int:
             time.sleep(POLL_S)
 
 
-def check_one_host(environment: Mapping[str, str]) -> None:
+def check_one_host(environment: Mapping[str, str], flag: str = "--ladder") -> None:
     """Raise `UsageError` where torchrun's ranks are on several hosts."""
     here, all_of_them = environment.get("LOCAL_WORLD_SIZE", "1"), environment.get("WORLD_SIZE", "1")
     if here != all_of_them:
         raise UsageError(
-            f"--ladder has {here} of {all_of_them} ranks on this host; expected all: it starts them anew for every run "
+            f"{flag} has {here} of {all_of_them} ranks on this host; expected all: it starts them anew for every run "
             "and compares what they leave. Run it on one host, as torchrun --standalone starts it"
         )
 

@@ -35,7 +35,7 @@ from trainstep.rows import PeakRow
 from trainstep.rows.records import Row
 
 RECORDED_AFTER = 4  # steps before the one whose allocations are recorded
-SETTLED = 5  # steps before the profiler at least
+SETTLED = RECORDED_AFTER + 2  # steps before the profiler at least
 PROFILED, RECORDED, AFTER = "profiled", "recorded", "after the profiler"
 """Tags of steps."""
 NO_MODEL = "no model was called that updates could be told of, so no allocations are recorded"
@@ -45,6 +45,11 @@ _OURS = tuple(str(Path(__file__).parents[1] / room) for room in ("observe", "lad
 def trace_path(folder: Path, rank: int) -> Path:
     """Path of a rank's trace."""
     return folder / ("trace.json.gz" if rank == 0 else f"trace-rank-{rank}.json.gz")
+
+
+def steps_needed(profiled: int, profile_after: int) -> int:
+    """Steps of a run in which instruments look into a few, the profiler into the last."""
+    return max(SETTLED, profile_after) + WARMUP + profiled if profiled else SETTLED
 
 
 class Instruments:

@@ -220,6 +220,34 @@ def _wait_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[WaitRow]:
             yield WaitRow(**own, **_place_columns(log, line), calls_per_step=float(count))
 
 
+def deep_records(logs: Sequence[RankLog], rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """The rows of the run that was timed, with columns of the deep run's, and further rows of that.
+
+    Args:
+        logs: of the deep run.
+        rows: those of `script_records`, of the run that was timed.
+    """
+    name, deep = of_kind(rows, ScriptRow)[0].workload, script_records(logs, "", 0)
+    known = {(row.rank, row.line) for row in of_kind(rows, WaitRow)}
+    by_case = {(row.rank, row.updates): row for row in of_kind(deep, ScriptRow)}
+    joined = list(rows)
+    for place, row in enumerate(joined):
+        if isinstance(row, ScriptRow) and (own := by_case.get((row.rank, row.updates))):
+            joined[place] = dataclasses.replace(
+                row,
+                notes=(*(row.notes or ()), *(own.notes or ())) or None,
+                deep_copies_ms=own.times["copies"].median if "copies" in own.times else None,
+                deep_communication_ms=own.times[COMMUNICATION].median if COMMUNICATION in own.times else None,
+            )
+    further: list[Row] = []
+    for row in deep:
+        if isinstance(row, WaitRow) and row.ms_per_step is None and (row.rank, row.line) not in known:
+            further.append(dataclasses.replace(row, workload=name))
+        elif not isinstance(row, ScriptRow | WaitRow | RecompilationRow):
+            further.append(row)
+    return joined, further
+
+
 def _place_columns(log: RankLog, line: int) -> dict[str, Any]:
     """Columns that say where a line is, and what it calls."""
     place = log.lines[line]
@@ -332,6 +360,7 @@ def kernel_records(log: RankLog, rows: Sequence[Row], folder: Path) -> list[Row]
     from trainstep.base.config import PHASES
     from trainstep.measure.profile.chrome import read_chrome_trace  # with torch, which the script's rows do without
     from trainstep.measure.profile.kernels import profiles_of
+    from trainstep.measure.profile.ranges import WARMUP as WARMUP_STEPS
     from trainstep.measure.profile.rows import profile_rows, timing_values
     from trainstep.observe.instruments import trace_path
     from trainstep.rows import ProfileRow
@@ -347,7 +376,7 @@ def kernel_records(log: RankLog, rows: Sequence[Row], folder: Path) -> list[Row]
     without = {name: list(timed.samples.get(name, ())) or [0.0] for name in (*PHASES, "step")}
     for device, profile in profiles.items():
         case = {"workload": timed.workload, "device": device if len(profiles) > 1 else None}
-        last = {name: values[-profile.steps - 1 : -1] or values for name, values in with_it.items()}
+        last = {name: values[WARMUP_STEPS:][: profile.steps] or values for name, values in with_it.items()}
         values = timing_values(without, last, profile) | {"trace": file.name}
         samples = {"step": without["step"], "profiled_step": last["step"]}
         found.append(make_row(ProfileRow, case, values, samples=samples, environment=timed.environment))

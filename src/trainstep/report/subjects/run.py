@@ -12,7 +12,7 @@ from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.findings import Claim, Finding, found, listed, literal
 from trainstep.report.numbers import number
 from trainstep.report.tables import define, page_table
-from trainstep.rows import RecompilationRow, ScriptRow, WaitRow
+from trainstep.rows import ChangeRow, PeakRow, ProfileRow, RecompilationRow, ScriptRow, WaitRow
 from trainstep.rows.records import Row, Scalar, Times, of_kind
 
 PHASES = {
@@ -35,6 +35,7 @@ LATE = 0.05  # By how much a rank's own part must exceed the others' median to b
 OVERHEAD = 0.02  # Share of the step that measuring may cost before it is remarked on
 
 
+NO_DEEP = "Kernels, dtypes and the owners of memory: trainstep run --deep."
 UNEVEN = 0.25
 """By how much the mean step must exceed the median one for means to be told in place of medians."""
 
@@ -175,6 +176,14 @@ def how_it_went(rows: Sequence[Row]) -> Iterator[Finding]:
         said = "Several optimizers have steps of their own: {names:list}."
         yield found("script.optimizers", said, names=names)
     for row in of_kind(rows, ScriptRow)[:1]:
+        if (copies := row.deep_copies_ms) is not None or row.deep_communication_ms is not None:
+            told = ["copies to the device take {copies_ms:ms}"] * (copies is not None)
+            told += ["communication takes {communication_ms:ms}"] * (row.deep_communication_ms is not None)
+            said, figures = f"In a step of the deep run, {' and '.join(told)}.", (copies, row.deep_communication_ms)
+            yield found("script.deep", said, copies_ms=figures[0], communication_ms=figures[1])
+        is_deep = any(isinstance(each, PeakRow | ProfileRow | ChangeRow) for each in rows)
+        if row.status == "ok" and row.exit_code is not None and not is_deep:
+            yield found("script.no-deep", literal(NO_DEEP))
         for note in row.notes or ():
             yield found("script.note", literal(f"{note[:1].upper()}{note[1:]}."))
         if row.exit_code and row.status == "ok":
