@@ -22,6 +22,8 @@ RIGHT, VAGUE = deviation(), deviation(gradient_allowed=0.517)
         (Verdict(RIGHT), True, True, ""),
         (Verdict(RIGHT, VAGUE), True, False, " in float32 off by so much that 0.52 would be allowed"),
         (Verdict(VAGUE), True, False, " off by so much that 0.52 would be allowed"),
+        (Verdict(deviation(gradient_allowed=0.499)), True, True, ""),
+        (Verdict(deviation(gradient_allowed=0.5)), True, False, " off by so much that 0.5 would be allowed"),
         (Verdict(VAGUE, faults=("ranks differ",)), False, False, ""),
         (Verdict(RIGHT, parts={"update": Part(2.0, 1.0, "update")}), False, False, ""),
     ],
