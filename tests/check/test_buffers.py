@@ -67,23 +67,6 @@ def test_how_far_one_is_from_another():
     assert (narrow.error, narrow.stored) == (0.0, 2**-7 * 22)
 
 
-def test_of_modules_inside_of_modules():
-    """One without its buffer, and one of another name."""
-
-    def inside(name, **buffers):
-        module = Plain()
-        module.add_module(name, Plain(**{key: value.clone() for key, value in buffers.items()}))
-        watched = Watched(module, on_host=True)
-        adds(1)(module)
-        return watched.changes()
-
-    reference = inside("norm", mean=torch.zeros(2))
-    assert reference.modules == {"norm"}
-    assert only(apart(inside("norm", mean=torch.zeros(2)), reference)).error == 0
-    assert only(apart(inside("norm", var=torch.zeros(2)), reference)).error == math.inf
-    assert [*apart(inside("other", mean=torch.zeros(2)), reference)] == []
-
-
 def test_roundings_of_the_change_and_of_the_value():
     start = torch.full((4,), 10.0)
     found = only(apart(after(adds(1), a=start), after(adds(1), a=start)))
