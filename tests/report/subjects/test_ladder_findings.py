@@ -43,11 +43,8 @@ def test_what_came_after_a_precision_is_said_and_needs_both_times():
     kept = [BASELINE, bf16(step_ms=200.0), bf16("fused", case={"optimizer": "adamw-fused"}, step_ms=100.0)]
     assert after_precision(climb_of(*kept)) == {"precision_change": "bf16 autocast", "after_precision": 2.0}
     untimed = [replace(each, times={}) for each in kept]
-    assert (
-        after_precision(climb_of(*kept[:2], untimed[2]))
-        is after_precision(climb_of(BASELINE, untimed[1], kept[2]))
-        is None
-    )
+    for rows in ((*kept[:2], untimed[2]), (BASELINE, untimed[1], kept[2])):
+        assert after_precision(climb_of(*rows)) is None
 
 
 def test_what_came_after_a_rung_is_the_product_of_the_gains_kept_since():
