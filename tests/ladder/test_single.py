@@ -1,6 +1,9 @@
 """How long a run of a script for its ladder may take, and that nothing of one that is ended goes on."""
 
 import math
+import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import pytest
 
 from tests.observe.measuring import SCRIPTS, alone
 from trainstep.ladder import ranks, single
+from trainstep.ladder.ranks import Interrupted
 from trainstep.ladder.scripts import ScriptRunner
 from trainstep.ladder.single import Script
 from trainstep.observe import supervise
@@ -38,6 +42,34 @@ def test_a_change_that_makes_the_script_wait_for_ever_is_ended_with_its_children
     while _is_running(int(child)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _is_running(int(child))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_script_that_handles_a_signal_is_stopped_as_a_ladder(number, tmp_path):
+    """It ends with 0, as Lightning's trainer does: what it did until then is no baseline."""
+    file = tmp_path / "handles.py"
+    handler = f"signal.signal({int(number)}, lambda *_: sys.exit(0))"
+    file.write_text(f"import os, signal, sys, time\n{handler}\nprint('begun', flush=True)\ntime.sleep(60)\n")
+    script = Script(alone([str(file)]), tmp_path / "runs", 4)
+
+    wait = f"until grep -qs begun {tmp_path}/runs/*/output.txt; do sleep 0.05; done"
+    with subprocess.Popen(["sh", "-c", f"{wait}; kill -{int(number)} {os.getpid()}"]), pytest.raises(Interrupted):
+        script.run("it")
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("ValueError: https://me:secret@host", "its last words: ValueError;"),
+        ("pkg.errors.Lost: secret", "pkg.errors.Lost;"),
+        ("I wait", "I wait;"),
+    ],
+)
+def test_last_words_give_no_text_of_an_exception(written, told, tmp_path):
+    (tmp_path / "output.txt").write_text(f"a line\n{written}\n")
+    words = single._last_words(tmp_path / "output.txt")
+    assert told in words
+    assert "secret" not in words
 
 
 def _is_running(pid):

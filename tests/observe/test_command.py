@@ -1,5 +1,6 @@
 """`trainstep run` as a command: whatever the script does, its output and exit code are its own, and rows are kept."""
 
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 
 from tests.observe.measuring import SCRIPTS, run_command, sentences
 from trainstep.base.errors import UsageError
+from trainstep.commands.cli import parse
 from trainstep.commands.run import split_script
 from trainstep.observe.supervise import Rank, command_of
 from trainstep.rows import ChangeRow, DtypeRow, PeakRow, ScriptRow
@@ -36,7 +38,7 @@ def test_scripts_and_modules_are_told_from_the_interpreter(tmp_path):
         command = command_of([*map(str, words), "--lr", "3"])
         assert (command.target, command.is_module, command.arguments) == (str(script), False, ("--lr", "3"))
     command = command_of(["python", "-u", "-X", "dev", "-m", "package.train", "5"])
-    assert (command.target, command.options, command.arguments) == ("package.train", ("-u", "-X", "dev"), ("5",))
+    assert (command.target, command.options, command.arguments) == ("package.train", ("-u", "-X", "dev", "-m"), ("5",))
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,55 @@ def test_however_a_script_ends_its_steps_are_kept(how, code, steps, said, tmp_pa
         assert "trainstep/observe" not in ended.stderr.partition("\ntrainstep run")[0], (
             "our frames are none of its business"
         )
+
+
+PARTS = {
+    "observe.log.read_logs": "reading the steps failed: ValueError: broken",
+    "commands.deep.DeepRun.rows": "the deep run failed: ValueError: broken",
+    "rows.records.RecordWriter": "writing results.jsonl failed: ValueError: broken",
+    "report.page.Report.write": "the report failed: ValueError: broken",
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_a_report_that_fails_is_a_line_and_the_others_stand(part, tmp_path, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise ValueError("broken\nwith details")
+
+    (tmp_path / "t.py").write_text("print(1)")
+    monkeypatch.setattr(f"trainstep.{part}", fail)
+    run = dataclasses.replace(
+        parse(["run", *(["--deep"] if "deep" in part else []), "--out", str(tmp_path / "out"), str(tmp_path / "t.py")])
+    )
+    assert run.run() == 0
+    said = capsys.readouterr().err
+    assert PARTS[part] in said
+    assert said.count("failed: ValueError") == 1
+    assert "details" not in said
+    assert ("imported no torch" in said) is (part != "observe.log.read_logs")
+    assert (tmp_path / "out" / "results.jsonl").exists() is (
+        part not in ("observe.log.read_logs", "rows.records.RecordWriter")
+    )
+    assert (tmp_path / "out" / "report.html").exists() is (
+        part not in ("observe.log.read_logs", "report.page.Report.write")
+    )
+
+
+@pytest.mark.parametrize("room", [100, 900, 3000])
+def test_a_full_disk_costs_the_files_and_not_the_script(room, tmp_path):
+    """Files may have no more bytes than that: then the task does not fit, or the page, or also the rows."""
+    (tmp_path / "t.py").write_text("import sys; print(1); sys.exit(3)")
+    limit = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room})); "
+    words = ["-m", "trainstep", "run", "--out", str(tmp_path / "out"), str(tmp_path / "t.py")]
+    command = [sys.executable, "-c", f"{limit}os.execv(sys.executable, [sys.executable] + {words!r})"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if room > 100:
+        assert (ended.returncode, ended.stdout) == (3, "1\n"), ended.stderr
+        assert "failed: " in ended.stderr
+    else:
+        assert (ended.returncode, ended.stdout) == (2, ""), "it was not started"
+        assert "choose another folder with --out" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_what_cannot_be_run_is_told_as_python_does(tmp_path):

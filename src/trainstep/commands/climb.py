@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainstep.base.errors import UsageError
+from trainstep.base.guards import StopSignals
 from trainstep.commands.output import INTERRUPTED, NOTHING_RAN, console_for_output, show_report
 
 if TYPE_CHECKING:
@@ -49,8 +51,9 @@ def climb_script(
     """
     from trainstep.ladder.change import all_changes, chosen
     from trainstep.ladder.ladder import Ladder
+    from trainstep.ladder.ranks import Interrupted
     from trainstep.ladder.scripts import ScriptRunner
-    from trainstep.ladder.single import Interrupted, Script
+    from trainstep.ladder.single import Script
     from trainstep.observe.copying import Copies
     from trainstep.observe.rows import script_records
     from trainstep.rows import BASELINE, ChangeRow
@@ -72,16 +75,17 @@ def climb_script(
     is_interrupted = False
     said: list[str] = []
     try:
-        for row in ladder.climb():
-            writer.write(row)
-            console.print(f"  {row.change}: {row.verdict}{f' ({row.reason})' if row.reason else ''}")
-            if row.verdict == BASELINE:
-                for line in _left(runner.runs_left(changes, at_once=at_once), script.own_s or 0.0):
-                    console.print(line)
-        if patch is not None:
-            patched, said = _patched(ladder.accepted, runner, patch)
-            if patched is not None:
-                writer.write(patched)
+        with StopSignals(signal.SIGINT, signal.SIGTERM, raises=True):
+            for row in ladder.climb():
+                writer.write(row)
+                console.print(f"  {row.change}: {row.verdict}{f' ({row.reason})' if row.reason else ''}")
+                if row.verdict == BASELINE:
+                    for line in _left(runner.runs_left(changes, at_once=at_once), script.own_s or 0.0):
+                        console.print(line)
+            if patch is not None:
+                patched, said = _patched(ladder.accepted, runner, patch)
+                if patched is not None:
+                    writer.write(patched)
     except (Interrupted, KeyboardInterrupt):
         is_interrupted = True
     finally:

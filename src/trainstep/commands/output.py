@@ -191,11 +191,11 @@ def show_report(
     from trainstep.report.subjects.climbs import failed_baselines
 
     report = Report(rows)
-    unwritten: UsageError | None = None
+    unwritten: Exception | None = None
     try:
         if rows:
             report.write(out)
-    except UsageError as error:
+    except Exception as error:  # also of a drawing, beside which the tables stand
         unwritten = error
     if is_interrupted:
         console.print(f"[bold]Stopped.[/bold] {len(rows)} rows measured so far are kept.", markup=True)

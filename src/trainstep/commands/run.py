@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 from tyro.conf import FlagCreatePairsOff, Suppress
 
 from trainstep.base.errors import UsageError
+from trainstep.base.guards import StopSignals
 from trainstep.commands.options import RENAMED, Common
 from trainstep.commands.output import console_for_output, show_report
 
@@ -59,10 +62,13 @@ class Run(Common):
     """With --ladder: write what was accepted as a diff of the script, if that diff, run and measured again, holds."""
     in_place: FlagCreatePairsOff[bool] = False
     """With --ladder or --deep: run in the working folder itself; by default each run has a copy of it."""
+    verbatim: FlagCreatePairsOff[bool] = False
+    """Report texts of exceptions and whole commands; by default their types and programs: the rest may
+    hold secrets."""
     script: Suppress[tuple[str, ...]] = ()
 
     def run(self) -> int:
-        from trainstep.observe.supervise import Rank, command_of, run_script
+        from trainstep.observe.supervise import Rank, command_of, own_folder
 
         for name in ("steps", "profiled_steps", "profile_after"):
             least, value = int(name == "steps") * (LEAST_STEPS if self.ladder else 1), getattr(self, name)
@@ -70,9 +76,17 @@ class Run(Common):
                 raise UsageError(f"{name.replace('_', '-')} is {value}; expected {least} or more")
         command, rank = command_of(self.script), Rank.of(os.environ)
         if self.ladder:
-            once = ("deep", "profiled_steps", "profile_after", "memory")
+            once = ("deep", "profiled_steps", "profile_after", "memory", "verbatim")
             self.refuse("{flag} is for a run that is measured once; leave it out, or --ladder", *once)
-            return self._climb(command, rank)
+        else:
+            self._check_once()
+        with own_folder(self.out, rank) as folder:
+            if folder != self.out and rank.rank == 0:
+                print(f"trainstep: another run works in {self.out}; this one writes to {folder}", file=sys.stderr)
+            own = dataclasses.replace(self, out=folder)
+            return own._climb(command, rank) if self.ladder else own._run(command, rank)
+
+    def _check_once(self) -> None:
         self.refuse("{flag} belongs to a ladder: add --ladder", "changes", "at_once", "patch")
         if not self.deep:
             self.refuse("{flag} belongs to a deep run: add --deep", "profiled_steps", "profile_after", "memory")
@@ -80,20 +94,21 @@ class Run(Common):
         if not self.profiled_steps:
             none = "{flag} is of the steps that are profiled, and --profiled-steps is 0; leave one of them out"
             self.refuse(none, "profile_after")
-        deep = self._deep(command, rank) if self.deep else None
-        code = run_script(command, rank, self.out, {"steps": self.steps})
-        if rank.rank == 0:
-            from trainstep.observe.log import read_logs
-            from trainstep.observe.rows import script_records
 
-            logs = read_logs(self.out, rank.launch, rank.world_size)
-            rows = script_records(logs, command.name, code)
+    def _run(self, command: Command, rank: Rank) -> int:
+        """Run it once and report; the script's exit code, whatever fails in the report."""
+        from trainstep.observe.supervise import run_script
+
+        deep = self._deep(command, rank) if self.deep else None
+        code = run_script(command, rank, self.out, {"steps": self.steps}, is_verbatim=self.verbatim)
+        if rank.rank == 0:
+            try:
+                with StopSignals(signal.SIGINT, signal.SIGTERM, raises=True):
+                    self._report(command, rank, code, deep)
+            except KeyboardInterrupt:
+                print("trainstep: the report was interrupted; the script had ended before", file=sys.stderr)
             if deep is not None:
-                self._keep(rows)
-                rows = deep.rows(logs, rows, code)
                 deep.close()
-                (self.out / "results.jsonl").unlink(missing_ok=True)  # not the previous results
-            self._report(rows, command.name)
         elif deep is not None and not code:
             deep.follow()
         if code < 0:  # as the script was, so that a shell and torchrun see the same
@@ -131,22 +146,42 @@ class Run(Common):
     def _keep(self, rows: Sequence[Row]) -> None:
         from trainstep.rows.records import RecordWriter
 
-        writer = RecordWriter(self.out / "results.jsonl")
-        for row in rows:
-            writer.write(row)
-        writer.close()
+        with contextlib.closing(RecordWriter(self.out / "results.jsonl")) as writer:
+            for row in rows:
+                writer.write(row)
 
-    def _report(self, rows: Sequence[Row], name: str) -> None:
-        """Write the rows and show what they say; what fails here is said and changes nothing of the exit code."""
+    def _report(self, command: Command, rank: Rank, code: int, deep: DeepRun | None) -> None:
+        """Read the logs, write rows and show what they say. A part that fails is a line, and the others stand."""
+        from trainstep.observe.log import RankLog, read_logs
+        from trainstep.observe.rows import script_records
         from trainstep.rows import PeakRow, RecompilationRow, ScriptRow, WaitRow
 
         console = console_for_output(to_stderr=True)
-        try:
+        logs: list[RankLog] = []
+        rows: list[Row] = []
+
+        @contextlib.contextmanager
+        def part(what: str) -> Iterator[None]:
+            try:
+                yield
+            except Exception as error:
+                text = str(error).partition("\n")[0]
+                kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+                console.print(f"trainstep: {what} failed: {kind}{text}")
+
+        with part("reading the steps"):
+            logs = read_logs(self.out, rank.launch, rank.world_size)
+            rows = script_records(logs, command.name, code)
+        if deep is not None and rows:
+            with part("the deep run"):
+                self._keep(rows)
+                rows = deep.rows(logs, rows, code)
+                (self.out / "results.jsonl").unlink(missing_ok=True)  # not the previous results
+        console.print(f"\ntrainstep run {command.name} → {self.out}")
+        with part("writing results.jsonl"):
             self._keep(rows)
-            console.print(f"\ntrainstep run {name} → {self.out}")
+        with part("the report"):
             show_report(rows, self.out, console, kinds=(ScriptRow, WaitRow, RecompilationRow, PeakRow))
-        except UsageError as error:
-            console.print(f"trainstep: {error}")
 
 
 def split_script(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

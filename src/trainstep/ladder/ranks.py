@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -63,6 +64,13 @@ class Order:
         return Path(self.folder, f"rank-{rank}") if rank else Path(self.folder)
 
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(Exception):
+    """A signal has come to this process that stops the ladder. A script that handles it may end as if it had not."""
+
+
 def carry_out(order: Order, command: Command, rank: Rank, files: InMemory) -> int:
     """Run one rank's process of it; its exit code, −n for signal n.
 
@@ -70,6 +78,7 @@ def carry_out(order: Order, command: Command, rank: Rank, files: InMemory) -> in
         files: what the run before left for the judge, in whose place comes what this one leaves.
 
     Raises:
+        Interrupted: a signal came that stops the ladder.
         TimeoutError: it took too long, or failed on another rank, and was ended.
         UsageError: the folder cannot be written.
     """
@@ -84,14 +93,16 @@ def carry_out(order: Order, command: Command, rank: Rank, files: InMemory) -> in
     if order.trial is not None:
         further = {"trial": {**order.trial, "by": TRIAL, "seed": SEED + rank.rank, "captured": kept}}
         own["PYTHONHASHSEED"] = str(SEED)
+    received = set[int]()
     with order.output(rank.rank).open("wb") as output:
-        return run_script(
+        code = run_script(
             replace(command, target=order.target),
             Rank.of({}) if alone else rank,
             Path(order.folder),
             {"steps": order.steps, "has_cost": False, **order.plan},
             further,
             limit_s=order.limit_s,
+            on_signal=received.add,
             is_over=lambda: any(found.code for each in others if (found := _end(order, each))),
             cwd=order.place,
             stdin=subprocess.DEVNULL,
@@ -99,6 +110,9 @@ def carry_out(order: Order, command: Command, rank: Rank, files: InMemory) -> in
             stderr=subprocess.STDOUT,
             env={**os.environ, **own},
         )
+    if received & set(STOPS):
+        raise Interrupted(order.target)
+    return code
 
 
 @dataclass(frozen=True)
@@ -191,7 +205,7 @@ def _follow(command: Command, rank: Rank, orders: Path, files: InMemory) -> int:
         path = orders / f"{number}.json"
         if path.exists():
             order = Order(**json.loads(path.read_text()))
-            with suppress(TimeoutError):  # told, and the first rank says of what
+            with suppress(TimeoutError, Interrupted):  # told, and the first rank says of what
                 _carry_out_and_tell(order, command, rank, files)
             number += 1
         elif (orders / OVER).exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import shutil
 import signal
 import statistics
@@ -70,10 +71,6 @@ class Taken:
         return bool(loaders) and ended.get("how") == "steps" and not begins_again(loaders)
 
 
-class Interrupted(Exception):
-    """The script's process was ended by a signal that was meant for all."""
-
-
 @dataclass
 class Script:
     """Runs it.
@@ -125,7 +122,7 @@ class Script:
         One that takes far longer than the first, and is under no random roundings, is ended, and has failed.
 
         Raises:
-            Interrupted: Ctrl-C or SIGTERM ended it.
+            Interrupted: this process received Ctrl-C, SIGTERM or SIGHUP, whatever the script made of it.
             UsageError: the folder cannot be written.
         """
         self.runs += 1
@@ -172,8 +169,6 @@ class Script:
         took_s = time.monotonic() - start
         if self.own_s is None:
             self.own_s = took_s
-        if -code in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) or code == 128 + signal.SIGINT:
-            raise Interrupted(what)
         taken = self._taken(order, code, elsewhere)
         if took_s > TOLD_S:
             self.tell(f"  took {took_s:.0f} s, {taken.log.facts.get('judge_s', 0.0):.0f} of them to copy for the judge")
@@ -222,6 +217,7 @@ class Script:
 
 
 def _last_words(path: Path) -> str:
-    """The last line of what it wrote."""
+    """The last line of what it wrote; of an exception its type alone, as its text may hold secrets."""
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return f" (its last words: {lines[-1][-TOLD:]}; all of them: {path})" if lines else ""
+    last = re.sub(r"^([A-Za-z_][\w.]*): .*", r"\1", lines[-1]) if lines else ""
+    return f" (its last words: {last[-TOLD:]}; all of them: {path})" if lines else ""

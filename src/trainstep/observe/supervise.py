@@ -47,7 +47,7 @@ class Command:
     is_module: bool
     arguments: tuple[str, ...]
     interpreter: str
-    options: tuple[str, ...] = ()  # the interpreter's own
+    options: tuple[str, ...] = ()  # the interpreter's own, up to the one that begins a module, such as -m or -mname
     called: str = ""  # the interpreter's name in `sys.orig_argv`; by default its path
 
     @property
@@ -58,7 +58,8 @@ class Command:
     @property
     def words(self) -> list[str]:
         """Command line."""
-        script = ["-m", self.target] if self.is_module else [self.target]
+        is_attached = self.is_module and self.options[-1].endswith(f"m{self.target}")
+        script = [] if is_attached else [self.target]
         return [self.called or self.interpreter, *self.options, *script, *self.arguments]
 
 
@@ -84,7 +85,9 @@ def command_of(words: Sequence[str]) -> Command:
         if found is None:
             raise UsageError(f"there is no {first}; {EXPECTED}")
         interpreter, called = found, first if shutil.which(first) == found else ""
-        options, rest = _options(rest)
+        options, module, rest = _options(rest)
+        if module:
+            return Command(module, True, tuple(rest), interpreter, tuple(options), called)
         if not rest:
             raise UsageError(f"{first} is given no script; {EXPECTED}")
         first, rest = rest[0], rest[1:]
@@ -93,7 +96,7 @@ def command_of(words: Sequence[str]) -> Command:
     if first == "-m":
         if not rest:
             raise UsageError(f"-m is given no module; {EXPECTED}")
-        return Command(rest[0], True, tuple(rest[1:]), interpreter, tuple(options), called)
+        return Command(rest[0], True, tuple(rest[1:]), interpreter, (*options, "-m"))
     if not Path(first).exists():
         raise UsageError(f"there is no script {first}; {EXPECTED}")
     if Path(first).is_dir() and not (Path(first) / "__main__.py").exists():
@@ -101,8 +104,8 @@ def command_of(words: Sequence[str]) -> Command:
     return Command(first, False, tuple(rest), interpreter, tuple(options), called)
 
 
-def _options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The interpreter's options at the beginning of words, and the script with its own, which begin with `-m`, too.
+def _options(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """The interpreter's options at the beginning of words, the module that they name, if any, and the words after.
 
     Raises:
         UsageError: an option that names no script, or one under which Python does not find the observer.
@@ -119,8 +122,9 @@ def _options(words: Sequence[str]) -> tuple[list[str], list[str]]:
             if letter in "IES":
                 raise UsageError(f"python -{letter} leaves out what brings the observer into a script; leave it out")
             if letter == "m":
-                options += [word[:at]] if at > 1 else []
-                return options, ["-m", *([value] if value else []), *rest]
+                if not value and not rest:
+                    raise UsageError(f"-m is given no module; {EXPECTED}")
+                return [*options, word], value or rest[0], rest if value else rest[1:]
             if letter == "c":
                 raise UsageError(f"-c names no script; {EXPECTED}")
             if letter in "XW":
@@ -131,7 +135,7 @@ def _options(words: Sequence[str]) -> tuple[list[str], list[str]]:
             if word == "-":
                 raise UsageError(f"- names no script; {EXPECTED}")
             options.append(word)
-    return options, rest
+    return options, "", rest
 
 
 @dataclass(frozen=True)
@@ -214,7 +218,7 @@ def run_script(
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)  # an earlier script may still write to its own
-        log = file.open("ab", buffering=0)
+        log = file.open("a+b", buffering=0)
         file.with_suffix(".task").write_bytes(marshal.dumps(task, 2))
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
@@ -234,10 +238,22 @@ def run_script(
                 preexec_fn=functools.partial(_begin_as_plain, before, os.getpid()),
                 **options,
             )
-            return watched.wait(process, limit_s, is_over)
+            try:
+                return watched.wait(process, limit_s, is_over)
+            finally:
+                _keep(log, file)
     finally:
         file.with_suffix(".task").unlink(missing_ok=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _keep(log: BinaryIO, file: Path) -> None:
+    """Write the log again where the script has deleted it with its folder."""
+    with contextlib.suppress(OSError):
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            log.seek(0)
+            file.write_bytes(log.read())
 
 
 def _begin_as_plain(mask: set[int], parent: int) -> None:

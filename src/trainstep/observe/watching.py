@@ -83,9 +83,9 @@ class Watch:
         self._session.finish()
         log = self._session.log
         if error is None:
-            log.write("end", {"how": "returned", "code": 0})
+            log.write("end", {"how": "returned"})
         else:
-            log.write("end", {"how": "raised", "error": type(error).__name__, "text": str(error)[:240]})
+            log.write("end", {"how": "raised", "error": type(error).__name__})
         log.close()
         if self._rank.rank != 0:
             return
