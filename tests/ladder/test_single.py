@@ -15,6 +15,7 @@ from trainstep.ladder.ranks import Interrupted
 from trainstep.ladder.scripts import ScriptRunner
 from trainstep.ladder.single import Script
 from trainstep.observe import supervise
+from trainstep.observe.copying import Copies
 
 
 def test_a_change_that_makes_the_script_wait_for_ever_is_ended_with_its_children(tmp_path, monkeypatch):
@@ -98,6 +99,25 @@ def test_later_runs_may_take_ten_times_the_first_and_those_under_roundings_any_t
     script.own_s = 3.0
     script.run("it")
     assert limits[-1] == 120.0, "two minutes at least"
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+@pytest.mark.parametrize("words", [["train.py", "5"], ["-m", "train", "5"]])
+def test_patched_sources_run_in_the_place_of_the_files(words, is_copied, tmp_path, monkeypatch):
+    """Of the script as of a module that it imports; the files stay as they are."""
+    monkeypatch.chdir(tmp_path)
+    texts = {"train.py": "import helper\nprint('old')\n", "helper.py": "word = 'old'\n"}
+    for name, text in texts.items():
+        Path(name).write_text(text)
+    told = "import sys, threading\nprint('größer', helper.word, __name__, sys.argv[1:], __file__)\nsys.exit(3)\n"
+    sources = {"train.py": f"# coding: latin-1\r\nimport helper\r\n{told}", "helper.py": "word = 'new'\n"}
+    copies = Copies(tmp_path / "runs", tmp_path / "runs/large") if is_copied else None
+    script = Script(alone(words), tmp_path / "runs", 4, copies)
+    taken = script.run("it", sources={str(tmp_path / name): text for name, text in sources.items()}, is_judged=False)
+    place = taken.folder / "copy" if is_copied else tmp_path
+    assert (taken.folder / "output.txt").read_text() == f"größer new __main__ ['5'] {place / 'train.py'}\n"
+    assert taken.code == 3
+    assert {name: Path(name).read_text() for name in texts} == texts
 
 
 LOADED_AHEAD = """

@@ -143,16 +143,19 @@ def encoded(text: str) -> bytes:
 
 def read_instead(texts: Mapping[str, str]) -> None:
     """Have Python read these texts where it would read files, whose real paths they stand under."""
-    opened = io.open_code
     compiled = importlib.machinery.SourceFileLoader.get_code
-
-    def open_code(path: str) -> Any:  # a script is read with it
-        text = texts.get(os.path.realpath(path))
-        return opened(path) if text is None else io.BytesIO(encoded(text))
 
     def get_code(self: Any, fullname: str) -> Any:  # importing a module
         text = texts.get(os.path.realpath(self.path))
         return compiled(self, fullname) if text is None else compile(text, self.path, "exec", dont_inherit=True)
 
-    io.open_code = open_code
+    def run_file(event: str, arguments: tuple[Any, ...]) -> None:  # the interpreter is about to open the script
+        if event == "cpython.run_file" and (text := texts.get(os.path.realpath(arguments[0]))) is not None:
+            main = vars(sys.modules["__main__"])
+            main.update(__file__=os.path.abspath(arguments[0]), __cached__=None)
+            exec(compile(encoded(text), main["__file__"], "exec", dont_inherit=True), main)
+            raise SystemExit
+
+    run_file.__cantrace__ = True  # type: ignore[attr-defined]  # else nothing could trace the script
     importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+    sys.addaudithook(run_file)
