@@ -94,7 +94,8 @@ def _alive_after(process, name):
         before = _tensors()
         seen = _train_and_drop(name)
         patience = time.monotonic() + 5
-        while _tensors() > before and time.monotonic() < patience:  # a thread lets its last message go
+        # a thread lets its last message go, which may hold the wrapper
+        while (_tensors() > before or any(each() is not None for each in seen)) and time.monotonic() < patience:
             time.sleep(0.01)
         return [each() is not None for each in seen], _tensors() - before
     finally:

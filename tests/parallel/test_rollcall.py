@@ -160,28 +160,30 @@ def sentence(failure):
     return failure.strip().splitlines()[-1].partition("CollectiveError: ")[2]
 
 
-@pytest.mark.distributed
-def test_a_rank_that_hangs_in_its_own_code_is_named_with_its_line_and_ended():
-    found = failures(3, _one_hangs, 2)
-    for rank in (0, 2):
-        said = sentence(found[rank])
-        assert "rank 1 (host " in said
-        assert "hangs or is late: it is at test_rollcall.py:" in said
-        assert "(hang) of update 7 and has not come to all_reduce no. 2; " in said
-        assert f"rank {rank} was in all_reduce no. 2 of update 7 for " in said
-    assert "exit code 1)" in found[1], "its own thread ended it"
+HANGS = (
+    "rank 1 (host ",
+    "hangs or is late: it is at test_rollcall.py:",
+    "(hang) of update 7 and has not come to all_reduce no. 2; ",
+    " was in all_reduce no. 2 of update 7 for ",
+)
+FAILS = ("stopped with ArithmeticError: one rank's mistake; rank",)
+KILLED = ("rank 1 (host ", "does not answer: killed, stopped, hung or cut off; ")
 
 
 @pytest.mark.distributed
-def test_a_rank_that_fails_or_is_killed_is_named_by_the_others():
-    found = failures(3, _one_fails, 20)
-    assert "ArithmeticError: one rank's mistake" in found[1]
+@pytest.mark.parametrize(
+    ("function", "timeout_s", "on_it", "on_the_others"),
+    [
+        (_one_hangs, 2, "exit code 1)", HANGS),  # its own thread ended it
+        (_one_fails, 20, "ArithmeticError: one rank's mistake", FAILS),
+        (_one_is_killed, 20, "exit code -9", KILLED),
+    ],
+)
+def test_a_rank_that_hangs_fails_or_is_killed_is_named_by_the_others(function, timeout_s, on_it, on_the_others):
+    found = failures(3, function, timeout_s)
+    assert on_it in found[1]
     for rank in (0, 2):
-        assert "stopped with ArithmeticError: one rank's mistake; rank" in sentence(found[rank])
-    found = failures(3, _one_is_killed, 20)
-    for rank in (0, 2):
-        assert sentence(found[rank]).startswith("rank 1 (host ")
-        assert "does not answer: killed, stopped, hung or cut off; " in sentence(found[rank])
+        assert all(part in sentence(found[rank]) for part in on_the_others), sentence(found[rank])
 
 
 @pytest.mark.distributed

@@ -202,6 +202,47 @@ class LazyBuffers(Lazy):
         return x @ self.weight @ self.turn + self.shift
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x))
+
+
+class Stacked(nn.Module):
+    """Blocks between parameters of the module's own, one of which it uses without calling its owner."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = nn.Linear(WIDTH, 16)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.end = nn.Linear(16, WIDTH)
+
+    def forward(self, x):
+        x = torch.tanh(self.start(x))
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x, self.end.weight, self.end.bias)
+
+
+class TiedAcross(Stacked):
+    """The first parameter outside of blocks is a block's as well, and one block is in two lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.widen = nn.Linear(16, 16)
+        self.widen.weight = self.blocks[2].inner.weight
+        self.again = nn.ModuleList([self.blocks[3]])
+
+    def forward(self, x):
+        x = self.widen(torch.tanh(self.start(x)))
+        for block in (*self.blocks, *self.again):
+            x = block(x)
+        return self.end(x)
+
+
 class SignDescent(torch.optim.Optimizer):
     """An optimizer that trainstep has never heard of; it looks at whole matrices, and counts steps in its groups."""
 
@@ -221,7 +262,7 @@ class SignDescent(torch.optim.Optimizer):
 
 
 MODELS = {each.__name__: each for each in (Plain, Tied, Frozen, Uneven, Transposed, Mixed, Unused, Branches)}
-MODELS |= {each.__name__: each for each in Lazy.__subclasses__()}
+MODELS |= {each.__name__: each for each in (*Lazy.__subclasses__(), Stacked, TiedAcross)}
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.125, "momentum": 0.5}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),

@@ -61,3 +61,14 @@ class Recorder:
 def halves(events):
     middle = events.index(("backward", None))
     return events[:middle], events[middle + 1 :]
+
+
+def recorded(sharded, loss_of):
+    """A step of `loss_of(sharded)`, whose events have ("backward", None) between forward and backward."""
+    with Recorder(sharded._schedule.groups) as recorder:
+        loss = loss_of(sharded)
+        recorder.events.append(("backward", None))
+        loss.backward()
+        sharded.finish_gradient_synchronization()
+    sharded.zero_grad()
+    return recorder

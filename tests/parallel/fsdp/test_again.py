@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parallel.fsdp.recorder import Recorder, halves
-from tests.parallel.fsdp.training import gradients_beside
+from tests.parallel.fsdp.recorder import halves, recorded
+from tests.parallel.fsdp.training import descend, gradients_beside
 from trainstep.parallel import FullyShardedDataParallel
 
 pytestmark = pytest.mark.distributed
@@ -179,17 +179,13 @@ def _raised(process):
     torch.manual_seed(0)
     module = Edged()
     sharded = FullyShardedDataParallel(module)
-    for step in range(2):
-        _loss(sharded, process.rank, step).backward()
-        sharded.finish_gradient_synchronization()
-        sharded.zero_grad()
+    descend(sharded, (_loss(sharded, process.rank, step) for step in range(2)))
     handle = module.blocks[0].up.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         _loss(sharded, process.rank, 2)
     handle.remove()
     gathered = [group.name for group in sharded._schedule.groups if group.is_gathered]
-    _loss(sharded, process.rank, 3).backward()
-    sharded.finish_gradient_synchronization()
+    descend(sharded, (_loss(sharded, process.rank, step) for step in [3]))
     return gathered
 
 
@@ -204,12 +200,7 @@ def _gathers(process, kind):
     module = kind()
     sharded = FullyShardedDataParallel(module, groups=module.lists())
     for step in range(3):
-        with Recorder(sharded._schedule.groups) as recorder:
-            loss = _loss(sharded, process.rank, step)
-            recorder.events.append(("backward", None))
-            loss.backward()
-            sharded.finish_gradient_synchronization()
-        sharded.zero_grad()
+        recorder = recorded(sharded, lambda net, step=step: _loss(net, process.rank, step))
     forward, _ = halves(recorder.events)
     return [number for what, number in forward if what == "gather"], len(sharded._schedule.groups)
 

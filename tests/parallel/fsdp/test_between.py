@@ -1,12 +1,14 @@
 """What is done to a sharded module between steps: gradients thrown away, weights and modules exchanged, norms taken."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from tests.parallel.fsdp.training import descend
 from trainstep.base.errors import UsageError
 from trainstep.parallel import FullyShardedDataParallel, load_checkpoint, save_checkpoint
 from trainstep.parallel.fsdp.schedule import Agreement, Schedule
@@ -44,10 +46,7 @@ def _backward(sharded, number=0):
 
 
 def _step(sharded, optimizer, number=0):
-    _backward(sharded, number)
-    sharded.finish_gradient_synchronization()
-    optimizer.step()
-    optimizer.zero_grad()
+    return descend(sharded, (sharded(_input(each)).square().mean() for each in [number]), optimizer)
 
 
 def _leave(sharded, how):
@@ -62,7 +61,7 @@ def _leave(sharded, how):
         failing.remove()
 
 
-def _skipped(process):
+def _skipped(process, folder):
     """A step is skipped: the optimizer's zero_grad() does not reach what is on its way, the wrapper's does."""
     weights = []
     for how in (None, "sent", "added up", "failed"):
@@ -73,15 +72,10 @@ def _skipped(process):
             with pytest.raises(UsageError, match=r"before finish_gradient_synchronization.*as for a step that is skip"):
                 optimizer.zero_grad()
             sharded.zero_grad()
-        _step(sharded, optimizer, 2)
+        weights.append(_step(sharded, optimizer, 2))
         sharded.finish_gradient_synchronization()  # nothing has come since
-        weights.append(sharded.gather_full_parameters())
     for name, weight in weights[0].items():
         assert all(torch.equal(weight, skipped[name]) for skipped in weights[1:])
-
-
-def test_a_skipped_steps_gradients_do_not_count(two):
-    two.run(_skipped)
 
 
 class Towers(nn.Module):
@@ -107,8 +101,7 @@ def _unseen(process):
         held = (sum(group.is_gathered for group in groups), sum(group.is_unsent for group in groups))
         most[:] = map(max, most, held)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Schedule, "before_backward", counted)
+    with mock.patch.object(Schedule, "before_backward", counted):
         for number in range(3):
             _backward(sharded, number)
             sharded.finish_gradient_synchronization()
@@ -120,60 +113,40 @@ def test_blocks_that_backward_is_not_seen_leaving_are_freed_and_sent_on_the_way(
 
 
 def _of_inputs(process):
-    """What is sent for gradients of inputs alone."""
-    sharded, sent = FullyShardedDataParallel(_net()), []
-    announce = Agreement.announce
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Agreement, "announce", lambda *how: sent.append(how[1]) or announce(*how))
+    """Acts that are announced for gradients of inputs alone."""
+    sharded = FullyShardedDataParallel(_net())
+    with mock.patch.object(Agreement, "announce", autospec=True, side_effect=Agreement.announce) as announced:
         for number in range(3):
             x = _input(number).requires_grad_()
             torch.autograd.grad(sharded(x).sum(), x)
-    return sent.count("send"), sent.count("gather") > 0
+    return {call.args[1] for call in announced.call_args_list}
 
 
 def test_gradients_of_inputs_alone_send_nothing(two):
-    assert two.run(_of_inputs) == 2 * [(0, True)]
+    assert two.run(_of_inputs) == 2 * [{"gather"}]
 
 
 class OwnState(nn.Linear):
+    """Saves its data itself."""
+
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         destination[f"{prefix}weight"], destination[f"{prefix}bias"] = self.weight.data, self.bias.data
 
 
-def _saved_by_data(process, folder):
-    module = _net()
-    module.head = OwnState(WIDTH, 2)
-    sharded = FullyShardedDataParallel(module)
-    weights = sharded.gather_full_parameters()
-    save_checkpoint(folder, sharded)
-    _step(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
-    load_checkpoint(folder, sharded)
-    assert torch.equal(sharded.gather_full_parameters()["head.weight"], weights["head.weight"])
-
-
-def test_a_module_that_saves_data_is_saved_whole(two, tmp_path):
-    two.run(_saved_by_data, tmp_path)
-
-
-def _renamed(process, folder):
-    """Names that a module's own hooks write differently than its parameters are called."""
+def _saved_otherwise(process, folder):
+    """Names that a module's own hooks write differently than its parameters are called, and data."""
     module = _net()
     expected = set(module.state_dict())
-    module.blocks[1] = checkpoint_wrapper(module.blocks[1])
+    module.blocks[1], module.head = checkpoint_wrapper(module.blocks[1]), OwnState(WIDTH, 2)
     sharded = FullyShardedDataParallel(module)
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1)
-    _step(sharded, optimizer)
+    weights = _step(sharded, optimizer)
     assert set(sharded.state_dict()) == expected
-    weights = sharded.gather_full_parameters()
     save_checkpoint(folder, sharded, optimizer)
     _step(sharded, optimizer)
     load_checkpoint(folder, sharded, optimizer)
     for name, weight in sharded.gather_full_parameters().items():
         assert torch.equal(weight, weights[name])
-
-
-def test_names_that_hooks_change_are_saved_and_loaded(two, tmp_path):
-    two.run(_renamed, tmp_path)
 
 
 def _before_its_first_step(process, folder):
@@ -194,12 +167,13 @@ def _before_its_first_step(process, folder):
     other = FullyShardedDataParallel(_net())
     resumed = torch.optim.SGD(other.module.parameters(), **momentum)
     load_checkpoint(folder, other, resumed)
-    for one, its in ((sharded, optimizer), (other, resumed)):
-        _step(one, its, 1)
-    expected = sharded.gather_full_parameters()
-    for name, weight in other.gather_full_parameters().items():
+    expected = _step(sharded, optimizer, 1)
+    for name, weight in _step(other, resumed, 1).items():
         assert torch.equal(weight, expected[name])
 
 
-def test_an_optimizer_is_resumed_before_its_first_step(two, tmp_path):
-    two.run(_before_its_first_step, tmp_path)
+@pytest.mark.parametrize(
+    "check", [_skipped, _saved_otherwise, _before_its_first_step], ids=lambda check: check.__name__
+)
+def test_what_is_skipped_saved_or_resumed(two, tmp_path, check):
+    two.run(check, tmp_path)

@@ -1,6 +1,7 @@
 """Sharded checkpoints: written by two ranks, read by four, by one and by a plain model."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.parallel.fsdp.training import take_steps
 from tests.parallel.meshes import mesh_of
+from tests.parallel.mistakes import check, told
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
 from tests.workers import WorkerError, Workers
 from trainstep.base.errors import UsageError
@@ -70,14 +73,6 @@ def test_extra_states_come_back(two, tmp_path):
         assert found == [saved, saved]
 
 
-def _steps(process, sharded, optimizer, first, count):
-    for step in range(first, first + count):
-        loss_of(sharded, batch(step).chunk(process.world_size)[process.rank]).backward()
-        sharded.finish_gradient_synchronization()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _full_state(sharded, optimizer):
     """Parameters, and the optimizer's state by parameter name, in full."""
     state = {}
@@ -100,12 +95,11 @@ def _sharded(process, replicas, seed=0):
 def _save(process, folder, replicas=1):
     sharded = _sharded(process, replicas)
     optimizer = _grouped(sharded.parameters())
-    _steps(process, sharded, optimizer, 0, 2)
+    take_steps(process, sharded, optimizer, (0, 1))
     optimizer.param_groups[1]["lr"] = 0.005
     save_checkpoint(folder, sharded, optimizer)
     saved = _full_state(sharded, optimizer)
-    _steps(process, sharded, optimizer, 2, 2)
-    return saved, sharded.gather_full_parameters()
+    return saved, take_steps(process, sharded, optimizer, (2, 3))
 
 
 def _load(process, folder, resume, save_to=None, replicas=1):
@@ -115,8 +109,7 @@ def _load(process, folder, resume, save_to=None, replicas=1):
     loaded = _full_state(sharded, optimizer)
     if save_to is not None:
         save_checkpoint(save_to, sharded, optimizer)
-    _steps(process, sharded, optimizer, 2, resume)
-    return loaded, sharded.gather_full_parameters()
+    return loaded, take_steps(process, sharded, optimizer, range(2, 2 + resume))
 
 
 def assert_same_state(found, expected):
@@ -164,57 +157,42 @@ def _state_dicts(process):
     with torch.no_grad():
         same = torch.equal(other(batch(1)[:, :-1]), plain(batch(1)[:, :-1]))
     equal = all(torch.equal(first[name], value) for name, value in plain.named_parameters())
-    messages = []
-    for wrong in ({"extra": torch.zeros(1)}, {"head.weight": torch.zeros(2, 2)}):
-        try:
-            sharded.load_state_dict(plain.state_dict() | wrong)
-        except UsageError as error:
-            messages.append(str(error))
-    keys = list(sharded.state_dict()) == list(plain.state_dict())
-    return equal, same, keys, messages
+    wrongs = {
+        "the state does not fit: missing are none; unknown are extra": {"extra": torch.zeros(1)},
+        "head.weight has shape (2, 2); expected (23, 12)": {"head.weight": torch.zeros(2, 2)},
+    }
+    load = {said: partial(sharded.load_state_dict, plain.state_dict() | wrong) for said, wrong in wrongs.items()}
+    return equal, same, list(sharded.state_dict()) == list(plain.state_dict()), told(load)
 
 
 def test_state_dicts(two):
-    for equal, same, keys, messages in two.run(_state_dicts):
-        assert equal
-        assert same
-        assert keys
-        assert messages == [
-            "the state does not fit: missing are none; unknown are extra",
-            "head.weight has shape (2, 2); expected (23, 12)",
-        ]
+    for *right, messages in two.run(_state_dicts):
+        assert right == [True, True, True]
+        check([messages])
 
 
 def _misuse(process, folder):
     sharded = FullyShardedDataParallel(build(**OPTIONS))
     optimizer = _grouped(sharded.parameters())
     save_checkpoint(folder / "no-optimizer", sharded)
-    _steps(process, sharded, optimizer, 0, 1)
+    take_steps(process, sharded, optimizer, (0,))
     save_checkpoint(folder / "grouped", sharded, optimizer)
     foreign = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
     ungrouped = OPTIMIZERS["adamw"](sharded.parameters())
-    messages = []
-    for attempt in (
-        lambda: load_checkpoint(folder / "nothing", sharded),
-        lambda: load_checkpoint(folder / "no-optimizer", sharded, optimizer),
-        lambda: load_checkpoint(folder / "grouped", sharded, ungrouped),
-        lambda: save_checkpoint(folder / "foreign", sharded, foreign),
-    ):
-        try:
-            attempt()
-        except UsageError as error:
-            messages.append(str(error))
-    return messages
+    return told(
+        {
+            "holds no checkpoint": lambda: load_checkpoint(folder / "nothing", sharded),
+            "holds no optimizer's state": lambda: load_checkpoint(folder / "no-optimizer", sharded, optimizer),
+            "has 2 parameter groups of [14, 19] parameters, this one 1 of [33]": lambda: load_checkpoint(
+                folder / "grouped", sharded, ungrouped
+            ),
+            "not this module's": lambda: save_checkpoint(folder / "foreign", sharded, foreign),
+        }
+    )
 
 
 def test_checkpoints_that_do_not_fit(two, tmp_path):
-    for messages in two.run(_misuse, tmp_path):
-        nothing, without, groups, foreign = messages
-        assert "holds no checkpoint" in nothing
-        assert "holds no optimizer's state" in without
-        assert "has 2 parameter groups" in groups
-        assert "this one 1 of" in groups
-        assert "not this module's" in foreign
+    check(two.run(_misuse, tmp_path))
 
 
 def _load_damaged(process, folder):

@@ -1,5 +1,7 @@
 """Checkpoints and state dicts of torch's FSDP2: ours loads theirs, theirs loads ours, and training goes on alike."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -7,9 +9,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.parallel.fsdp.training import assert_same, error
+from tests.parallel.fsdp.training import assert_same, error, take_steps
 from tests.parallel.meshes import mesh_of
-from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
+from tests.parallel.nets import OPTIMIZERS, build
 from trainstep.parallel import FullyShardedDataParallel, load_checkpoint, save_checkpoint
 from trainstep.parallel.fsdp.shards import ShardedParameter
 
@@ -32,15 +34,6 @@ def _theirs(process, replicas, seed):
     return module, OPTIMIZERS["adamw"](module.parameters())
 
 
-def _steps(process, module, optimizer, steps):
-    for step in steps:
-        loss_of(module, batch(step).chunk(process.world_size)[process.rank]).backward()
-        if isinstance(module, FullyShardedDataParallel):
-            module.finish_gradient_synchronization()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _full(module):
     if isinstance(module, FullyShardedDataParallel):
         return module.gather_full_parameters()
@@ -52,14 +45,14 @@ def _save(process, replicas, folder):
     found = {}
     for name, make in (("ours", _ours), ("theirs", _theirs)):
         module, optimizer = make(process, replicas, seed=0)
-        _steps(process, module, optimizer, (0, 1))
+        take_steps(process, module, optimizer, (0, 1))
         if name == "ours":
             save_checkpoint(folder / name, module, optimizer)
         else:
             weights, state = get_state_dict(module, optimizer)
             dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(folder / name))
         saved = _full(module)
-        _steps(process, module, optimizer, (2,))
+        take_steps(process, module, optimizer, (2,))
         found[name] = saved, _full(module)
     return found
 
@@ -69,14 +62,14 @@ def _load(process, replicas, folder):
     ours, optimizer = _ours(process, replicas, seed=3)
     load_checkpoint(folder / "theirs", ours, optimizer)
     found = {"theirs": [_full(ours)]}
-    _steps(process, ours, optimizer, (2,))
+    take_steps(process, ours, optimizer, (2,))
     found["theirs"].append(_full(ours))
     theirs, optimizer = _theirs(process, replicas, seed=4)
     weights, state = get_state_dict(theirs, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=str(folder / "ours"))
     set_state_dict(theirs, optimizer, model_state_dict=weights, optim_state_dict=state)
     found["ours"] = [_full(theirs)]
-    _steps(process, theirs, optimizer, (2,))
+    take_steps(process, theirs, optimizer, (2,))
     found["ours"].append(_full(theirs))
     return found
 
@@ -95,16 +88,18 @@ def test_each_loads_what_the_other_wrote_on_other_numbers_of_ranks(two, four, tm
 
 
 def _in_memory(process, replicas):
-    ours, _ = _ours(process, replicas, seed=1)
-    theirs, _ = _theirs(process, replicas, seed=2)
-    expected = _full(theirs)
-    ours.load_state_dict(theirs.state_dict())
-    found = [(_full(ours), expected)]
-    ours, _ = _ours(process, replicas, seed=1)
-    expected = _full(ours)
-    theirs.load_state_dict(ours.state_dict())
-    found.append((_full(theirs), expected))
-    kinds = {name: type(value) for name, value in ours.state_dict().items() if name != "scale"}
+    """Each from the other's state dict, and ours from that of another mesh, beside what was to be loaded."""
+    found = []
+    pairs = [(_theirs, _ours), (_ours, _theirs)]
+    if replicas > 1:
+        pairs += [(lambda process, _, seed: _ours(process, 1, seed), _ours)]
+        pairs += [(_ours, lambda process, _, seed: _ours(process, 1, seed))]
+    for one, other in pairs:
+        (source, _), (target, _) = one(process, replicas, seed=1), other(process, replicas, seed=2)
+        expected = _full(source)
+        target.load_state_dict(source.state_dict())
+        found.append((_full(target), expected))
+    kinds = {name: type(value) for name, value in _ours(process, replicas, 0)[0].state_dict().items()}
     return found, kinds
 
 
@@ -113,25 +108,17 @@ def test_state_dicts_are_the_others(two, four, replicas):
     for found, kinds in {1: two, 2: four}[replicas].run(_in_memory, replicas):
         for values, expected in found:
             assert_same(values, expected)
-        assert set(kinds.values()) == {DTensor}, "parameters that are replicated too"
+        assert {kind for name, kind in kinds.items() if name != "scale"} == {DTensor}, "what is replicated, too"
 
 
 def _order_of_loads(process):
     """Ranks load in one order, whatever order each one's sets have: what a DTensor needs is collective."""
     sharded, _ = _ours(process, 1, seed=0)
-    given, order = sharded.state_dict(), []
-    load = ShardedParameter.load
-
-    def noted(parameter, *arguments):
-        order.append(parameter.name)
-        load(parameter, *arguments)
-
-    ShardedParameter.load = noted
-    try:
+    given = sharded.state_dict()
+    load = mock.patch.object(ShardedParameter, "load", autospec=True, side_effect=ShardedParameter.load)
+    with load as noted:
         sharded.load_state_dict(dict(reversed(given.items())) if process.rank else given)
-    finally:
-        ShardedParameter.load = load
-    return order
+    return [call.args[0].name for call in noted.call_args_list]
 
 
 def test_ranks_load_parameters_in_one_order(two):
@@ -139,32 +126,13 @@ def test_ranks_load_parameters_in_one_order(two):
     assert two.run(_order_of_loads) == [names] * 2
 
 
-def _of_another_mesh(process):
-    """A state dict of all ranks, loaded by two replicas, and back."""
-    (one, _), (hybrid, _) = _ours(process, 1, seed=1), _ours(process, 2, seed=2)
-    expected = [_full(one)]
-    hybrid.load_state_dict(one.state_dict())
-    found = [_full(hybrid)]
-    hybrid, _ = _ours(process, 2, seed=2)
-    expected.append(_full(hybrid))
-    one.load_state_dict(hybrid.state_dict())
-    return [*found, _full(one)], expected
-
-
-def test_a_state_dict_of_another_mesh(four):
-    for found, expected in four.run(_of_another_mesh):
-        for values, wanted in zip(found, expected, strict=True):
-            assert_same(values, wanted)
-
-
-def test_a_parameter_without_dimensions_takes_a_plain_tensor(two):
-    for parameter, value in two.run(_scalar):
-        assert torch.equal(parameter, value)
-
-
 def _scalar(process):
     module = torch.nn.Linear(3, 3)
     module.gain = torch.nn.Parameter(torch.tensor(2.0))
     sharded = FullyShardedDataParallel(module)
     sharded.load_state_dict(sharded.state_dict() | {"gain": torch.tensor(5.0)})
-    return sharded.gather_full_parameters()["gain"], torch.tensor(5.0)
+    return sharded.gather_full_parameters()["gain"].item()
+
+
+def test_a_parameter_without_dimensions_takes_a_plain_tensor(two):
+    assert two.run(_scalar) == [5.0] * 2

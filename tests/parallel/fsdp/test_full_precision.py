@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from trainstep.base.errors import UsageError
+from tests.parallel.fsdp.training import descend
+from tests.parallel.mistakes import check, told
 from trainstep.parallel import FullyShardedDataParallel
 
 pytestmark = pytest.mark.distributed
@@ -53,13 +54,9 @@ def _train(process, transport):
     sharded = FullyShardedDataParallel(
         net, compute_dtype=LOW, full_precision=[net.norm, net.router], transport=transport
     )
+    shares = (_tokens(step).chunk(process.world_size)[process.rank] for step in range(STEPS))
     optimizer = torch.optim.SGD(sharded.parameters(), lr=RATE)
-    for step in range(STEPS):
-        sharded(_tokens(step).chunk(process.world_size)[process.rank]).square().mean().backward()
-        sharded.finish_gradient_synchronization()
-        optimizer.step()
-        optimizer.zero_grad()
-    return sharded.gather_full_parameters(), net.seen
+    return descend(sharded, (sharded(share).square().mean() for share in shares), optimizer), net.seen
 
 
 @pytest.mark.parametrize("transport", ["collectives", "peer-copies"])
@@ -83,27 +80,27 @@ def test_what_is_kept_is_computed_with_as_it_is_trained(two, transport):
 
 
 def _refused(process):
-    net, said = _build(), []
-    wrongs = [{"full_precision": [nn.RMSNorm(16)]}, {"full_precision": [nn.RMSNorm]}, {"compute_dtype": None}]
-    for wrong in [*wrongs, {"full_precision": net.norm}]:
-        with pytest.raises(UsageError) as refused:
-            FullyShardedDataParallel(net, **{"compute_dtype": LOW, "full_precision": [net.norm]} | wrong)
-        said.append(str(refused.value))
-    kept = [net.norm] if process.rank else [net.router]
-    with pytest.raises(UsageError) as refused:
-        FullyShardedDataParallel(net, compute_dtype=LOW, full_precision=kept)
-    said.append(str(refused.value))
-    net.down.weight = net.router.inner.weight
-    with pytest.raises(UsageError) as refused:
-        FullyShardedDataParallel(net, compute_dtype=LOW, full_precision=[net.router])
-    return [*said, str(refused.value)]
+    net = _build()
+
+    def made(**how):
+        return lambda: FullyShardedDataParallel(net, **{"compute_dtype": LOW, "full_precision": [net.norm]} | how)
+
+    def tied():
+        net.down.weight = net.router.inner.weight
+        made(full_precision=[net.router])()
+
+    expected = "expected modules that are parts of the wrapped one, in a list"
+    return told(
+        {
+            "full_precision has a RMSNorm of another module; expected": made(full_precision=[nn.RMSNorm(16)]),
+            "full_precision has a type; expected modules": made(full_precision=[nn.RMSNorm]),
+            "compute_dtype is None; give both": made(compute_dtype=None),
+            f"full_precision is a RMSNorm; {expected}": made(full_precision=net.norm),
+            "has full_precision": made(full_precision=[net.norm if process.rank else net.router]),
+            "router.inner.weight and down.weight are one parameter": tied,
+        }
+    )
 
 
 def test_what_cannot_be_kept_is_said(two):
-    for foreign, kind, alone, single, unlike, tied in two.run(_refused):
-        assert "full_precision has a RMSNorm of another module; expected modules that are parts" in foreign
-        assert "full_precision has a type; expected modules" in kind
-        assert "full_precision is a RMSNorm; expected modules that are parts of the wrapped one, in a list" in single
-        assert "router.inner.weight and down.weight are one parameter" in tied
-        assert "compute_dtype is None; give both" in alone
-        assert "full_precision" in unlike, "ranks that keep other modules"
+    check(two.run(_refused))

@@ -207,7 +207,8 @@ def _some_of_all(process):
         loss_of(sharded, batch(0).chunk(4)[process.rank]).backward()
         sharded.finish_gradient_synchronization()
         sharded.clip_grad_norm_(1e6)
-        found.append((sharded.process_group.size(), gradients_of(sharded)["position"]))
+        gradients = gradients_of(sharded)
+        found.append((sharded.process_group.size(), {name: gradients[name] for name in ("position", "norm.bias")}))
     return found
 
 
@@ -220,10 +221,11 @@ def test_a_mesh_may_have_some_of_all_ranks(four):
     for module, share in zip(modules, shares, strict=True):
         loss_of(module, share).backward()
     for rank, (row, column) in zip((1, 2), inside, strict=False):
-        for (size, (rows, found)), members in ((row, (1, 2, 3)), (column, (1, 2))):
+        for (size, gradients), members in ((row, (1, 2, 3)), (column, (1, 2))):
             assert size == len(members)
-            expected = sum(modules[each].position.grad for each in members) / len(members)
-            assert error({"position": found}, {"position": expected[rows]}) < 1e-6, rank
+            for name, (rows, found) in gradients.items():
+                expected = sum(modules[each].get_parameter(name).grad for each in members) / len(members)
+                assert error({name: found}, {name: expected[rows]}) < 1e-6, (rank, name)
 
 
 def _cut_from_another(process):

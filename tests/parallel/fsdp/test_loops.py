@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.parallel.mistakes import check, told
 from tests.parallel.nets import Block
-from trainstep.base.errors import UsageError
 from trainstep.parallel import FullyShardedDataParallel
 
 pytestmark = pytest.mark.distributed
@@ -222,29 +222,20 @@ def _forward(call):
 
 
 MISTAKES = {
-    _forgotten_hooks: "forward before gradients were synchronised over the ranks; call finish_gradient_synchronization",
-    _in_a_closure: "SGD.step() before gradients were synchronised over the ranks",
-    _by_a_gradient_hook: "head.weight is sharded, and its gradient does not pass here in backward",
-    _averaged_by_hand: "all_reduce of a sharded parameter's gradient",
-    _filled_on_one_rank: "rank 0 comes to fill a parameter with random numbers, rank 1 comes to gather",
+    "forward before gradients were synchronised over the ranks; call finish_gradient_synchronization": _forgotten_hooks,
+    "SGD.step() before gradients were synchronised over the ranks": _in_a_closure,
+    "head.weight is sharded, and its gradient does not pass here in backward": _by_a_gradient_hook,
+    "all_reduce of a sharded parameter's gradient": _averaged_by_hand,
+    "rank 0 comes to fill a parameter with random numbers, rank 1 comes to gather": _filled_on_one_rank,
 }
 
 
 def _mistaken(process):
-    messages = []
-    for mistake in MISTAKES:
-        module = _module()
-        sharded = FullyShardedDataParallel(module)
-        try:
-            mistake(sharded, process)
-        except UsageError as error:
-            messages.append(str(error))
-        else:
-            messages.append("no error")
-    return messages
+    def of(mistake):
+        return lambda: mistake(FullyShardedDataParallel(_module()), process)
+
+    return told({expected: of(mistake) for expected, mistake in MISTAKES.items()})
 
 
 def test_loops_that_would_train_nothing_raise(two):
-    for messages in two.run(_mistaken):
-        for expected, message in zip(MISTAKES.values(), messages, strict=True):
-            assert expected in message
+    check(two.run(_mistaken))

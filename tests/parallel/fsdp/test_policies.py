@@ -28,24 +28,21 @@ MIXED = Policy(
 
 def _gradients(process, policy, peer):
     """This rank's gradients of two steps."""
-    module = build()
+    module = sharded = build()
     if peer:
         mesh, blocks = init_device_mesh("cpu", (process.world_size,)), [[block] for block in module.blocks]
         shard_fully(module, mesh, None, blocks, narrow_reduce=False, fixed_order=True)
-        sharded = module
     else:
         sharded = FullyShardedDataParallel(module)
     Checkpointing(module, policy)
     found = []
     for step in range(2):
-        loss = loss_of(sharded, batch(step).chunk(process.world_size)[process.rank])
-        loss.backward()
-        if not peer:
-            sharded.finish_gradient_synchronization()
+        loss_of(sharded, batch(step).chunk(process.world_size)[process.rank]).backward()
+        getattr(sharded, "finish_gradient_synchronization", lambda: None)()
         gradients = [parameter.grad for parameter in sharded.parameters() if parameter.grad is not None]
-        found.append([each.to_local() for each in gradients])
+        found.append([each.to_local().clone() for each in gradients])
         sharded.zero_grad()
-    return [[each.clone() for each in gradients] for gradients in found]
+    return found
 
 
 def _compare(process, peer):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.fsdp.recorder import Recorder, halves
+from tests.parallel.fsdp.recorder import Recorder, halves, recorded
+from tests.parallel.fsdp.training import descend
 from tests.parallel.nets import batch
 from trainstep.base.config import ModelConfig
 from trainstep.base.errors import UsageError
@@ -32,12 +33,7 @@ def _record(process, settings, policy="none", steps=3, frozen=(), in_pairs=False
     Checkpointing(sharded.module, policy)
     for step in range(steps):
         tokens = batch(step, vocabulary=24).chunk(process.world_size)[process.rank]
-        with Recorder(sharded._schedule.groups) as recorder:
-            loss = cross_entropy(sharded(tokens[:, :-1]), tokens[:, 1:])
-            recorder.events.append(("backward", None))
-            loss.backward()
-            sharded.finish_gradient_synchronization()
-        sharded.zero_grad()
+        recorder = recorded(sharded, lambda net, tokens=tokens: cross_entropy(net(tokens[:, :-1]), tokens[:, 1:]))
     groups = [(group.full_bytes, [p.name for p in group.parameters]) for group in sharded._schedule.groups]
     return recorder.events, recorder.sent, recorder.most_gathered, groups
 
@@ -170,14 +166,8 @@ def _named(process, in_pairs):
         block.register_forward_pre_hook(
             lambda *_: gathered.append(sum(g.is_gathered for g in sharded._schedule.groups))
         )
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     x = torch.randn(2, 8, generator=torch.Generator().manual_seed(process.rank))
-    for numbers in PASSES:
-        sharded(x, numbers).square().sum().backward()
-        sharded.finish_gradient_synchronization()
-        optimizer.step()
-        optimizer.zero_grad()
-    return sharded.gather_full_parameters(), gathered
+    return descend(sharded, (sharded(x, numbers).square().sum() for numbers in PASSES)), gathered
 
 
 def test_a_pass_with_other_calls_than_the_last_is_right_and_keeps_no_more(two):
@@ -209,20 +199,15 @@ def _reading(process, together):
     module = Reading()
     groups = [[module.first, module.second], module.last] if together else [module.first, module.second, module.last]
     sharded = FullyShardedDataParallel(module, groups=groups, prefetch=0)
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     x = torch.randn(2, 8, generator=torch.Generator().manual_seed(process.rank))
-    for _ in range(3):
-        sharded(x).square().sum().backward()
-        sharded.finish_gradient_synchronization()
-        optimizer.step()
-        optimizer.zero_grad()
+    trained = descend(sharded, (sharded(x).square().sum() for _ in range(3)))
     with torch.no_grad():
         for stop in (False, False, True):
             sharded(x, stop=stop)
     gathered = [group.is_gathered for group in sharded._schedule.groups]
     with pytest.raises(UsageError, match=r"sum of first\.weight, which is sharded: a rank has only"):
         module.first.weight.sum()
-    return sharded.gather_full_parameters(), gathered
+    return trained, gathered
 
 
 def test_what_is_kept_for_the_next_call_is_read_in_between_and_freed_if_none_comes(two):
@@ -250,16 +235,13 @@ def _heads_outside(process, heads, prefetch):
     """The events of steps whose loss calls these heads, and of a last forward without a loss."""
     torch.manual_seed(0)
     sharded = FullyShardedDataParallel(Unheaded(), prefetch=prefetch)
-    x, taken = torch.randn(2, 8, generator=torch.Generator().manual_seed(process.rank)), []
-    for _ in range(3):
-        with Recorder(sharded._schedule.groups) as recorder:
-            hidden = sharded(x)
-            loss = sum(sharded.module.heads[number](hidden).square().sum() for number in heads)
-            recorder.events.append(("backward", None))
-            loss.backward()
-            sharded.finish_gradient_synchronization()
-        taken.append(recorder.events)
-        sharded.zero_grad()
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(process.rank))
+
+    def loss_of(net):
+        hidden = net(x)
+        return sum(net.module.heads[number](hidden).square().sum() for number in heads)
+
+    taken = [recorded(sharded, loss_of).events for _ in range(3)]
     for _ in range(2):
         sharded(x)
     return taken, [group.is_gathered for group in sharded._schedule.groups]

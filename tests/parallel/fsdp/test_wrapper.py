@@ -6,17 +6,17 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.parallel.fsdp.training import (
     CASES,
     assert_same,
+    descend,
     error,
     in_turn,
     poisoned,
     sharded_net,
-    step_once,
+    take_steps,
     train,
     train_cases,
 )
@@ -45,62 +45,25 @@ def test_four_ranks_train_as_one_process_bit_for_bit(four):
         assert_same(found, train_alone(options, how, 4, ranks=4, dtype=dtype), name)
 
 
-def _train_scores(process, transport, rows):
-    """A head of one row, which one rank has, in a group of its own."""
-    module = _scores()
-    sharded = FullyShardedDataParallel(module, groups=list(module), transport=transport)
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    for step in range(2):
-        sharded(rows[step].chunk(process.world_size)[process.rank]).square().mean().backward()
-        sharded.finish_gradient_synchronization()
-        optimizer.step()
-        optimizer.zero_grad()
-    return sharded.gather_full_parameters()
-
-
 def _scores():
+    """A head of one row, which one rank has, in a group of its own."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1, bias=False))
+
+
+def _train_scores(process, transport, rows):
+    sharded = FullyShardedDataParallel(module := _scores(), groups=list(module), transport=transport)
+    return descend(sharded, (sharded(each.chunk(2)[process.rank]).square().mean() for each in rows))
 
 
 @pytest.mark.parametrize("transport", ["collectives", "peer-copies"])
 def test_a_rank_may_have_no_row_of_a_group(two, transport):
     rows = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1))
     module = _scores()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for step in range(2):
-        module(rows[step]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(module, (module(each).square().mean() for each in rows))
     for found in two.run(_train_scores, transport, rows):
         for name, value in module.named_parameters():
             assert torch.allclose(found[name], value, rtol=0, atol=1e-6), name
-
-
-def _train_in_pairs(process):
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    group = groups[process.rank % 2]
-    sharded = FullyShardedDataParallel(build(seed=process.rank % 2), process_group=group)
-    optimizer = OPTIMIZERS["adamw"](sharded.parameters())
-    for step in range(2):
-        loss_of(sharded, batch(step).chunk(2)[process.rank // 2]).backward()
-        sharded.finish_gradient_synchronization()
-        sharded.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return sharded.gather_full_parameters()
-
-
-def test_groups_of_ranks_train_apart(four):
-    by_rank = four.run(_train_in_pairs)
-
-    def clip(module):
-        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-
-    for rank, found in enumerate(by_rank):
-        expected = train_alone({"seed": rank % 2}, "adamw", 2, ranks=2, change=clip)
-        assert error(found, expected) < 1e-5, "the norm is added up in another order"
-        assert_same(found, by_rank[rank % 2])
 
 
 def test_one_rank_trains_as_plain_pytorch():
@@ -156,42 +119,31 @@ def _compile_blocks(module):
         block.compile(backend="aot_eager", fullgraph=True)
 
 
-def _train_prepared(process, policies):
-    """Checkpointing and compilation after sharding and before it."""
-    found = {}
-    for policy in policies:
-        found[policy] = train(process, {}, "adamw", 3, prepare=functools.partial(Checkpointing, policy=policy))
-    for policy in ("every-1", "selective"):
-        module = build()
-        Checkpointing(module, policy)
-        found[f"{policy} before"] = _train_module(process, module)
-    found["compiled"] = train(process, {}, "adamw", 3, prepare=_compile_blocks)
-    module = build()
-    _compile_blocks(module)
-    found["compiled before"] = _train_module(process, module)
-    module = build()
-    Checkpointing(module, "every-1")
-    _compile_blocks(module)
-    found["compiled, every-1"] = _train_module(process, module)
-    found["compiled as a whole"] = train(
-        process, {}, "adamw", 3, prepare=functools.partial(nn.Module.compile, backend="aot_eager")
-    )
-    return found
+PREPARED = {  # before sharding, and after it
+    "every-1": (None, functools.partial(Checkpointing, policy="every-1")),
+    "selective": (None, functools.partial(Checkpointing, policy="selective")),
+    "every-1 before": (functools.partial(Checkpointing, policy="every-1"), None),
+    "selective before": (functools.partial(Checkpointing, policy="selective"), None),
+    "compiled": (None, _compile_blocks),
+    "compiled before": (_compile_blocks, None),
+    "compiled, every-1": (lambda module: (Checkpointing(module, "every-1"), _compile_blocks(module)), None),
+    "compiled as a whole": (None, functools.partial(nn.Module.compile, backend="aot_eager")),
+}
 
 
-def _train_module(process, module):
+def _train_prepared(process, name):
+    before, after = PREPARED[name]
+    module = build()
+    held = before and before(module)
     sharded = FullyShardedDataParallel(module)
-    optimizer = OPTIMIZERS["adamw"](sharded.parameters())
-    for step in range(3):
-        step_once(process, sharded, optimizer, step)
-    return sharded.gather_full_parameters()
+    held = held, after and after(module)
+    return take_steps(process, sharded, OPTIMIZERS["adamw"](sharded.parameters()), range(3))
 
 
 @pytest.mark.thorough
-def test_checkpointing_and_compiled_blocks_change_nothing(two):
-    expected = train_alone({}, "adamw", 3, ranks=2)
-    for name, found in two.run(_train_prepared, ["every-1", "selective"])[0].items():
-        assert_same(found, expected, name)
+@pytest.mark.parametrize("name", PREPARED)
+def test_checkpointing_and_compiled_blocks_change_nothing(two, name):
+    assert_same(two.run(_train_prepared, name)[0], train_alone({}, "adamw", 3, ranks=2))
 
 
 def _autocast_gradients(process, tokens):

@@ -22,11 +22,22 @@ CASES = {
 }
 
 
-def step_once(process, sharded, optimizer, step):
-    loss_of(sharded, batch(step).chunk(process.world_size)[process.rank]).backward()
-    sharded.finish_gradient_synchronization()
-    optimizer.step()
-    optimizer.zero_grad()
+def descend(module, losses, optimizer=None):
+    """Make a step of each loss of an iterator, which computes it then; the full parameters of a sharded module."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1) if optimizer is None else optimizer
+    for loss in losses:
+        loss.backward()
+        if isinstance(module, FullyShardedDataParallel):
+            module.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.gather_full_parameters() if isinstance(module, FullyShardedDataParallel) else None
+
+
+def take_steps(process, module, optimizer, steps):
+    """Steps of these numbers on this rank's shares."""
+    shares = (batch(step).chunk(process.world_size)[process.rank] for step in steps)
+    return descend(module, (loss_of(module, share) for share in shares), optimizer)
 
 
 def sharded_net(options, dtype=None, shape=None, **settings):
@@ -40,10 +51,7 @@ def train(process, options, how, steps, dtype=None, prepare=None, **settings):
     sharded = sharded_net(options, dtype, **settings)
     if prepare is not None:
         prepare(sharded.module)
-    optimizer = OPTIMIZERS[how](sharded.parameters())
-    for step in range(steps):
-        step_once(process, sharded, optimizer, step)
-    return sharded.gather_full_parameters()
+    return take_steps(process, sharded, OPTIMIZERS[how](sharded.parameters()), range(steps))
 
 
 def gradients_of(sharded):

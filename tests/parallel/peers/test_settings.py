@@ -73,20 +73,6 @@ def _zero(process):
     return calls, len({each.data.untyped_storage().data_ptr() for each in parameters}), len(parameters)
 
 
-def _fsdp2_by_blocks(process):
-    scheme = dataclasses.replace(SCHEMES["torch-fsdp2"], blocks_per_group=3)
-    net = Net()
-    build(scheme, process, StepConfig(device="cpu"), net, lambda own: torch.optim.SGD(own, 0.01))
-    states = [block._get_fsdp_state() for block in net.blocks]
-    ahead = [[states.index(each) for each in state._states_to_forward_prefetch] for state in (states[0], states[3])]
-    return [states.index(each) for each in states], ahead
-
-
-@pytest.mark.distributed
-def test_fsdp2_takes_several_blocks_as_one_and_prefetches_the_next_such(two):
-    assert two.run(_fsdp2_by_blocks)[0] == ([0, 0, 0, 3], [[3], []])
-
-
 @pytest.mark.distributed
 def test_zero_broadcasts_what_each_rank_updates_in_one_call(two):
     calls, storages, parameters = two.run(_zero)[0]
@@ -94,16 +80,32 @@ def test_zero_broadcasts_what_each_rank_updates_in_one_call(two):
     assert (storages, parameters) == (2, 10), "parameters are views of two buffers"
 
 
+def _ahead(module):
+    """Each block's group, by its first block; the policy; groups that are gathered ahead in forward and backward."""
+    states = [block._get_fsdp_state() for block in module.blocks]
+    ahead = [[states.index(each) for each in state._states_to_forward_prefetch] for state in states]
+    behind = [[states.index(each) for each in state._states_to_backward_prefetch] for state in states]
+    return [states.index(each) for each in states], states[0]._mp_policy, ahead, behind
+
+
+def _fsdp2_by_blocks(process):
+    scheme = dataclasses.replace(SCHEMES["torch-fsdp2"], blocks_per_group=3)
+    net = Net()
+    build(scheme, process, StepConfig(device="cpu"), net, lambda own: torch.optim.SGD(own, 0.01))
+    groups, _, ahead, _ = _ahead(net)
+    return groups, [ahead[0], ahead[3]]
+
+
+@pytest.mark.distributed
+def test_fsdp2_takes_several_blocks_as_one_and_prefetches_the_next_such(two):
+    assert two.run(_fsdp2_by_blocks)[0] == ([0, 0, 0, 3], [[3], []])
+
+
 def _fsdp2(process):
     found = []
     for scheme, allow_unused in (("torch-fsdp2", False), ("torch-fsdp2-bf16-reduce", False), ("torch-fsdp2", True)):
         module = _built(process, scheme, allow_unused=allow_unused, precision="bf16").module
-        blocks = list(module.blocks)
-        states = [block._get_fsdp_state() for block in blocks]
-        places = {id(state): place for place, state in enumerate(states)}
-        ahead = [[places[id(each)] for each in state._states_to_forward_prefetch] for state in states]
-        behind = [[places[id(each)] for each in state._states_to_backward_prefetch] for state in states]
-        policy = states[0]._mp_policy
+        _, policy, ahead, behind = _ahead(module)
         found.append((ahead, behind, str(policy.param_dtype), str(policy.reduce_dtype)))
     return found
 
