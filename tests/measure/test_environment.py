@@ -9,7 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainstep.measure import environment
-from trainstep.measure.environment import _commit, allocator_settings, cpu_model, describe, gpu_state, measure_ceilings
+from trainstep.measure.environment import (
+    allocator_settings,
+    commit_of,
+    cpu_model,
+    describe,
+    gpu_state,
+    measure_ceilings,
+)
 from trainstep.measure.timing import Lap, Sample, Timing
 
 
@@ -119,9 +126,9 @@ def test_a_tree_with_changes_is_marked(tmp_path):
     (tmp_path / "a.py").write_text("a = 1\n")
     git("add", ".")
     git("commit", "--message", "a")
-    assert re.fullmatch(r"[0-9a-f]{10}", _commit(tmp_path))
+    assert re.fullmatch(r"[0-9a-f]{10}", commit_of(tmp_path))
     (tmp_path / "a.py").write_text("a = 2\n")
-    assert re.fullmatch(r"[0-9a-f]{10}\+", _commit(tmp_path))
+    assert re.fullmatch(r"[0-9a-f]{10}\+", commit_of(tmp_path))
     git("checkout", "a.py")
     (tmp_path / "b.py").write_text("")
-    assert _commit(tmp_path).endswith("+"), "a file that the commit lacks"
+    assert commit_of(tmp_path).endswith("+"), "a file that the commit lacks"

@@ -113,11 +113,14 @@ def run(script: Script, folder: Path, before: list[str], *, ranks: bool = False)
 
 
 def content_of(path: Path) -> object:
-    """Bytes; of a trace, whose events have times, how often each name is in it."""
+    """Bytes; of a trace, whose events have times, how often each name is in it.
+
+    A pickle names storages by their address, which is left out.
+    """
     if path.name.endswith(".trace.json"):
         events = json.loads(path.read_text())["traceEvents"]
         return Counter((each["ph"], each.get("cat"), each["name"]) for each in events)
-    return path.read_bytes()
+    return re.sub(rb"\d{12,}", b"", path.read_bytes()) if path.suffix == ".pkl" else path.read_bytes()
 
 
 def differences(script: Script, folder: Path, *, ranks: bool = False) -> dict[str, tuple[object, object]]:

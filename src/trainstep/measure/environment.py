@@ -38,8 +38,12 @@ _THROTTLE_REASONS = {  # NVML's clocks-event bits that mean "slower than it coul
 
 
 @functools.cache
-def describe(device: torch.device) -> Environment:
-    """Facts that stay the same for the process: device, host, versions and commit. Goes into every record."""
+def describe(device: torch.device, *, has_commit: bool = True) -> Environment:
+    """Facts that stay the same for the process: device, host, versions and commit. Goes into every record.
+
+    Args:
+        has_commit: whether git is asked, in a child of this process.
+    """
     found: Environment = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": device_name(device),
@@ -48,7 +52,7 @@ def describe(device: torch.device) -> Environment:
         "triton": _version("triton"),
         "python": platform.python_version(),
         "trainstep": _version("trainstep"),
-        "commit": _commit(),
+        **({"commit": commit_of()} if has_commit else {}),
         "threads": torch.get_num_threads(),
         "cores": cores(),
     }
@@ -99,7 +103,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _commit(here: Path = Path(__file__).parents[1]) -> str:
+def commit_of(here: Path = Path(__file__).parents[1]) -> str:
     """The checkout's commit, "+" appended where files in `here` differ from it; "unknown" outside a checkout."""
 
     def git(*arguments: str) -> str:

@@ -38,6 +38,7 @@ def script_records(logs: Sequence[RankLog], script: str, code: int | None) -> li
     _share_tags(logs)
     latest = _latest(logs)
     for log in logs:
+        _add_commit(log)
         several = log.header.get("world_size", 1) > 1
         rank = log.header.get("rank") if several else None
         own: dict[str, Any] = {"workload": script, "rank": rank, "environment": log.facts.get("environment", {})}
@@ -52,6 +53,14 @@ def script_records(logs: Sequence[RankLog], script: str, code: int | None) -> li
         environment = {"environment": own["environment"]}
         rows += [row_of(**{**each, **environment}) for each in log.rows]
     return rows
+
+
+def _add_commit(log: RankLog) -> None:
+    """Add the commit to what is known of a rank's machine. This process asks git: a script's must start no child."""
+    from trainstep.measure.environment import commit_of
+
+    if "environment" in log.facts:
+        log.facts["environment"]["commit"] = commit_of()
 
 
 def _share_tags(logs: Sequence[RankLog]) -> None:

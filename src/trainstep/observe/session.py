@@ -159,7 +159,7 @@ class Session:
                 trace=trace_path(Path(self.plan.folder), rank),
                 last=self.plan.steps,
             )
-        self.log.write("facts", {"environment": dict(describe(self.device)), "on_gpu": self.hooks.on_gpu})
+        self.log.write("facts", {"environment": describe(self.device, has_commit=False), "on_gpu": self.hooks.on_gpu})
 
     def _queue(self, step: Step) -> None:
         """A step has ended for certain."""
@@ -183,7 +183,7 @@ class Session:
         if not self._knows_device:
             self._knows_device = True
             try:
-                with self.hooks.aside():
+                with self.hooks.aside(), torch._C.DisableTorchFunction():  # a mode of the script's sees none of this
                     self._know_the_device(optimizer)
             except Exception as error:  # a script trains without us too
                 self._write_found(f"what is known of the machine is not all: {type(error).__name__}: {error}")

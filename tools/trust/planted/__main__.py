@@ -35,7 +35,7 @@ from trainstep.check.step import START, StepCheck
 from trainstep.check.verdict import Deviation, Verdict
 from trainstep.ladder.change import Change
 from trainstep.ladder.steps import climb
-from trainstep.measure.environment import _commit, describe
+from trainstep.measure.environment import commit_of, describe
 from trainstep.step.training_step import TrainingStep
 from trainstep.step.workload import WorkloadSource
 
@@ -233,7 +233,7 @@ def all_cases(two: Workers) -> list[Case]:
 
 def commit_of_all() -> str:
     """The commit, with "+" where the judges or what is planted are changed."""
-    return max((_commit(ROOT / folder) for folder in ("src/trainstep", "tests", "tools")), key=len)
+    return max((commit_of(ROOT / folder) for folder in ("src/trainstep", "tests", "tools")), key=len)
 
 
 def main(*judges: str) -> None:
