@@ -17,8 +17,8 @@ import pytest
 
 SCRIPTS = Path(__file__).parent / "untouched"
 FENCE = re.compile(r"^```python *(.*?)$\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OTHER = re.compile(r"(?<=0x)[0-9a-f]{6,}|^USDT:.*\n", re.MULTILINE)
-"""Addresses of objects, and the lines with which torch's profiler tells the time: other ones in any two processes."""
+OTHER = re.compile(r"(?<=0x)[0-9a-f]{6,}|^USDT:.*\n|(?<=^W)[0-9]{4} \S+ [0-9]+", re.MULTILINE)
+"""Addresses of objects, and the time and process in lines of torch's profiler and log: other ones in any two runs."""
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 LOADS = """
 import importlib.abc, json, pickle, runpy, sys
