@@ -12,9 +12,8 @@ from measure_run import SCRIPTS, cannot_run, difference, of_phases, told
 from measuring import ROOT
 from tables import run as table_of
 from tests.observe.by_hand import COMMENT, Clock, instrumented
-from tests.observe.measuring import measure
+from tests.observe.measuring import DEEP, measure
 from trainstep.base.stats import summarize
-from trainstep.observe.session import Plan
 from trainstep.rows import RecompilationRow, ScriptRow, WaitRow
 from trainstep.rows.records import Times
 
@@ -105,7 +104,7 @@ def test_phases_are_those_of_the_timers_that_the_same_run_has(tmp_path, monkeypa
     edited = tmp_path / script.name
     edited.write_text(instrumented(script.read_text()))
     monkeypatch.setattr("tests.observe.by_hand.clock", clock := Clock())
-    plan = Plan(is_deep=True, profiled_steps=0, has_memory=False, has_cost=False)
+    plan = DEEP
     log, _ = measure(script.name, tmp_path / "log", plan, call=lambda: runpy.run_path(str(edited), run_name="__main__"))
     for place, name in enumerate(("Adam", "Adam 2")):
         own = [step.ms for step in log.steps if step.updated == [name]]

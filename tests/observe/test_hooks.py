@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trainstep.observe.beyond import Beyond
+from trainstep.observe.border import Entry
 from trainstep.observe.hooks import Hooks
 from trainstep.observe.instruments import synchronisations
 from trainstep.observe.lines import Lines
-from trainstep.observe.steps import COPIES, FORWARD, StepFinder
+from trainstep.observe.steps import COPIES, DATA, FORWARD, StepFinder
 
 
 @pytest.fixture
@@ -30,6 +32,7 @@ def tensor(*, is_cuda):
 
 
 def ended(hooks):
+    hooks.border.drain()
     hooks.finder.optimizer_begins(1)
     hooks.finder.optimizer_ended(1, "SGD")
     hooks.finder.settle()
@@ -43,16 +46,17 @@ def test_copies_to_the_device_are_a_phase(hooks):
         seen.append(hooks.finder.current)
         return tensor(is_cuda=True)
 
-    hooks._moving("to", to)(tensor(is_cuda=False), "cuda")
+    moving = Beyond(hooks).moving
+    moving("to", to)(tensor(is_cuda=False), "cuda")
     assert seen == [COPIES]
-    hooks._moving("copy_", to)(tensor(is_cuda=True), tensor(is_cuda=False))
-    hooks._moving("copy_", to)(tensor(is_cuda=True), tensor(is_cuda=True))
+    moving("copy_", to)(tensor(is_cuda=True), tensor(is_cuda=False))
+    moving("copy_", to)(tensor(is_cuda=True), tensor(is_cuda=True))
     assert seen == [COPIES, COPIES, "loss"], "a copy on the device is computing"
     assert ended(hooks).waits == {}
 
 
 def test_copies_to_the_host_are_waits_with_their_line(hooks):
-    to = hooks._moving("to", lambda each, device, **options: tensor(is_cuda=False))
+    to = Beyond(hooks).moving("to", lambda each, device, **options: tensor(is_cuda=False))
     to(tensor(is_cuda=True), "cpu")
     to(tensor(is_cuda=True), "cpu", non_blocking=True)
     ((number, (calls, _)),) = ended(hooks).waits.items()
@@ -65,27 +69,57 @@ def test_copies_to_the_host_are_waits_with_their_line(hooks):
     )
 
 
-def test_reads_of_tensors_on_the_host_are_no_waits(hooks):
-    read = hooks._reading("item", lambda each: 1.0)
-    assert read(tensor(is_cuda=False)) == 1.0
-    read(tensor(is_cuda=True))
-    assert [calls for calls, _ in ended(hooks).waits.values()] == [1]
+class OnDevice:
+    """A tensor of a device that has the methods that are observed."""
+
+    def __init__(self, *, is_cuda):
+        self.is_cuda = is_cuda
+
+    def item(self):
+        return 1.0
+
+    def __repr__(self):
+        return f"tensor({self.item()})"
 
 
-def test_without_a_gpu_what_a_dataset_reads_would_be_no_wait_on_one(hooks):
-    hooks.on_gpu = False
-    read = hooks._reading("item", lambda each: 1.0)
-    hooks._within("data", read)(tensor(is_cuda=False))
-    assert not hooks.places
-    read(tensor(is_cuda=False))
-    assert [calls for calls, _ in ended(hooks).waits.values()] == [1]
+@pytest.fixture
+def observed(hooks):
+    for name in ("item", "__repr__"):
+        hooks.border.method(OnDevice, name, hooks._reads(name))
+    yield hooks
+    hooks.remove()
+    assert not isinstance(vars(OnDevice)["item"], Entry)
 
 
-def test_a_read_within_a_read_is_one(hooks):
-    item = hooks._reading("item", lambda each: 1.0)
-    hooks._reading("__repr__", lambda each: item(each))(tensor(is_cuda=True))
-    ((number, (calls, _)),) = ended(hooks).waits.items()
-    assert (hooks.places[number][1], calls) == ("print", 1)
+def test_reads_of_tensors_on_the_host_are_no_waits(observed):
+    assert OnDevice(is_cuda=False).item() == 1.0
+    OnDevice(is_cuda=True).item()
+    assert [calls for calls, _ in ended(observed).waits.values()] == [1]
+
+
+def test_without_a_gpu_what_a_dataset_reads_would_be_no_wait_on_one(observed):
+    observed.on_gpu = False
+    observed.finder.enter(DATA)
+    OnDevice(is_cuda=False).item()
+    observed.finder.leave()
+    assert not observed.places
+    OnDevice(is_cuda=False).item()
+    assert [calls for calls, _ in ended(observed).waits.values()] == [1]
+
+
+def test_a_read_within_a_read_is_one(observed):
+    assert repr(OnDevice(is_cuda=True)) == "tensor(1.0)"
+    ((number, (calls, _)),) = ended(observed).waits.items()
+    assert (observed.places[number][1], calls) == ("print", 1)
+
+
+def test_a_read_that_was_only_looked_up_hides_no_later_one(observed):
+    read = OnDevice(is_cuda=True).item
+    observed.begins(FORWARD)
+    observed.finder.leave()
+    OnDevice(is_cuda=True).item()
+    assert read() == 1.0
+    assert [calls for calls, _ in ended(observed).waits.values()] == [1]
 
 
 def test_other_synchronisations_are_found_by_cuda_s_own_warnings(hooks, monkeypatch, recwarn):

@@ -25,9 +25,9 @@ def gpu_log(steps=20, *, rank=0, world_size=1, host=None, device=None, waits=Map
     device = device or {"data": 1.0, "forward": 10.0, "backward": 20.0, "optimizer": 5.0}
     phases = list(dict.fromkeys((*host, *device)))
     times = {"host": [host.get(name, 0.0) for name in phases], "device": [device.get(name, 0.0) for name in phases]}
-    step = {"updated": ["AdamW"], "phases": phases, **times, "forwards": 1, "backwards": 1, **more}
+    step = {"updated": ["AdamW"], "phases": phases, **times, "forwards": 1, "backwards": 1, "hooks_ms": 0.05, **more}
     header = {"rank": rank, "world_size": world_size, "launch": "one"}
-    facts = {"on_gpu": True, "cost_ms": 0.05, "torch": "2", "environment": {"device": "GPU"}}
+    facts = {"on_gpu": True, "torch": "2", "environment": {"device": "GPU"}}
     numbered = [Step(number=number, waits=dict(waits), **step) for number in range(1, steps + 1)]
     return RankLog(header, facts, {0: ITEM}, numbered, ended={"how": "returned", "code": 0})
 

@@ -99,7 +99,7 @@ def carry_out(order: Order, command: Command, rank: Rank, files: InMemory) -> in
             replace(command, target=order.target),
             Rank.of({}) if alone else rank,
             Path(order.folder),
-            {"steps": order.steps, "has_cost": False, **order.plan},
+            {"steps": order.steps, **order.plan},
             further,
             limit_s=order.limit_s,
             on_signal=received.add,

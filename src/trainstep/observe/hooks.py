@@ -1,22 +1,22 @@
-"""Hooks on torch itself, which tell a `StepFinder` what a script does without a line of it changed.
+"""Hooks tell a `StepFinder` what a script does, whose lines stay as they are: the entries of the `border`.
 
-- Optimizers: torch's global hooks before and after every `step`; `zero_grad`, clipping and gradient scalers are part of
-  the update.
-- Backward: `torch.autograd.backward`, which `Tensor.backward` calls. Where there are several ranks, a callback that the
-  engine runs when all nodes are done, before those of data parallel wrappers, tells computing from waiting.
+- Optimizers: torch's global hooks before and after every `step`.
+- Backward: where there are several ranks, a callback that the engine runs when all nodes are done, before those of data
+  parallel wrappers, tells computing from waiting.
 - Loaders: taking a batch from the iterator of a `DataLoader`.
-- Models: see `modules`. Copies and waits: methods of tensors that move data between host and device.
+- Models: see `modules`. Waits: methods of tensors and of torch.cuda that wait for the device.
+
+A deep session sees more (`beyond`), for which frames of ours are around calls.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,19 +25,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from trainstep.observe.compiling import leave_untraced, untraced
+from trainstep.observe.border import READS, Begins, Begun, Border, Function, leave_uncompiled, left_uncompiled
 from trainstep.observe.lines import Lines, owner_of, place_of_call
 from trainstep.observe.loaders import Loaders
 from trainstep.observe.modules import Roots
-from trainstep.observe.steps import BACKWARD, COMMUNICATION, COPIES, DATA, OPTIMIZER, StepFinder
-from trainstep.observe.untraced import when_eager
+from trainstep.observe.steps import BACKWARD, DATA, StepFinder
 
-READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__repr__")
-"""Methods of tensors that wait until the device has computed what the host reads."""
-COLLECTIVES = (
-    *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_object"),
-    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier"),
-)
+_GRAD = torch.autograd.grad.__code__
 
 
 class Hooks:
@@ -46,22 +40,34 @@ class Hooks:
     Args:
         finder: who is told.
         lines: numbers the lines of code that wait.
-        is_deep: whether to see copies, collectives, clipping and gradient scalers too.
+        is_deep: whether to see copies, collectives, clipping and gradient scalers too, and any model's class.
+        on_failure: called with the exception that ended the observation.
     """
 
-    def __init__(self, finder: StepFinder, lines: Lines, *, is_deep: bool = False) -> None:
+    def __init__(
+        self,
+        finder: StepFinder,
+        lines: Lines,
+        *,
+        is_deep: bool = False,
+        on_failure: Callable[[Exception], object] = lambda error: None,
+    ) -> None:
         self.finder, self.lines, self.is_deep = finder, lines, is_deep
-        self.roots, self.loaders = Roots(finder), Loaders(lambda: self.on_loader())
+        self.border = Border(on_failure, is_immediate=is_deep)
+        self.roots, self.loaders = Roots(self), Loaders(lambda: self.on_loader())
         self.on_gpu = False  # whether the models are on a GPU, where the host need not wait for what it gave it to do
-        self.on_loss: Callable[[Any], object] = lambda tensors: None  # called with what backward begins at
+        self.on_loss: Callable[[Any], object] | None = None  # called with what backward begins at
         self.on_loader: Callable[[], object] = lambda: None  # called when batches come from a loader for the first time
         self.before_optimizer: Callable[[Optimizer], object] = lambda optimizer: None
-        self.before_update: Callable[[Optimizer], object] = lambda optimizer: None  # with its gradients
+        self.before_update: Callable[[Optimizer], object] | None = None  # with its gradients
+        self.coming_mark: Callable[[], tuple[Iterable[Iterator[Any]], Any]] = lambda: ((), None)
+        """Called where a call begins: what is to be recorded when it ends, and the event that this will be."""
         self._names: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._counts: dict[str, int] = {}
-        self._searched = False
-        self.is_reading = False  # whether a read of a tensor is under way, which is timed, or one of our own
-        self._functions: list[Callable[..., Any]] = []
+        self._searched = self._is_aside = False
+        self._read: object | None = None  # the read under way
+        self._began_at: Any = None  # the place where a loader is begun
+        self._told_s = 0.0  # of `border.spent_s`
         self._undo = ExitStack()
 
     @property
@@ -69,83 +75,99 @@ class Hooks:
         """Optimizers that have stepped, in the order of their first step."""
         return list(self._names)
 
+    @property
+    def is_reading(self) -> bool:
+        """True if a read of a tensor is under way, which is timed, or one of our own."""
+        return self._is_aside or self._read is not None
+
     def install(self) -> None:
         """Change torch."""
+        leave_uncompiled()
+        border = self.border
         self._install_optimizers()
-        self._wrap(torch.autograd, "backward", self._backward)
-        self._wrap(_BaseDataLoaderIter, "__next__", self._taking)
-        self._wrap(_BaseDataLoaderIter, "_next_index", self._drawing)
-        self._wrap(DataLoader, "__iter__", self._iterating)
+        border.function((torch.autograd.graph, torch.autograd), "_engine_run_backward", self._backward_begins)
+        border.method(_BaseDataLoaderIter, "__next__", self.within(DATA), self._took)
+        border.method(_BaseDataLoaderIter, "_next_index", lambda iterator, frame: None, self.loaders.drew)
+        border.method(DataLoader, "__iter__", self._iterating, self._iterates)
         for name in READS:
-            self._wrap(torch.Tensor, name, functools.partial(self._reading, name))
-        if torch.version.cuda is not None:
-            if self.is_deep:
-                for name in ("to", "cuda", "copy_"):
-                    self._wrap(torch.Tensor, name, functools.partial(self._moving, name))
-            self._wrap(torch.cuda, "synchronize", functools.partial(self._waiting, "torch.cuda.synchronize"))
+            border.method(torch.Tensor, name, self._reads(name))
+        if torch.version.cuda is not None or torch.version.hip is not None:
+            waits = self._waits("torch.cuda.synchronize")
+            border.function((torch._C,), "_cuda_synchronize", waits)
             for kind in (torch.cuda.Event, torch.cuda.Stream):
-                name = f"{kind.__name__}.synchronize"
-                self._wrap(kind, "synchronize", functools.partial(self._waiting, name))
-        if dist.is_available() and self.is_deep:
-            for name in COLLECTIVES:
-                hooked = self._within(COMMUNICATION, getattr(dist.distributed_c10d, name))
-                for module in (dist, dist.distributed_c10d):
-                    self._set(module, name, hooked)
-            self._wrap(dist.Work, "wait", functools.partial(self._within, COMMUNICATION))
-        self._undo.callback(self.roots.remove)
-        self._undo.callback(leave_untraced(self._functions))
+                border.method(kind, "synchronize", self._waits(f"{kind.__name__}.synchronize"))
 
     def remove(self) -> None:
         """Put everything back as it was."""
+        with contextlib.suppress(Exception):  # as told to the border's `on_failure`, where it matters
+            self.border.drain()
         self._undo.close()
+        self.border.remove()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Mark as our doing what is waited for or moved while entered: no line of the script's is told of it."""
-        before, self.is_reading = self.is_reading, True
+        before, self._is_aside = self._is_aside, True
         try:
             yield
         finally:
-            self.is_reading = before
+            self._is_aside = before
 
     def search_models(self) -> None:
-        """Look for the models, once; where they are on a GPU, say so."""
+        """Look for the models, once."""
         if not self._searched:
             self._searched = True
-            with contextlib.suppress(Exception):  # some module of somebody's has none of what modules have
-                self.roots.search()
+            self.roots.search()
+
+    def begins(self, phase: str) -> Begun:
+        """A phase begins with a call, which ends it; None where it is part of another one."""
+        self._read = None  # one that another call comes into was only looked up
+        return self._until_left() if self.finder.enter(phase) else None
+
+    def within(self, phase: str) -> Begins:
+        """The same, of all calls of a method."""
+        return lambda of, frame: self.begins(phase)
+
+    def _until_left(self, then: Callable[[], object] = lambda: None) -> Begun:
+        recorded, event = self.coming_mark()
+
+        def ended(at_s: float) -> None:
+            then()
+            self.finder.leave((at_s, event))
+
+        return ended, recorded
 
     def _install_optimizers(self) -> None:
-        finder = self.finder
+        border = self.border
 
         def begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self.before_optimizer(optimizer)
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if not callable(closure):
-                self.before_update(optimizer)
-            if not finder.is_mine() and finder.is_under_way:
-                return None
-            self.search_models()
-            self.name_of(optimizer)
-            finder.optimizer_begins(id(optimizer))
-            return self._with_closure(closure, args, kwargs) if callable(closure) else None
+            return border.guard(self._optimizer_begins, optimizer, args, kwargs)
 
         def ended(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if finder.is_mine():
-                finder.optimizer_ended(id(optimizer), self.name_of(optimizer))
+            border.guard(self._optimizer_ended, optimizer)
 
-        self._undo.callback(register_optimizer_step_pre_hook(untraced(begins)).remove)
-        self._undo.callback(register_optimizer_step_post_hook(untraced(ended)).remove)
-        if not self.is_deep:
-            return
-        self._wrap(Optimizer, "zero_grad", functools.partial(self._within, OPTIMIZER))
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            original = getattr(torch.nn.utils.clip_grad, name)
-            for module in (torch.nn.utils.clip_grad, torch.nn.utils):
-                self._set(module, name, self._within(OPTIMIZER, original))
-        self._wrap(torch.amp.GradScaler, "step", self._scaled_step)
-        for name in ("unscale_", "update"):
-            self._wrap(torch.amp.GradScaler, name, functools.partial(self._within, OPTIMIZER))
+        self._undo.callback(register_optimizer_step_pre_hook(left_uncompiled(begins)).remove)
+        self._undo.callback(register_optimizer_step_post_hook(left_uncompiled(ended)).remove)
+
+    def _optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._read = None
+        self.before_optimizer(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure) and self.before_update is not None:
+            self.before_update(optimizer)
+        if not self.finder.is_mine() and self.finder.is_under_way:
+            return None
+        self.search_models()
+        self.name_of(optimizer)
+        self.finder.optimizer_begins(id(optimizer))
+        return self._with_closure(closure, args, kwargs) if callable(closure) else None
+
+    def _optimizer_ended(self, optimizer: Optimizer) -> None:
+        if self.finder.is_mine():
+            spent_s = self.border.spent_s
+            self.finder.measuring_took((spent_s - self._told_s) * 1e3)
+            self._told_s = spent_s
+            self.finder.optimizer_ended(id(optimizer), self.name_of(optimizer))
 
     def name_of(self, optimizer: Optimizer) -> str:
         """`AdamW`; `AdamW 2` for the second of that class."""
@@ -157,59 +179,47 @@ class Hooks:
 
     def _with_closure(self, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of an optimizer's step, in which a closure's forward and backward passes are no update."""
-        is_first = True
 
-        def outside() -> Any:
-            nonlocal is_first
+        def begins(_: Any, frame: FrameType) -> Begun:
             self.finder.claim_nothing()
-            try:
-                loss = closure()
-            finally:
-                self.finder.leave()
-            if is_first:
-                is_first = False
-                self.before_update(args[0])
-            return loss
+            return self._until_left()
 
+        outside: Callable[[], Any] = Function(self.border, closure, begins)
+        if self.before_update is not None:
+            outside = self._then_updates(outside, args[0])
         if "closure" in kwargs:
             return args, {**kwargs, "closure": outside}
         return (args[0], outside, *args[2:]), kwargs
 
-    def _scaled_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            finder = self.finder
-            if not finder.enter(OPTIMIZER):
-                return original(scaler, optimizer, *args, **kwargs)
-            before = finder.steps_taken
-            try:
-                result = original(scaler, optimizer, *args, **kwargs)
-            finally:
-                finder.leave()
-            if finder.steps_taken == before and scaler.is_enabled():
-                finder.optimizer_ended(id(optimizer), self.name_of(optimizer), is_skipped=True)
-            return result
+    def _then_updates(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        """A ladder's trial looks at the gradients after the first call."""
+        is_first = True
 
-        return step
+        def call() -> Any:
+            nonlocal is_first
+            loss = closure()
+            if is_first and self.before_update is not None:
+                is_first = False
+                self.border.guard(self.before_update, optimizer)
+            return loss
 
-    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        finder = self.finder
+        return call
 
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            self.search_models()
-            if not finder.enter(BACKWARD):
-                return original(tensors, *args, **kwargs)
-            handle = None
-            try:
-                self.on_loss(tensors)
-                if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-                    handle = self._mark_end_of_computation(tensors)
-                return original(tensors, *args, **kwargs)
-            finally:
-                if handle is not None:
-                    handle.remove()
-                finder.leave()
-
-        return backward
+    def _backward_begins(self, _: Any, frame: FrameType) -> Begun:
+        self.search_models()
+        if frame.f_code is _GRAD:
+            self._read = None
+            return self._until_left() if self.finder.differentiate() else None
+        if (begun := self.begins(BACKWARD)) is None:
+            return None
+        tensors = frame.f_locals.get("tensors", ())
+        if self.on_loss is not None:
+            self.on_loss(tensors)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            handle = self._mark_end_of_computation(tensors)
+            if handle is not None:
+                return self._until_left(handle.remove)
+        return begun
 
     def _mark_end_of_computation(self, tensors: Any) -> Any:
         """Autograd runs final callbacks in the order in which they were queued, and this one is the first."""
@@ -219,138 +229,60 @@ class Hooks:
             queue(self.finder.backward_computed)
 
         roots = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
-        nodes = (getattr(each, "grad_fn", None) for each in roots)
+        with torch._C.DisableTorchFunction():
+            nodes = [getattr(each, "grad_fn", None) for each in roots]
         return next((node.register_prehook(first) for node in nodes if node is not None), None)
 
-    def _iterating(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        within = self._within(DATA, original)
+    def _iterating(self, loader: Any, frame: FrameType) -> Begun:
+        self._began_at = place_of_call(frame)
+        return self.begins(DATA)
 
-        @functools.wraps(original)
-        def iterating(loader: Any) -> Any:
-            iterator = within(loader)
-            if self.finder.is_mine():
-                self.loaders.begins(loader, iterator, place_of_call(sys._getframe(1)))
-            return iterator
+    def _iterates(self, loader: Any, iterator: Any) -> None:
+        if self.finder.is_mine():
+            self.loaders.begins(loader, iterator, self._began_at)
 
-        return iterating
+    def _took(self, iterator: Any, batch: Any) -> None:
+        self.finder.took(self.loaders.took(iterator))
+        if not torch.is_grad_enabled() and not self.roots.called():
+            self.finder.evaluated()  # by a model whose calls are not seen
 
-    def _taking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        within, took = self._within(DATA, original), self.loaders.took
-
-        @functools.wraps(original)
-        def taking(iterator: Any) -> Any:
-            batch = within(iterator)
-            self.finder.took(took(iterator))
-            return batch
-
-        return taking
-
-    def _drawing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        drew = self.loaders.drew
-
-        @functools.wraps(original)
-        def drawing(iterator: Any) -> Any:
-            index = original(iterator)
-            drew(iterator, index)
-            return index
-
-        return drawing
-
-    def _within(self, phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        finder = self.finder
-
-        def within(*args: Any, **kwargs: Any) -> Any:
-            if not finder.enter(phase):
-                return original(*args, **kwargs)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                finder.leave()
-
-        return self._when_eager(original, within)
-
-    def _reading(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _reads(self, name: str) -> Begins:
         finder, call = self.finder, "print" if name == "__repr__" else name.strip("_")
 
-        def reading(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def begins(tensor: Any, frame: FrameType) -> Begun:
             if self.is_reading or not finder.is_mine() or not finder.is_under_way:
-                return original(tensor, *args, **kwargs)
+                return None
             if self.on_gpu:
-                if not tensor.is_cuda:
-                    return original(tensor, *args, **kwargs)
+                with torch._C.DisableTorchFunction():
+                    if not tensor.is_cuda:
+                        return None
             elif finder.current == DATA or call == "index":  # datasets, and places in them, would lie on the host
-                return original(tensor, *args, **kwargs)
-            else:
-                file = sys._getframe(1).f_code.co_filename
-                if owner_of(file) == "torch" and not file.endswith("_tensor.py"):  # no read on a GPU, such as Adam's
-                    return original(tensor, *args, **kwargs)
-            return self._timed(call, original, tensor, *args, **kwargs)
+                return None
+            elif owner_of(file := frame.f_code.co_filename) == "torch" and not file.endswith("_tensor.py"):
+                return None  # no read on a GPU, such as Adam's
+            return self._wait(call, frame)
 
-        return functools.wraps(original)(reading)
+        return begins
 
-    def _waiting(self, call: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def waiting(*args: Any, **kwargs: Any) -> Any:
-            if self.is_reading or not self.finder.is_mine() or not self.finder.is_under_way:
-                return original(*args, **kwargs)
-            return self._timed(call, original, *args, **kwargs)
-
-        return self._when_eager(original, waiting)
-
-    def _moving(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _waits(self, call: str) -> Begins:
         finder = self.finder
 
-        def moving(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.on_gpu or self.is_reading or not finder.is_mine():
-                return original(tensor, *args, **kwargs)
-            source = args[0] if name == "copy_" and args else tensor
-            if getattr(source, "is_cuda", False):
-                if name == "copy_" and tensor.is_cuda:
-                    return original(tensor, *args, **kwargs)
-                start = time.perf_counter()
-                moved = original(tensor, *args, **kwargs)
-                if not moved.is_cuda and not kwargs.get("non_blocking"):
-                    finder.waited(self.lines.number(name), (time.perf_counter() - start) * 1e3)
-                return moved
-            if not finder.enter(COPIES):
-                return original(tensor, *args, **kwargs)
-            try:
-                return original(tensor, *args, **kwargs)
-            finally:
-                finder.leave()
+        def begins(_: Any, frame: FrameType) -> Begun:
+            is_told = not self.is_reading and finder.is_mine() and finder.is_under_way
+            return self._wait(call, frame) if is_told else None
 
-        return functools.wraps(original)(moving)
+        return begins
 
-    def _timed(self, call: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            with self.aside():
-                return original(*args, **kwargs)
-        finally:
-            ms = (time.perf_counter() - start) * 1e3
-            self.finder.waited(self.lines.number(call, 3), ms)
+    def _wait(self, call: str, frame: FrameType) -> Begun:
+        number, read, start = self.lines.number(call, frame), object(), time.perf_counter()
+        self._read = read
 
-    def _when_eager(self, original: Callable[..., Any], hooked: Callable[..., Any]) -> Callable[..., Any]:
-        self._functions.append(when_eager(original, hooked))
-        return self._functions[-1]
+        def ended(at_s: float) -> None:
+            if self._read is read:
+                self._read = None
+                self.finder.waited(number, (at_s - start) * 1e3)
 
-    def _wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._set(owner, name, make(getattr(owner, name)))
-
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute, and back in the end: to what the owner itself had, or to nothing where it inherited it."""
-        own = vars(owner).get(name, _NOTHING)
-
-        def undo() -> None:
-            if own is _NOTHING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
-
-        self._undo.callback(undo)
-        setattr(owner, name, value)
-
-
-_NOTHING = object()
+        return ended, ()
 
 
 def parameters_of(optimizers: list[Optimizer]) -> Iterator[torch.Tensor]:

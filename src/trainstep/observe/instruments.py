@@ -8,6 +8,7 @@ so that later steps are not timed either.
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -391,7 +392,7 @@ def synchronisations(lines: Lines, found: Callable[[int], object], is_known: Cal
         if MESSAGE not in str(message):
             show(message, *arguments, **keywords)
         elif not is_known():
-            found(lines.number("a synchronising operation"))
+            found(lines.number("a synchronising operation", sys._getframe(1)))
 
     warnings.filterwarnings("always", message=f".*{MESSAGE}")
     added = warnings.filters[0]

@@ -75,9 +75,9 @@ class Lines:
         self._numbers: dict[tuple[Place, str], int] = {}
         self._on_new = on_new
 
-    def number(self, call: str, depth: int = 2) -> int:
-        """The number of the line around the caller's caller that calls `call`."""
-        key = place_of_call(sys._getframe(depth)), call
+    def number(self, call: str, frame: FrameType) -> int:
+        """The number of the line around a frame that calls `call`."""
+        key = place_of_call(frame), call
         if key not in self._numbers:
             self._numbers[key] = len(self._numbers)
             self._on_new(self._numbers[key], *key)

@@ -125,7 +125,6 @@ def _step_row(
         from_stock=_taken_from_stock(log, kept),
         first_step_ms=sum(steps[0].host),
         waits=sum(calls for step in kept for calls, _ in step.waits.values()) / len(kept) if kept else None,
-        hooks_ms=log.facts.get("cost_ms"),
         loader=main_loader(log.facts.get("loaders", ())),
         status="ok" if kept else "failed",
         reason="" if kept else f"no step of {len(steps)} could be timed: {_most_common(counts)}",
@@ -135,6 +134,7 @@ def _step_row(
 def _counts(steps: Sequence[Step]) -> dict[str, Any]:
     """Medians of the counts that are columns of the row; batches are those of all steps."""
     medians = {name: statistics.median([getattr(each, name) for each in steps]) for name in _COUNTED if steps}
+    medians["forwards"] = medians.get("forwards") or None  # calls of some models are not seen
     return medians | {"batches": sum(each.batches for each in steps)}
 
 

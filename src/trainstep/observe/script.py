@@ -55,12 +55,14 @@ class Run:
         """A script that catches even `SystemExit` ends where it would update its model once more."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+        from trainstep.observe.border import left_uncompiled
+
         def leave(*_: object) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
 
-        register_optimizer_step_pre_hook(leave)
+        register_optimizer_step_pre_hook(left_uncompiled(leave))
 
     def _end_before_exit(self) -> None:
         """Have `os._exit` write a trial's results first."""

@@ -9,23 +9,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader, TensorDataset
 
 from trainstep.measure.environment import describe
+from trainstep.measure.outcome import one_line
 from trainstep.measure.timing import CpuClock, DeviceClock, device_clock
-from trainstep.observe.compiling import untraced
 from trainstep.observe.hooks import Hooks, parameters_of
 from trainstep.observe.imports import after_import
 from trainstep.observe.lines import Lines, Place, place_of_call
@@ -45,9 +42,12 @@ class Plan:
     profile_after: int = 30  # steps before those, where the run has no end of its own
     has_memory: bool = True  # whether one step's allocations and dtypes are recorded
     folder: str = ""  # where a trace is written
-    has_cost: bool = True  # whether what measuring costs is found out at the end
 
 
+JOINED = (
+    "forward includes the loss where no call of a model was seen: a class of torch's such as nn.Sequential is not "
+    "observed; trainstep run --deep tells them apart"
+)
 Mark = tuple[float, Any]  # the host's clock, and an event in the device's queue or None
 
 
@@ -58,20 +58,24 @@ class Session:
         self.plan, self.log, self.script = plan, log, script
         self.device = torch.device("cpu")
         self._clock: DeviceClock = CpuClock()
-        self.finder = StepFinder(self._mark, untraced(self._queue))
+        self.finder = StepFinder(self._mark, self._queue)
         self.finder.on_end = self._step_ended
-        self.hooks = Hooks(self.finder, Lines(self._new_line), is_deep=plan.is_deep)
+        self.hooks = Hooks(self.finder, Lines(self._new_line), is_deep=plan.is_deep, on_failure=self._failed)
         self.finder.in_stock = self.hooks.loaders.stock
         self.on_stop: Callable[[], object] = lambda: None  # called before the script is ended
         self._recompilations = Recompilations(log)
         self._queued: deque[Step] = deque()
         self._handed_out = 0
-        self._is_finished = self._knows_device = False
+        self._is_finished = self._knows_device = self._is_joined = False
         self._instruments: Any = None
 
     def start(self) -> None:
         """Install the hooks."""
         self.hooks.install()
+        if self.plan.is_deep:
+            from trainstep.observe.beyond import Beyond
+
+            Beyond(self.hooks).install()
         self._recompilations.start()
         self.log.write("facts", {"torch": torch.__version__})
         self.hooks.before_optimizer = self._before_optimizer
@@ -94,29 +98,11 @@ class Session:
         self._recompilations.look(self.finder.ended)
         self._recompilations.stop()
         self._write_loaders()
+        if self._is_joined:
+            self._write_found(JOINED)
+        self._write_peak()
         if not self.finder.ended and self.finder.backwards:
             self.log.write("facts", {"backwards": self.finder.backwards})
-        if self.finder.ended and self.plan.has_cost:
-            self.log.write("facts", {"cost_ms": self._cost_ms()})
-
-    def _cost_ms(self) -> float | None:
-        """Milliseconds that measuring costs a step; None where that cannot be found out here and now."""
-        probe = Session(Plan(), LogWriter(Path(os.devnull)))
-        probe.finder.mark, probe._knows_device = self.finder.mark, True
-
-        def with_hooks(call: Callable[[], object]) -> None:
-            probe.hooks.install()
-            try:
-                call()
-            finally:
-                probe.hooks.remove()
-
-        try:
-            return cost_of_a_step(with_hooks)
-        except Exception:  # the script may have left torch in any state
-            return None
-        finally:
-            probe.log.close()
 
     @staticmethod
     def _mark() -> Mark:
@@ -126,6 +112,12 @@ class Session:
         if torch.cuda.is_current_stream_capturing():
             return time.perf_counter(), None  # an event would become a part of the graph
         return time.perf_counter(), self._clock.record()
+
+    def _coming_mark(self) -> tuple[Iterable[Iterator[Any]], Any]:
+        if torch.cuda.is_current_stream_capturing():
+            return (), None
+        event, stream = torch.cuda.Event(enable_timing=True), torch.cuda.current_stream(self.device)
+        return (map(torch._C._CudaEventBase.record, (event,), (stream,)),), event
 
     def _step_ended(self) -> None:
         """An optimizer has stepped: what instruments do happens at this border."""
@@ -140,7 +132,7 @@ class Session:
             self.device = parameter.device
             self.hooks.on_gpu = True
             self._clock = device_clock(self.device)
-            self.finder.mark = self._mark_on_gpu
+            self.finder.mark, self.hooks.coming_mark = self._mark_on_gpu, self._coming_mark
             self._clock.synchronize()  # once, in the first step: from here on both clocks are held against each other
         if self.plan.is_deep and (self.plan.profiled_steps or self.plan.has_memory):
             from trainstep.observe.instruments import Instruments, trace_path
@@ -167,6 +159,7 @@ class Session:
         self._handed_out += 1
         self._write_queued()
         is_missed = step.backwards and not step.forwards and self._handed_out > 1  # models are found in the first step
+        self._is_joined = self._is_joined or bool(is_missed)
         if is_missed and self.hooks.roots.search_deeper():
             self.finder.tag(SEARCHED)
         if self.plan.steps is not None and self._handed_out >= self.plan.steps and not self._is_finished:
@@ -180,7 +173,7 @@ class Session:
         raise SystemExit(0)
 
     def _before_optimizer(self, optimizer: Optimizer) -> None:
-        if not self._knows_device:
+        if not self._knows_device and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             self._knows_device = True
             try:
                 with self.hooks.aside(), torch._C.DisableTorchFunction():  # a mode of the script's sees none of this
@@ -210,12 +203,28 @@ class Session:
                 return
         self.log.write("step", step.logged())
 
+    def _failed(self, error: Exception) -> None:
+        """Something of ours raised, and nothing is observed from here on."""
+        self.finder.switch_off()
+        self._write_found(f"the observation ended: {type(error).__name__}: {one_line(error)}")
+
     def _write_found(self, found: Row | str) -> None:
         """Write what an instrument found, or why it found nothing."""
         if isinstance(found, str):
             self.log.write("note", {"text": found})
         else:
             self.log.write("row", {"row": sections_of(found)})
+
+    def _write_peak(self) -> None:
+        """Write the most memory so far: torch's count of a GPU's, else the system's of this process, where it has
+        one."""
+        peak = None
+        if self.hooks.on_gpu:
+            peak = torch.cuda.max_memory_allocated(self.device)
+        elif (status := Path("/proc/self/status")).exists():
+            line = next(each for each in status.read_text().splitlines() if each.startswith("VmHWM:"))
+            peak = int(line.split()[1]) * 1024
+        self.log.write("facts", {"peak_bytes": peak})
 
     def _write_loaders(self) -> None:
         self.log.write("facts", {"loaders": self.hooks.loaders.found()})
@@ -234,48 +243,6 @@ class Session:
                 self.log.write_from_child("elsewhere", {"what": "a process that the script forked", "pid": os.getpid()})
 
         self.hooks.before_optimizer = say
-
-
-# Cost of measuring a step: the same very short steps with the hooks and without them.
-#
-# They are taken when the script is done, so that it sees nothing of them, neither time nor random numbers. A script's
-# step costs about as much if it has as many phases, and more for every part of an accumulated one.
-STEPS, LEFT_OUT = 25, 5
-PAIRS = 5
-
-
-def cost_of_a_step(with_hooks: Callable[[Callable[[], object]], object]) -> float | None:
-    """Milliseconds: the fastest run with hooks less the fastest without; None where noise hides what is between them.
-
-    Runs are taken in turns, as a machine that is busy with other work slows whole runs down.
-
-    Args:
-        with_hooks: makes a call under the hooks.
-    """
-    without: list[float] = []
-    under: list[float] = []
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
-        for _ in range(PAIRS):
-            without.append(_median_of_steps())
-            with_hooks(lambda: under.append(_median_of_steps()))
-    cost = min(under) - min(without)
-    return cost if cost > 0 else None
-
-
-def _median_of_steps() -> float:
-    """The median of some steps of a tiny model, in milliseconds."""
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    taken = []
-    start = time.perf_counter()
-    for (x,) in DataLoader(TensorDataset(torch.zeros(STEPS, 2)), batch_size=1):
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end = time.perf_counter()
-        taken.append((end - start) * 1e3)
-        start = end
-    return statistics.median(taken[LEFT_OUT:])
 
 
 # Compilations by torch.compile while a script ran, and why it compiled again.

@@ -9,6 +9,7 @@ the loss (from a forward pass to its backward pass) or anything else.
   one between them (a GAN's two optimizers) each has steps of its own.
 - A step that a gradient scaler leaves out ends where the optimizer would have stepped, and is marked.
 - A model in evaluation mode that is called without gradients is an evaluation.
+- Where no call of a model is seen before a backward pass, forward and loss are one phase, "forward".
 
 Nothing here knows torch: times are marks that somebody else makes and reads.
 """
@@ -22,6 +23,7 @@ from typing import Any
 
 DATA, COPIES, FORWARD, LOSS, BACKWARD = "data", "copies", "forward", "loss", "backward"
 COMMUNICATION, OPTIMIZER, OTHER, EVALUATION = "communication", "optimizer", "other", "evaluation"
+GRADIENTS = "gradients"  # a call of `torch.autograd.grad`; its phase is backward
 CALLS = (FORWARD, EVALUATION)
 """Calls of a model, in which further ones are a part of it."""
 
@@ -52,6 +54,7 @@ class Step:
     forwards: int = count()
     backwards: int = count()
     evaluations: int = count()
+    hooks_ms: float = count()  # that measuring it took
     samples: int = count()  # in the batches that loaders gave
     batches: int = count()  # that loaders gave
     stock: tuple[int, int] = (0, 0)  # batches at its end: that lay ready in loaders, and with those that were asked for
@@ -103,6 +106,8 @@ class Step:
         for clock in ("host", "device"):
             if clock in found:
                 found[clock] = [round(ms, 4) for ms in found[clock]]
+        if self.hooks_ms:
+            found["hooks_ms"] = round(self.hooks_ms, 4)
         if self.tags:
             found["tags"] = sorted(self.tags)
         return found
@@ -154,11 +159,10 @@ class StepFinder:
         self.listeners: list[Callable[[str], object]] = []  # called with each phase that begins
         self.on_end: Callable[[], object] = lambda: None  # called when an optimizer step has ended
         self.in_stock: Callable[[], tuple[int, int]] = lambda: (0, 0)  # as a step's `stock`, now
-        self.marks = 0  # made so far
         self.ended = 0  # steps that have ended so far
         self.steps_taken = 0  # times that an optimizer stepped
         self._thread = threading.get_ident()
-        self._is_off = self._has_backward = False
+        self._is_off = self._has_backward = self._has_gradients = False
         self._stack: list[str | None] = []  # what is under way, the innermost last; None: what no call claims
         self._between = OTHER  # what no call claims, here
         self._current = ""
@@ -202,7 +206,7 @@ class StepFinder:
         if self._open is None:
             if phase in (EVALUATION, COPIES, COMMUNICATION):
                 return False  # before training
-            self._open = Step(phases=[phase], marks=[self._marked()])
+            self._open = Step(phases=[phase], marks=[self.mark()])
             self._current = phase
         if phase in CALLS:
             self._open.forwards += phase == FORWARD
@@ -210,8 +214,21 @@ class StepFinder:
         elif phase == BACKWARD:
             self._open.backwards += 1
             self._has_backward = True
+            if not self._open.forwards and self._open.phases[-1] == OTHER:
+                self._open.phases[-1] = FORWARD
         self._stack.append(phase)
         self._switch(phase)
+        return True
+
+    def differentiate(self) -> bool:
+        """`torch.autograd.grad` begins, which is a backward pass of its own only where the step has no other. False
+        where it is not to be left, as `enter` has it."""
+        if self._open is None or not self.is_mine() or {FORWARD, EVALUATION, BACKWARD} & set(self._stack):
+            return False
+        self.settle()
+        self._has_gradients = True
+        self._stack.append(GRADIENTS)
+        self._switch(BACKWARD)
         return True
 
     def _take_thread(self) -> None:
@@ -222,14 +239,14 @@ class StepFinder:
             self._open = None
             self._stack.clear()
 
-    def leave(self) -> None:
-        """The phase that began last ends."""
+    def leave(self, at: Any = None) -> None:
+        """The phase that began last ends: now, or at a mark that was made."""
         if not self._stack:
             return
         left = self._stack.pop()
         if left in (FORWARD, BACKWARD):
             self._between = LOSS if left == FORWARD else OTHER
-        self._return()
+        self._return(at)
 
     def claim_nothing(self) -> None:
         """Until `leave`, what runs is no part of the phase around it: a closure that an optimizer calls."""
@@ -261,7 +278,9 @@ class StepFinder:
         if self._optimizers or self._open is None:
             return
         self._between = OTHER
-        end, open_, last = self._marked(), self._open, self._last
+        self._open.backwards = self._open.backwards or int(self._has_gradients)
+        self._has_gradients = False
+        end, open_, last = self.mark(), self._open, self._last
         open_.marks.append(end)
         open_.updated, open_.stock = [name], self.in_stock()
         if open_.backwards == 0 and last is not None:
@@ -286,6 +305,16 @@ class StepFinder:
             self._open.samples += samples
             self._open.batches += 1
 
+    def evaluated(self) -> None:
+        """A part of an evaluation is in the step under way."""
+        if self._open is not None:
+            self._open.evaluations += 1
+
+    def measuring_took(self, ms: float) -> None:
+        """Add to what measuring the step under way took."""
+        if self._open is not None:
+            self._open.hooks_ms += ms
+
     def tag(self, what: str) -> None:
         """Note that an instrument does something in the step under way."""
         if self._open is not None:
@@ -297,21 +326,17 @@ class StepFinder:
             step, self._last = self._last, None
             self.on_step(step)
 
-    def _return(self) -> None:
+    def _return(self, at: Any = None) -> None:
         """Back to what is around."""
         top = self._stack[-1] if self._stack else None
         if self._open is not None:
-            self._switch(self._between if top is None else top)
+            self._switch(self._between if top is None else BACKWARD if top == GRADIENTS else top, at)
 
-    def _switch(self, phase: str) -> None:
+    def _switch(self, phase: str, at: Any = None) -> None:
         if phase != self._current and self._open is not None:
             self._open.phases.append(phase)
-            self._open.marks.append(self._marked())
+            self._open.marks.append(self.mark() if at is None else at)
             self._current = phase
             if self.is_mine():  # not one of autograd's threads
                 for listener in self.listeners:
                     listener(phase)
-
-    def _marked(self) -> Any:
-        self.marks += 1
-        return self.mark()

@@ -30,7 +30,6 @@ from torch.jit import _builtins
 from torch.utils import _device
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainstep.observe import hooks
 from trainstep.observe.lines import line_of_call, owner_of
 
 Note = Callable[[str, str], object]
@@ -288,8 +287,6 @@ class LateReads:
             reading.number()
 
     def _is_late(self, tensor: Tensor, frame: Any) -> bool:
-        while frame.f_code.co_filename == hooks.__file__:  # which times reads
-            frame = frame.f_back
         is_scripts = owner_of(frame.f_code.co_filename) in ("user", "library")
         return is_scripts and tensor.numel() == 1 and tensor.is_floating_point() and self._is_meant(tensor)
 

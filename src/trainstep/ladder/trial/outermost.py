@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainstep.observe.untraced import when_eager
-
 
 class Outermost:
     """Calls each of `on_first` with a model that is about to be called in training for the first time."""
@@ -46,7 +44,11 @@ class Outermost:
                 if self._is_on:
                     self._put(looking)
 
-        looking = when_eager(original, outermost)
+        def looking(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # dynamo then compiles as if this were not there
+                return original(*args, **kwargs)
+            return outermost(*args, **kwargs)
+
         self._put(looking)
 
     def remove(self) -> None:
