@@ -15,7 +15,6 @@ from trainstep.bench import turns
 from trainstep.bench.attention import AttentionTurns, run_cases
 from trainstep.bench.cases import GRIDS, LISTS, AttentionCase, grid_cases, listed_cases, named_grid
 from trainstep.check.verdict import Part, Verdict
-from trainstep.measure import outcome
 from trainstep.rows import AttentionRow
 
 SMALL = AttentionCase("sdpa", batch=2, heads=2, seq=64, head_dim=16, causal="yes", dtype="fp32")
@@ -227,27 +226,6 @@ def test_the_cache_is_overwritten_before_each_pass(monkeypatch):
     with order:
         list(run_cases([case], device="cpu", warmup=1, passes=3))
     assert order.events == [12345, "forward"] * 4
-
-
-def test_garbage_is_looked_for_after_cases_and_failures_but_not_after_rounds(monkeypatch):
-    """It takes longer than a round of a short case."""
-    looked, timed = [], []
-    monkeypatch.setattr(outcome, "release_memory", lambda **options: looked.append("case"))
-    monkeypatch.setattr(turns, "release_memory", lambda **options: looked.append(options))
-    original = AttentionTurns._time_round
-
-    def fails_later(self, checked, case, *arguments):
-        timed.append(case.impl)
-        if case.impl == "sdpa" and timed.count("sdpa") == 3:
-            raise torch.OutOfMemoryError("no room")
-        original(self, checked, case, *arguments)
-
-    monkeypatch.setattr(AttentionTurns, "_time_round", fails_later)
-    cases = [dataclasses.replace(SMALL, impl=impl) for impl in ("eager", "sdpa")]
-    rows = list(run_cases(cases, device="cpu", warmup=1, passes=5, rounds=5))
-    assert [row.status for row in rows] == ["ok", "out of memory"]
-    assert timed.count("eager") == 5
-    assert looked == ["case", "case", {"drop_compiled": False}, {}]
 
 
 @pytest.mark.gpu
