@@ -36,7 +36,7 @@ TRAINS = {
             "own clip",
         ),
         *("GradScaler", "finish each", "plain state, inner", "declared optimizer", "evaluation", "two forwards"),
-        *("no_grad between", "zeros"),
+        *("no_grad between", "zeros", "forward called"),
         *list(callers.SCENARIOS)[:-2],
     ],
     "fsdp in pairs": [
