@@ -129,7 +129,7 @@ def differences(script: Script, folder: Path, *, ranks: bool = False) -> dict[st
     plain = run(script, folder, launch, ranks=ranks)
     observer = ["-m", "trainstep", "run", "--out", str(folder / "out")]
     if not ranks:  # Python would take a file trainstep.py of the working folder for `-m trainstep`
-        observer = [str(Path(sys.executable).with_name("trainstep")), *observer[2:], "python"]
+        observer = [str(Path(sys.executable).with_name("trainstep")), *observer[2:], sys.executable]
     under = run(script, folder, [*launch, *observer] if ranks else observer, ranks=ranks)
     if not ranks:
         under["stderr"] = under["stderr"].partition("\ntrainstep run ")[0]
@@ -147,7 +147,8 @@ def cases(wanted: str) -> list[object]:
         for script in scripts:
             if wanted in ("all", *script.marks):
                 mark = pytest.mark.gpu if "gpu" in script.marks else pytest.mark.thorough
-                found.append(pytest.param(script, id=f"{kind}-{script.name}", marks=mark))
+                marks = () if "quick" in script.marks and wanted == "all" else mark
+                found.append(pytest.param(script, id=f"{kind}-{script.name}", marks=marks))
     return found
 
 
