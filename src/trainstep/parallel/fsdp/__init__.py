@@ -4,18 +4,20 @@ The schedule of a step, for a model of blocks b0 … bn:
 
 - At rest a rank has its shard of every parameter with two or more dimensions, in the dtype it is trained in, the
   shard's gradient and the optimizer's state for it. Parameters with fewer dimensions are replicated.
-- Forward. When block i is called, its gather has been under way since block i-2 was called. On a side stream the rank's
+- Forward. Calls are expected in the order of the pass before. In a first pass each block is gathered when it is called.
+  Later, when block i is called, its gather has been under way since block i-2 was called. On a side stream the rank's
   own rows are cast to `compute_dtype` into their place in the full parameters, and one all-gather fills in the rest.
-  The call waits for that, starts the gather of block i+2, and computes. Afterwards the full parameters are freed; those
-  of the last blocks are kept, because backward begins with them.
+  The call starts the gather of block i+2, waits for its own, and computes. Afterwards the full parameters are freed.
+  Those of the last blocks are kept, because backward begins with them.
 - Backward runs the same in reverse: when it reaches block i's outputs, blocks i-1 and i-2 are gathered. Gradients wait
   where autograd left them if copies will carry them, and in a buffer of their block otherwise. When backward has left
   the block, its full parameters are freed and its gradients are sent, beside the backward of block i-1, and this rank's
   rows of the mean arrive in the shards' `.grad`. Where it is not seen leaving, as of a block whose inputs need no
-  gradient, both happen at the end of backward.
+  gradient, both happen when backward reaches an earlier call, or at its end.
 - `finish_gradient_synchronization` averages the replicated parameters' gradients in one flat call, and waits.
 
-On a GPU nothing of this makes the host wait.
+On a GPU the host waits in two places only: over NCCL, where ranks compare what they did in the pass before, and at the
+end of a step where some rank left a replicated parameter unused.
 
 With replicas (hybrid sharding; a mesh of two dimensions, see `trainstep.parallel.ranks`) all of this is done by the
 ranks of one replica, a row of the mesh, and the mean over them is then averaged between replicas, as shards: when a
