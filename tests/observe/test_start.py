@@ -15,7 +15,7 @@ from tests.observe.measuring import run_command, sentences
 from trainstep.base.errors import UsageError
 from trainstep.observe.log import log_path, read_log, read_logs
 from trainstep.observe.rows import how_it_ended
-from trainstep.observe.supervise import Rank, command_of, own_folder, run_script
+from trainstep.observe.supervise import Rank, _told, command_of, own_folder, run_script
 from trainstep.rows import ScriptRow
 from trainstep.rows.records import of_kind
 
@@ -181,6 +181,31 @@ def test_a_script_ends_as_it_does_plain(how, tmp_path, folder):
         assert (folder / "f").read_text() == "", "nothing of ours goes to a file of the script's"
 
 
+@pytest.mark.parametrize("error", ["KeyError('secret')", "ConnectionError('https://me:secret@host')"])
+def test_the_text_of_an_exception_is_reported_where_it_is_asked_for(error, tmp_path, folder):
+    (folder / "train.py").write_text(f"raise {error}")
+    with (tmp_path / "2").open("wb") as errors:
+        command, options = command_of(["train.py"]), {"is_verbatim": True, "stderr": errors}
+        assert run_script(command, Rank.of({}), tmp_path / "out", {}, **options) == 1
+    said = how_it_ended(read_log(log_path(tmp_path / "out", 0)), 1)
+    assert said.startswith(f"it was ended by {error.partition('(')[0]}: ")
+    assert "secret" in said
+    assert said.endswith(" (train.py:1)")
+
+
+@pytest.mark.parametrize("words", [["sleep", "30"], [sys.executable, "-c", "import time; time.sleep(30)", "--token=x"]])
+def test_a_process_that_a_script_starts_is_named_by_its_program(words):
+    with subprocess.Popen(words) as child:
+        whole = ""
+        while whole in ("", "a process that the script forked"):  # it begins just now
+            whole = _told(child.pid, os.getpid(), is_verbatim=True)
+        assert whole == f"the command {' '.join(words)!r}"
+        program = os.path.basename(words[0])
+        assert _told(child.pid, os.getpid(), is_verbatim=False) == f"the command {program!r}"
+        child.kill()
+    assert _told(child.pid, os.getpid(), is_verbatim=True) == ""
+
+
 NAMED = ("trainstep", "tomllib", "resource", "typing_extensions", "statistics", "msgspec")
 TRAINS = """
 import sys, traceback
@@ -213,8 +238,10 @@ def test_a_script_has_its_own_modules_and_we_have_ours(names, folder):
             real += "_path = [p for p in sys.path if p.endswith('site-packages')][0] + '/typing_extensions.py'\n"
             real += "exec(compile(open(_path).read(), _path, 'exec'))\n"
         (folder / f"{name}.py").write_text(f"OWN = {name!r}\nprint('loaded', {name!r})\n{real}")
-    plain = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, check=False)
-    ended, rows = run_command(folder / "out", sys.executable, "train.py")
+    elsewhere = folder.parent  # where `python -m trainstep` is ours
+    words = [sys.executable, str(folder / "train.py")]
+    plain = subprocess.run(words, capture_output=True, text=True, check=False, cwd=elsewhere)
+    ended, rows = run_command(folder / "out", *words, cwd=elsewhere)
     assert plain.stderr == "done\n", plain.stderr
     assert (ended.returncode, ended.stdout) == (plain.returncode, plain.stdout), ended.stderr
     (row,) = of_kind(rows, ScriptRow)
@@ -248,10 +275,10 @@ def begun(folder, *words):
 
 def test_twenty_stops_and_goes_end_nothing(folder):
     """An interrupted wait for signals has no signal to hand on."""
-    running = begun(folder, "plain", "16")
-    for _ in range(20):
+    running = begun(folder, "plain", "7")
+    for turn in range(20):
         os.kill(running.pid, signal.SIGSTOP)
-        time.sleep(0.6)
+        time.sleep(0.6 if turn % 5 == 0 else 0.1)
         os.kill(running.pid, signal.SIGCONT)
         time.sleep(0.02)
     output, errors = running.communicate(timeout=120)

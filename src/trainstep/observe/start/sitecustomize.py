@@ -66,10 +66,12 @@ def _begin() -> None:
         if os.getpid() != process:
             return
         try:
-            if runs:
+            if runs or task["verbatim"]:
                 with beside:
+                    if not runs:
+                        run()
                     runs[0].end()
-            else:  # no torch, so nothing that could import what it takes
+            else:  # no torch, and nothing to import for what is known
                 error = getattr(sys, "last_value", None)
                 how = b'"returned"' if error is None else b'"raised", "error": "%s"' % type(error).__name__.encode()
                 os.write(log, b'{"is": "end", "how": %s}\n' % how)
