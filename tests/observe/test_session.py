@@ -118,6 +118,30 @@ def test_the_border_tells_forward_from_loss_where_a_model_has_a_class_of_its_own
     assert log.facts["peak_bytes"] > 2**20
 
 
+def test_a_mode_of_the_script_s_sees_its_own_calls_alone(tmp_path):
+    model, seen = Net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(getattr(func, "__name__", str(func)))
+            return func(*args, **kwargs or {})
+
+    def train():
+        seen.clear()
+        with Mode():
+            for _ in range(3):
+                loss = model(torch.ones(4, 16)).square().mean()
+                loss.backward()
+                optimizer.step()
+                loss.item()
+        return list(seen)
+
+    plain, under = train(), []
+    measure("own", tmp_path, call=lambda: under.extend(train()))
+    assert under == plain
+
+
 def test_gradients_that_a_script_asks_for_are_a_step_s_backward_pass_only_where_it_has_no_other(tmp_path):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

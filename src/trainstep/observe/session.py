@@ -128,8 +128,10 @@ class Session:
     def _know_the_device(self, optimizer: Optimizer) -> None:
         """In the first step, which also pays for this."""
         parameter = next(parameters_of([optimizer]), None)
-        if parameter is not None and parameter.device.type == "cuda":
-            self.device = parameter.device
+        with torch._C.DisableTorchFunction():  # a mode or subclass of the script's would see that somebody asks
+            device = None if parameter is None else parameter.device
+        if device is not None and device.type == "cuda":
+            self.device = device
             self.hooks.on_gpu = True
             self._clock = device_clock(self.device)
             self.finder.mark, self.hooks.coming_mark = self._mark_on_gpu, self._coming_mark
