@@ -134,6 +134,7 @@ def test_the_gain_has_its_interval_and_its_proof():
         "gradient_error": 0.005, "error_budget": 0.02, "before_ms": 100.0, "after_ms": 50.0,
         "peak_before_gib": None, "peak_after_gib": None,
     }  # fmt: skip
+    assert only.sentence.startswith("Bf16 autocast makes the step 2.00× faster (")
 
 
 def bf16(name="bf16 autocast", case=None, **values):
@@ -149,9 +150,12 @@ def test_only_changes_that_are_still_there_count_and_only_what_was_checked_is_ca
     assert only.figures["changes"] == ("bf16 autocast", "fused optimizer")
     assert only.figures["unchecked"] == ("fused optimizer",)
     assert (only.figures["precision_change"], only.figures["after_precision"]) == ("bf16 autocast", 2.0)
+    assert "(2.00× of it after bf16 autocast)" in only.sentence
+    assert "the updates of fused optimizer were not checked" in only.sentence
     checked = [*rows[:-1], bf16("fused optimizer", **fused, update_error=1e-7, update_allowed=1e-6)]
     (only,) = found(checked, "gain")
     assert only.figures["unchecked"] == ()
+    assert "loss, gradients and updates within" in only.sentence
     (only,) = found(rows[:3], "gain")
     assert "precision_change" not in only.figures, "nothing came after it"
 
@@ -185,6 +189,7 @@ def test_what_is_kept_for_its_memory_is_not_called_faster():
     (only,) = found([rung("baseline", "baseline", peak_gib=4.0), smaller], "gain")
     assert only.id == "gain.smaller"
     assert (only.figures["peak_before_gib"], only.figures["peak_after_gib"]) == (4.0, 2.0)
+    assert "accepted for what else it saves: peak memory 4.00 GiB" in only.sentence
     (both,) = found([rung("baseline", "baseline", peak_gib=4.0), rung("fused optimizer"), smaller], "gain")
     assert both.figures["changes"] == ("fused optimizer", "bf16 autocast")
 
@@ -194,6 +199,8 @@ def test_no_gain_is_said_too():
     assert ids(rows, "gain") == ["gain.none"]
     (slower,) = found(rows, "ladder")
     assert (slower.id, slower.figures["change"], slower.figures["gain"]) == ("ladder.slower", "x", 0.5)
+    assert slower.sentence == "Not used: x makes the step 2.00× slower here."
+    assert "faster: the baseline is the best found." in said(rows, "gain")
     assert recommended_flags(rows) == ""
 
 

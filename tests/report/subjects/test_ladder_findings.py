@@ -90,6 +90,8 @@ def test_of_several_ladders_those_without_a_baseline_are_named():
         ("gain.no-baseline", "workload {c}", "torn file"),
         ("gain.none", "workload b", None),
     ]
+    (alone,) = found([failed_baseline()], "gain")
+    assert alone.sentence.startswith("The baseline failed (failed): no such file. There is nothing to compare with")
 
 
 def too_large(case=None):
@@ -104,6 +106,7 @@ def test_speedups_of_a_ladder_whose_baseline_is_too_large_are_over_the_first_run
     rest = [rung("x", "inconclusive", False), first_that_fits(), bf16(), rung("fused", case={"optimizer": "fused"})]
     told, gained = found([too_large(), *rest], "gain")
     assert (told.id, told.figures) == ("gain.too-large", {"reason": "40 GiB", "first": "tf32"})
+    assert told.sentence.startswith("The baseline is too large (40 GiB)")
     assert gained.id == "gain.faster"
     case = {"workload": "b"}
     named, _, _ = found([too_large(case), first_that_fits(case=case), BASELINE], "gain")
