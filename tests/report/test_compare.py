@@ -6,8 +6,11 @@ import pytest
 
 from trainstep.base.errors import UsageError
 from trainstep.base.stats import median_interval
-from trainstep.report.compare import compare, comparison_table, repeatability
+from trainstep.commands.compare import Compare
+from trainstep.commands.output import NOTHING_RAN
+from trainstep.report.compare import compare, comparison_table, other_conditions, repeatability, unmatched
 from trainstep.rows import row_of
+from trainstep.rows.records import write_whole
 
 LOSSES = [4.0, 3.0, 2.0]
 
@@ -339,3 +342,84 @@ def test_many_passes_of_one_case_take_time_in_proportion_to_their_number(monkeyp
     asked.clear()
     assert len(repeatability(passes)) == 199
     assert len(asked) <= 4 * 200
+
+
+# ---- cases that are left out of a comparison, and conditions that differ between the files
+
+
+def bare(precision="fp32", workload="small", status="ok", reason="", **environment):
+    samples = {"step": [1.0] * 7} if status == "ok" else {}
+    case = {"workload": workload, "precision": precision}
+    return row_of("step", case, {}, samples=samples, status=status, reason=reason, environment=environment)
+
+
+WRONG = bare("bf16", status="wrong", reason="off by 5")
+
+
+def said(old, new, **options):
+    return [(str(each), each.is_lost) for each in unmatched(old, new, **options)]
+
+
+def test_cases_that_both_files_have_times_of_are_not_mentioned():
+    assert said([bare(), row_of("profile", {"workload": "small"}, {})], [bare()]) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "state", "is_lost"),
+    [
+        ([bare("bf16")], [WRONG], "measured in the first file, wrong (off by 5) in the second", True),
+        ([bare("bf16")], [], "measured in the first file, no row in the second", False),
+        ([], [bare("bf16")], "no row in the first file, measured in the second", False),
+        ([WRONG], [bare("bf16")], "wrong (off by 5) in the first file, measured in the second", False),
+        ([WRONG], [WRONG], "wrong (off by 5) in the first file, wrong (off by 5) in the second", False),
+        ([], [bare("bf16", status="failed")], "no row in the first file, failed in the second", False),
+        ([bare("bf16")], [replace(WRONG, status="out of memory")],
+         "measured in the first file, out of memory (off by 5) in the second", True),
+        ([bare("bf16")], [replace(bare("bf16"), samples={})],
+         "measured in the first file, no times in the second", True),
+        ([bare("bf16")], [bare("bf16"), WRONG], "measured in the first file, wrong (off by 5) in the second", True),
+        ([bare("bf16")], [WRONG, bare("bf16")], "measured in the first file, wrong (off by 5) in the second", True),
+    ],
+)  # fmt: skip
+def test_what_is_left_out_is_named_with_its_reason(old, new, state, is_lost):
+    expected = [(f"kind step, workload small, precision bf16: {state}", is_lost)]
+    assert said([bare(), *old], [bare(), *new]) == expected
+
+
+def test_columns_that_may_differ_are_no_part_of_a_case():
+    other = replace(WRONG, workload="other")
+    assert said([bare("bf16")], [other], across=["workload"]) == [
+        ("kind step, precision bf16: measured in the first file, wrong (off by 5) in the second", True)
+    ]
+    assert len(said([bare("bf16")], [other])) == 2
+
+
+def test_conditions_that_differ_between_files_are_told():
+    old = bare(device="A", torch="2.11", threads=1, cores=2)
+    assert other_conditions([old], [old]) == []
+    assert other_conditions([old], [bare(device="B", torch="2.13", threads=4, cores=9)]) == [
+        "device A → B", "torch 2.11 → 2.13", "threads 1 → 4"
+    ]  # fmt: skip
+    assert other_conditions([old], [bare(torch="2.11", threads=1)]) == ["device A → –"]
+    failed = bare(status="failed", device="B")
+    assert other_conditions([old], [old, failed]) == [], "nothing was measured there"
+    assert other_conditions([old, replace(old, environment={**old.environment, "threads": 2})], [old]) == [
+        "threads 1 and 2 → 1"
+    ]
+
+
+def test_the_command_names_them_and_ends_with_an_error_where_a_case_was_lost(tmp_path, capsys):
+    files = [tmp_path / f"{name}.jsonl" for name in ("old", "new", "more")]
+    for path, rows in zip(
+        files, ([bare(device="A"), bare("bf16")], [bare(device="B"), WRONG], [bare(), bare("bf16"), bare("tf32")]),
+        strict=True,
+    ):  # fmt: skip
+        write_whole(path, rows)
+    assert Compare(old=files[0], new=files[1]).run() == NOTHING_RAN
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Not measured under the same conditions: device A" in printed
+    assert "precision bf16: measured in the first file, wrong (off by 5) in the second" in printed
+    assert Compare(old=files[0], new=files[2]).run() == 0
+    assert "precision tf32: no row in the first file, measured in the second" in " ".join(
+        capsys.readouterr().out.split()
+    )

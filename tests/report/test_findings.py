@@ -270,8 +270,7 @@ def test_rungs_at_the_power_cap_are_counted():
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "is_claimed"),
-    [(1.3, 1.5, False), (1.3, 1.9, True), (2.2, 3.0, False), (None, None, True)],
+    ("low", "high", "is_claimed"), [(1.3, 1.5, False), (1.3, 1.9, True), (2.2, 3.0, False), (None, None, True)]
 )
 def test_a_speedup_that_is_not_found_again_in_turns_is_not_claimed(low, high, is_claimed):
     """By its gains the top was 8.86 times as fast as the first rung, on a busy machine; in turns with it 2.13 times."""

@@ -31,7 +31,7 @@ CONDITIONS = ("device", "torch", "threads")
 """Columns of the environment that a ratio of times is a ratio of, too."""
 
 CaseKey = tuple[tuple[str, Scalar], ...]
-LOSSES = ("losses differ by", "allowed")
+TIMES, LOSSES = ("old (ms)", "new (ms)", "speed-up", "95 % interval"), ("losses differ by", "allowed")
 LOSSES_DIFFER, TOKENS_DIFFER, BATCH_GREW = "losses differ", "tokens differ", "moved to batch"
 """Words in the place of a verdict on times."""
 
@@ -249,18 +249,7 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
         batch = [" → ".join(number(ms) for ms in each.batch or ())] if batches else []
         settings = (number(each.case.get(name)) for name in shown)
         rows.append((each.kind, *settings, *times, *batch, *work, *losses, _said(each)))
-    columns = (
-        "kind",
-        *shown,
-        "old (ms)",
-        "new (ms)",
-        "speed-up",
-        "95 % interval",
-        *batches,
-        *tokens,
-        *LOSSES,
-        "verdict",
-    )
+    columns = ("kind", *shown, *TIMES, *batches, *tokens, *LOSSES, "verdict")
     sizes = (str(each.case.get(name)) for each in comparisons for name in shown if name in ("workload", "size"))
     return text_table("compare", with_shapes(caption, sizes), columns, rows)
 

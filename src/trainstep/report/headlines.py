@@ -186,13 +186,13 @@ def _step(step: StepRow, found: Sequence[Finding]) -> Headline:
         ("Achieved", number(step.achieved_tflops), "TFLOP/s" + _of_peak(step)),
         ("Peak memory", UNMEASURED if step.peak_gib is None else gib(step.peak_gib), "of one step"),
     ]
-    return Headline(
-        Cell(f"{number(step.step_ms)} ms", step.step_ms, "step_ms"),
-        "per training step",
-        f"{_median(step.n)}: {span(step, 'step')}",
-        [stat for stat in stats if stat[1] != NONE],
-        _sentence([", ".join(["one process", *_steps(step.n)]), *_noise(found, "steps"), *_quiet([step])]),
-    )
+    stats = [stat for stat in stats if stat[1] != NONE]
+    confidence = _sentence([", ".join(["one process", *_steps(step.n)]), *_noise(found, "steps"), *_quiet([step])])
+    return Headline(_per_step(step), "per training step", f"{_median(step.n)}: {span(step, 'step')}", stats, confidence)
+
+
+def _per_step(row: StepRow | ProfileRow) -> Cell:
+    return Cell(f"{number(row.step_ms)} ms", row.step_ms, "step_ms")
 
 
 def _profile(profile: ProfileRow, records: Sequence[Row]) -> Headline:
@@ -211,14 +211,9 @@ def _profile(profile: ProfileRow, records: Sequence[Row]) -> Headline:
     told = f"{told_apart(profile, profiles)}: " if len(profiles) > 1 else ""
     profiled = [] if profile.profiled_n is None else [f"{number(profile.profiled_n)} steps under the profiler"]
     cost = [] if profile.profiler_cost is None else [f"the profiler cost {profile.profiler_cost:.0%} of the step"]
-    steps = f"{_median(profile.n)} without the profiler, {span(profile, 'step')}"
-    return Headline(
-        Cell(f"{number(profile.step_ms)} ms", profile.step_ms, "step_ms"),
-        "per training step",
-        told + steps,
-        stats,
-        _sentence([", ".join(["one process", *profiled]), *cost]),
-    )
+    steps = f"{told}{_median(profile.n)} without the profiler, {span(profile, 'step')}"
+    confidence = _sentence([", ".join(["one process", *profiled]), *cost])
+    return Headline(_per_step(profile), "per training step", steps, stats, confidence)
 
 
 def _steps(n: int | None) -> list[str]:
@@ -334,13 +329,9 @@ def _first_of(
     stats = [(name, f"{number(other.median)} ms", _beside(best, other)) for name, other in others]
     samples = [] if first.n is None else [f"{number(first.n)} samples in one run"]
     told = ", ".join(f"{key} {value}" for key, value in case if key not in ("seed", "workload"))
-    return Headline(
-        Cell(f"{number(best.median)} ms", best.median, f"{time}_ms"),
-        words.format(order[0], len(order), **dict(case)),
-        f"{told}; median {span(first, time)}",
-        stats,
-        _sentence([*samples, *_noise(found)]),
-    )
+    figure = Cell(f"{number(best.median)} ms", best.median, f"{time}_ms")
+    says = words.format(order[0], len(order), **dict(case))
+    return Headline(figure, says, f"{told}; median {span(first, time)}", stats, _sentence([*samples, *_noise(found)]))
 
 
 def _beside(best: Times, other: Times) -> str:

@@ -64,10 +64,9 @@ def _of_script(climb: Climb) -> list[Block]:
     top, there = climb.top, climb.there
     if top is None or top.speedup_low is None or top.speedup_low <= 1:
         return []
+    gone = [(row.change, ratio_cell(row, "gain").plain) for row in climb.accepted[1:] if row not in there]
     note = f"Each gain is over the lines above it, between runs, with its 95 % interval; {_TEMPLATE}"
-    for row in climb.accepted[1:]:
-        if row not in there:
-            note += f" {row.change} had brought {ratio_cell(row, 'gain').plain} before another line took its place."
+    note += "".join(f" {name} had brought {gain} before another line took its place." for name, gain in gone)
     lines = [_line(row, ratio_cell(row, "gain")) for row in there]
     return [Advice("What to write in the script", note, lines, "script-lines")]
 

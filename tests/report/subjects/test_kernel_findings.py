@@ -12,7 +12,7 @@ from tests.report.subjects.test_kernels import gpu_profile, records
 from trainstep.report.findings import Finding
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.kernel_findings import brief_name
-from trainstep.rows import CeilingRow, ChangeRow, FamilyRow, ProfileRow
+from trainstep.rows import CeilingRow, ChangeRow, ProfileRow
 from trainstep.rows.records import Row, of_kind
 
 
@@ -75,10 +75,8 @@ def test_a_rung_that_proves_nothing_has_no_gain() -> None:
     ladder = [rung("fused attention", verdict="inconclusive"), rung("our FlashAttention", status="unsupported")]
     softmax = found([*records(gpu_profile()), *ladder])["softmax"]
     assert not [name for name in softmax.figures if name.startswith("gain")]
-    assert softmax.sentence.endswith(
-        "fused attention made no difference that the samples can show and our FlashAttention could not be used "
-        "(unsupported)."
-    )
+    assert "fused attention made no difference" in softmax.sentence
+    assert softmax.sentence.endswith("our FlashAttention could not be used (unsupported).")
 
 
 def test_float32_products_are_not_taken_for_tensor_cores() -> None:
@@ -170,27 +168,6 @@ def test_transfers_are_mended_by_where_they_go_and_what_they_come_from(to_host, 
     assert finding.figures == figures | {"to_host_share": to_host or 0}
 
 
-@pytest.mark.parametrize(
-    ("busy", "taken", "beside", "is_told"),
-    [
-        (10.0, 0.5, None, True),
-        (10.0, 0.4, None, False),
-        (10.0, 9.0, 8.6, False),
-        (0.1, 0.004, None, False),
-        (0.1, 0.006, None, True),
-        (1.0, 0.0, None, False),
-        (1.0, None, None, False),
-        (0.0, 0.4, None, False),
-        (None, 0.4, None, False),
-    ],
-)
-def test_transfers_are_held_against_what_keeps_the_device_busy_and_left_out_where_that_is_unknown(
-    busy, taken, beside, is_told
-) -> None:
-    every = on_profile(busy_ms=busy, transfers_ms=taken, transfers_overlapped_ms=beside)
-    assert ("transfers" in every) is is_told
-
-
 @pytest.mark.parametrize(("has_steps", "what"), [(None, "step"), (True, "step"), (False, "trace")])
 def test_figures_of_a_trace_that_announces_no_steps_are_of_the_whole_trace(has_steps, what) -> None:
     every = on_profile(has_steps=has_steps, busy_ms=1.0, transfers_ms=0.4)
@@ -200,25 +177,6 @@ def test_figures_of_a_trace_that_announces_no_steps_are_of_the_whole_trace(has_s
     per = {"step": "per step", "trace": "in the trace"}[what]
     assert every["transfers"].sentence.startswith(f"Transfers between host and device take 0.400 ms {per},")
     assert every["communication"].sentence.startswith(f"Communication takes 0.100 ms {per},")
-
-
-def test_transfers_are_no_part_of_the_kernel_time_of_which_the_optimizer_has_its_share() -> None:
-    """15 of 100 ms; with the transfers it would be 15 of 1000, and 90 of 100 by those of the optimizer's own phase."""
-    profile = ProfileRow(workload="large")
-    rows = [
-        FamilyRow(workload="large", phase=phase, family=family, ms=ms, gb=gb)
-        for phase, family, ms, gb in (
-            ("step", "matmul", 85.0, None),
-            ("step", "optimizer", 15.0, None),
-            ("step", "transfer", 900.0, 9.0),
-            ("optimizer", "optimizer", 15.0, 2.0),
-            ("optimizer", "transfer", 75.0, 9.0),
-        )
-    ]
-    told = found([profile, *rows])["optimizer-unfused"]
-    assert told.figures == {"share": 0.15, "gb": 2.0}
-    less = dataclasses.replace(rows[3], ms=14.0)
-    assert found([profile, *rows[:3], less, rows[4]]) == {}
 
 
 def test_what_each_device_hides_is_of_its_own_communication() -> None:

@@ -13,15 +13,7 @@ from trainstep.report.page import render
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.memory import cache_findings
 from trainstep.report.subjects.precision import dtype_findings, script_dtypes
-from trainstep.rows import (
-    AccumulationRow,
-    ChangeRow,
-    CheckpointingRow,
-    DtypeRow,
-    PeakRow,
-    ResidualRow,
-    StepRow,
-)
+from trainstep.rows import AccumulationRow, ChangeRow, CheckpointingRow, DtypeRow, PeakRow, ResidualRow, StepRow
 from trainstep.rows.records import Row, Status
 
 CASE: dict[str, Any] = {"workload": "m", "context": 128, "precision": "fp32"}
@@ -226,10 +218,6 @@ def test_dtypes_of_a_script_are_those_of_rows_without_a_precision_that_are_there
         DtypeRow(**CASE, module="other", outputs=("int8",)),
     ]
     (told,) = script_dtypes(rows)
-    assert told.figures == {
-        "parameters": ("float32",),
-        "gradients": ("float32",),
-        "outputs": ("bfloat16", "float16"),
-    }
+    assert told.figures == {"parameters": ("float32",), "gradients": ("float32",), "outputs": ("bfloat16", "float16")}
     assert [each.figures["precision"] for each in dtype_findings(rows)] == [CASE["precision"]]
     assert script_dtypes(rows[2:]) == []

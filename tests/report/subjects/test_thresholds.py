@@ -38,6 +38,10 @@ def family(name, share, phase="step", **values):
     return FamilyRow(**SETTINGS, family=name, phase=phase, share=share, **values)
 
 
+def transfers(busy, taken, beside=None):
+    return replace(PROFILE, busy_ms=busy, transfers_ms=taken, transfers_overlapped_ms=beside)
+
+
 def ceiling(tflops=100.0):
     return CeilingRow(operation="matmul", precision="fp32", tflops=tflops)
 
@@ -133,6 +137,15 @@ def piece(name, ms, tflop, gb_s=None):
         ("kernels.idle", [replace(PROFILE, idle_share=0.10)], True),
         ("kernels.idle", [replace(PROFILE, idle_share=0.09)], False),
         ("kernels.idle", [replace(PROFILE, idle_share=0.50, on_cpu=True)], False),
+        ("kernels.transfers", [transfers(10.0, 0.5)], True),
+        ("kernels.transfers", [transfers(10.0, 0.4)], False),
+        ("kernels.transfers", [transfers(10.0, 9.0, 8.6)], False),
+        ("kernels.transfers", [transfers(0.1, 0.004)], False),
+        ("kernels.transfers", [transfers(0.1, 0.006)], True),
+        ("kernels.transfers", [transfers(1.0, 0.0)], False),
+        ("kernels.transfers", [transfers(1.0, None)], False),
+        ("kernels.transfers", [transfers(0.0, 0.4)], False),
+        ("kernels.transfers", [transfers(None, 0.4)], False),
         ("kernels.communication", [replace(PROFILE, communication_ms=0.0, communication_overlapped_ms=0.0)], False),
         ("kernels.communication", [replace(PROFILE, communication_ms=1.0)], False),
     ],
@@ -411,6 +424,15 @@ def test_what_the_optimizer_takes_is_of_what_is_known(gb, told):
     rows = [family("a", 1, ms=100.0), family("b", 1), family("c", 1, "optimizer", ms=15.0, gb=gb),
             family("d", 1, "optimizer")]  # fmt: skip
     assert figures(PROFILE, *rows)["kernels.optimizer-unfused"] == {"share": 0.15, "gb": told}
+
+
+def test_transfers_are_no_part_of_the_kernel_time_of_which_the_optimizer_has_its_share():
+    """15 of 100 ms; with the transfers it would be 15 of 1000, and 90 of 100 by those of the optimizer's own phase."""
+    rows = [family("matmul", 1, ms=85.0), family("optimizer", 1, ms=15.0), family("transfer", 1, ms=900.0, gb=9.0),
+            family("transfer", 1, "optimizer", ms=75.0, gb=9.0)]  # fmt: skip
+    updates = family("optimizer", 1, "optimizer", ms=15.0, gb=2.0)
+    assert figures(PROFILE, *rows, updates)["kernels.optimizer-unfused"] == {"share": 0.15, "gb": 2.0}
+    assert figures(PROFILE, *rows, replace(updates, ms=14.0)) == {}
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,7 @@ from trainstep.rows.records import Row, Scalar, belonging, of_kind
 MOST = 0.5  # Owners are named, the largest first, until together they own more than this share of the peak
 WORTH = 0.05  # Share of the peak from which a part of the model is worth a change that shrinks it alone
 FUSED_OPTIMIZER, FUSED_ATTENTION, CHUNKED_LOSS = "the fused optimizer", "a fused attention", "a chunked loss"
-_TRIED = {
-    FUSED_OPTIMIZER: "memory.optimizer",
-    FUSED_ATTENTION: "memory.attention",
-    CHUNKED_LOSS: "memory.loss",
-}
+_TRIED = {FUSED_OPTIMIZER: "memory.optimizer", FUSED_ATTENTION: "memory.attention", CHUNKED_LOSS: "memory.loss"}
 """Advice → what changes that try it answer, whose result then takes its place."""
 UNFUSED_OPTIMIZER = (None, "adamw-foreach")  # None: a user's own, whose form is not known
 UNFUSED = [name for name, each in operators.ATTENTION.items() if each.memory == "scores"]

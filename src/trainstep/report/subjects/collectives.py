@@ -97,14 +97,10 @@ def _by_size(
         if (each := fit.collective) in roles:
             fitted = line(f"{each}, fitted", roles[each], own[each], partial(_fitted_ms, fit))
             series.append(replace(fitted, width=1.0, dash="dashed"))
-    setting = _setting(rows[0])
-    return Chart(
-        f"{name}-{setting}".replace(" ", "-").replace(",", ""),
-        title,
-        f"{setting}; dashed: the fitted line" if fits else setting,
-        partial(curves, sorted({row.size_mb for row in rows}), series, "MB", unit),
-        [(role, each) for each, role in roles.items()],
-    )
+    setting, plot = _setting(rows[0]), partial(curves, sorted({row.size_mb for row in rows}), series, "MB", unit)
+    caption = f"{setting}; dashed: the fitted line" if fits else setting
+    legend = [(role, each) for each, role in roles.items()]
+    return Chart(f"{name}-{setting}".replace(" ", "-").replace(",", ""), title, caption, plot, legend)
 
 
 def _fitted_ms(fit: CollectiveFitRow, row: CollectiveRow) -> float:

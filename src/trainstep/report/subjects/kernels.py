@@ -265,14 +265,13 @@ def _roofline_chart(
     ]
     if not points or not peaks or copy is None:
         return None
-    return Chart(
-        f"roofline{suffix}",
-        "Roofline: how near each family comes to this device’s limits",
+    caption = (
         f"{title}. Under the slope ({number(copy)} GB/s, measured) memory sets the pace, under the flat lines "
-        f"arithmetic. Counted: {profile.counted or NONE}.",
-        partial(roofline, points, peaks, copy),
-        [(FAMILY_ROLES.get(point.name, "series-1"), point.name) for point in points],
+        f"arithmetic. Counted: {profile.counted or NONE}."
     )
+    heading = "Roofline: how near each family comes to this device’s limits"
+    legend = [(FAMILY_ROLES.get(point.name, "series-1"), point.name) for point in points]
+    return Chart(f"roofline{suffix}", heading, caption, partial(roofline, points, peaks, copy), legend)
 
 
 def _timeline_chart(row: TimelineRow, title: str, suffix: str) -> Chart:

@@ -225,13 +225,10 @@ def _waterfall(climb: Climb, suffix: str) -> Chart:
             falls.append(_fall(row, before))
             before = row.step_ms or before if row.accepted else before
     shown = {fall.outcome for fall in falls}
-    return Chart(
-        f"ladder{suffix}",
-        f"From the first to the final configuration{f': {climb.name}' if climb.name else ''}",
-        "Each bar runs from the time accepted so far to the change’s own; thin lines carry the accepted time on.",
-        partial(waterfall, falls, "ms per step"),
-        [(swatch, words) for outcome, swatch, words in _OUTCOMES if outcome in shown],
-    )
+    title = f"From the first to the final configuration{f': {climb.name}' if climb.name else ''}"
+    caption = "Each bar runs from the time accepted so far to the change’s own; thin lines carry the accepted time on."
+    legend = [(swatch, words) for outcome, swatch, words in _OUTCOMES if outcome in shown]
+    return Chart(f"ladder{suffix}", title, caption, partial(waterfall, falls, "ms per step"), legend)
 
 
 def _fall(row: ChangeRow, before: float) -> Fall:
@@ -472,13 +469,8 @@ def _gain_of_script(climb: Climb) -> Iterator[Finding]:
 
 def _throughput(row: ChangeRow) -> Finding:
     """Finding on what another step brings in samples per second: never a speed-up."""
-    figures: dict[str, Scalar] = {
-        "throughput": row.throughput,
-        "low": row.throughput_low,
-        "high": row.throughput_high,
-        "before": row.samples_per_step_before,
-        "samples": row.samples_per_step,
-    }
+    figures = {"throughput": row.throughput, "low": row.throughput_low, "high": row.throughput_high}
+    figures |= {"before": row.samples_per_step_before, "samples": row.samples_per_step}
     step = "{change}: another step, of {samples:.4g} samples in place of {before:.4g},"
     ratio = "{throughput:.2f}× (between runs, {low:.2f}–{high:.2f})"
     if numeric(row.throughput_low) > 1:
