@@ -45,6 +45,7 @@ def test_a_change_that_makes_the_script_wait_for_ever_is_ended_with_its_children
     assert not _is_running(int(child))
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="a worker of xdist has threads that take the signal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_script_that_handles_a_signal_is_stopped_as_a_ladder(number, tmp_path):
     """It ends with 0, as Lightning's trainer does: what it did until then is no baseline."""

@@ -287,6 +287,7 @@ def test_twenty_stops_and_goes_end_nothing(folder):
     assert not read_log(log_path(folder / "out", 0)).signals
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="a worker of xdist has threads that take the signal")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("how", ["handles", "plain"])
 def test_signals_at_random_moments_end_in_documented_codes(number, how, tmp_path, folder):
