@@ -127,10 +127,10 @@ def differences(script: Script, folder: Path, *, ranks: bool = False) -> dict[st
     """Everything that differs between a plain run and one under `trainstep run`: its name, and both."""
     launch = [sys.executable, *LAUNCH] if ranks else [sys.executable]
     plain = run(script, folder, launch, ranks=ranks)
+    # With -P, Python takes no file trainstep.py of the working folder for `-m trainstep`.
     observer = ["-m", "trainstep", "run", "--out", str(folder / "out")]
-    if not ranks:  # Python would take a file trainstep.py of the working folder for `-m trainstep`
-        observer = [str(Path(sys.executable).with_name("trainstep")), *observer[2:], sys.executable]
-    under = run(script, folder, [*launch, *observer] if ranks else observer, ranks=ranks)
+    observer = [*launch, *observer] if ranks else [sys.executable, "-P", *observer, sys.executable]
+    under = run(script, folder, observer, ranks=ranks)
     if not ranks:
         under["stderr"] = under["stderr"].partition("\ntrainstep run ")[0]
     return {
