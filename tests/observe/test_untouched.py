@@ -102,6 +102,7 @@ def run(script: Script, folder: Path, before: list[str], *, ranks: bool = False)
     for path in work.rglob("*"):  # compiled files hold the time of their source
         os.utime(path, (1e9, 1e9))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "TMPDIR": str(folder / "tmp")}
+    environment |= {name: str(folder / "tmp" / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     ended = subprocess.run(
         [*before, *script.words], cwd=work, env=environment, capture_output=True, timeout=300, input=b"some text"
     )

@@ -108,13 +108,16 @@ class Session:
     def _mark() -> Mark:
         return time.perf_counter(), None
 
+    def _shows_events(self) -> bool:
+        """True while an event of ours would be a part of the script's graph, or of its profiler's trace."""
+        is_profiled = not self.plan.is_deep and torch._C._autograd._profiler_enabled()
+        return is_profiled or torch.cuda.is_current_stream_capturing()
+
     def _mark_on_gpu(self) -> Mark:
-        if torch.cuda.is_current_stream_capturing():
-            return time.perf_counter(), None  # an event would become a part of the graph
-        return time.perf_counter(), self._clock.record()
+        return time.perf_counter(), None if self._shows_events() else self._clock.record()
 
     def _coming_mark(self) -> tuple[Iterable[Iterator[Any]], Any]:
-        if torch.cuda.is_current_stream_capturing():
+        if self._shows_events():
             return (), None
         event, stream = torch.cuda.Event(enable_timing=True), torch.cuda.current_stream(self.device)
         return (map(torch._C._CudaEventBase.record, (event,), (stream,)),), event
@@ -128,10 +131,8 @@ class Session:
     def _know_the_device(self, optimizer: Optimizer) -> None:
         """In the first step, which also pays for this."""
         parameter = next(parameters_of([optimizer]), None)
-        with torch._C.DisableTorchFunction():  # a mode or subclass of the script's would see that somebody asks
-            device = None if parameter is None else parameter.device
-        if device is not None and device.type == "cuda":
-            self.device = device
+        if parameter is not None and parameter.device.type == "cuda":
+            self.device = parameter.device
             self.hooks.on_gpu = True
             self._clock = device_clock(self.device)
             self.finder.mark, self.hooks.coming_mark = self._mark_on_gpu, self._coming_mark
@@ -186,7 +187,7 @@ class Session:
             self._instruments.before_optimizer()
 
     def _write_queued(self, *, until_done: bool = False) -> None:
-        if self.hooks.on_gpu and torch.cuda.is_current_stream_capturing():
+        if self.hooks.on_gpu and self._shows_events() and not until_done:
             return  # a graph that is being captured does not survive that events are asked
         while self._queued and (until_done or self._is_done(self._queued[0])):
             self._write(self._queued.popleft())
