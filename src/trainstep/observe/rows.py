@@ -124,6 +124,7 @@ def _step_row(
         samples_per_step=_samples_per_step(kept),
         from_stock=_taken_from_stock(log, kept),
         first_step_ms=sum(steps[0].host),
+        peak_gib=peak / 2**30 if (peak := log.facts.get("peak_bytes")) else None,
         waits=sum(calls for step in kept for calls, _ in step.waits.values()) / len(kept) if kept else None,
         loader=main_loader(log.facts.get("loaders", ())),
         status="ok" if kept else "failed",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -225,8 +226,8 @@ class Session:
         if self.hooks.on_gpu:
             peak = torch.cuda.max_memory_allocated(self.device)
         elif (status := Path("/proc/self/status")).exists():
-            line = next(each for each in status.read_text().splitlines() if each.startswith("VmHWM:"))
-            peak = int(line.split()[1]) * 1024
+            found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
+            peak = int(found[1]) * 1024 if found else None
         self.log.write("facts", {"peak_bytes": peak})
 
     def _write_loaders(self) -> None:

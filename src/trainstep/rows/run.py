@@ -39,6 +39,7 @@ class ScriptRow(OfScript, Timed, kind="script"):
     batches: int | None = None  # that loaders gave in the timed steps
     from_stock: int | None = None  # by how many what lay ready in loaders shrank in them; below 0 where it grew
     first_step_ms: float | None = None
+    peak_gib: float | None = None  # torch's count on a GPU, else the most that the process had resident
     waits: float | None = None  # calls per step in which the host waits for the device, or on a CPU would
     latest_share: float | None = None  # of steps in which this rank's own part took longest
     hooks_ms: float | None = None  # per step, the time that the observer's own code takes

@@ -1,5 +1,7 @@
 """Steps whose batches come in bursts: the median step is one that waits for nothing, and nothing is told by it."""
 
+import dataclasses
+
 import pytest
 
 from trainstep.base.stats import summarize
@@ -85,3 +87,9 @@ def test_the_page_s_top_and_its_bars_are_of_means():
     assert section.lead.startswith("Means of 24 steps")
     findings = [finding for rule in run.RULES for finding in rule([BURSTS])]
     assert "94%" in str(cards([BURSTS], findings, [section]).cards), "of a step of 17 ms, not of 1.5 ms"
+
+
+@pytest.mark.parametrize(("peak_gib", "found"), [(2.5, [("script.peak", {"peak_gib": 2.5})]), (None, [])])
+def test_the_most_memory_is_said_where_it_is_known(peak_gib, found):
+    told = run.how_it_went([dataclasses.replace(EVEN, peak_gib=peak_gib)])
+    assert [(each.id, each.figures) for each in told] == found

@@ -184,6 +184,9 @@ def how_it_went(rows: Sequence[Row]) -> Iterator[Finding]:
         is_deep = any(isinstance(each, PeakRow | ProfileRow | ChangeRow) for each in rows)
         if row.status == "ok" and row.exit_code is not None and not is_deep:
             yield found("script.no-deep", literal(NO_DEEP))
+        if row.peak_gib is not None:
+            whose = "as torch counts it on the GPU" if row.on_gpu else "of the whole process"
+            yield found("script.peak", f"Peak memory, {whose}: {{peak_gib:gib}}.", peak_gib=row.peak_gib)
         for note in row.notes or ():
             yield found("script.note", literal(f"{note[:1].upper()}{note[1:]}."))
         if row.exit_code and row.status == "ok":
