@@ -7,8 +7,10 @@ import marshal
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,5 +68,5 @@ class Forked:
 def forked_runs():
     """`supervise` starts processes so."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervise.subprocess, "Popen", Forked)
+        patch.setattr(supervise, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
         yield

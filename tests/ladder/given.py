@@ -34,7 +34,7 @@ class Given:
     """
 
     def __init__(self, peak=4.0, **runs):
-        self.command = SimpleNamespace(name="train.py")
+        self.command, self.copies, self.changed = SimpleNamespace(name="train.py"), None, []
         self.plain = {"step_ms": (10.0,) * 7, "captured": captured(peak), "samples_per_step": 8.0, "failure": ""}
         self.runs, self.asked, self.judged = runs, [], []
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections import Counter
 from dataclasses import dataclass
@@ -87,8 +88,8 @@ def run(script: Script, folder: Path, before: list[str], *, ranks: bool = False)
     Args:
         before: the words in front of the script's, which begin with a program.
     """
-    work = folder / "work"
-    for each in (work, folder / "tmp"):
+    work, own = folder / "work", Path(tempfile.gettempdir()) / f"own-{os.getpid()}"  # short: sockets' names are
+    for each in (work, own):
         shutil.rmtree(each, ignore_errors=True)
         each.mkdir(parents=True)
     for name, text in script.files.items():
@@ -101,11 +102,12 @@ def run(script: Script, folder: Path, before: list[str], *, ranks: bool = False)
             (work / place).write_text(text)
     for path in work.rglob("*"):  # compiled files hold the time of their source
         os.utime(path, (1e9, 1e9))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "TMPDIR": str(folder / "tmp")}
-    environment |= {name: str(folder / "tmp" / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "TMPDIR": str(own)}
+    environment |= {name: str(own / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     ended = subprocess.run(
         [*before, *script.words], cwd=work, env=environment, capture_output=True, timeout=300, input=b"some text"
     )
+    shutil.rmtree(own, ignore_errors=True)
     texts = {name: OTHER.sub("", getattr(ended, name).decode()) for name in ("stdout", "stderr")}
     if ranks:  # the two write at once, and torchrun's own lines have times in them
         texts = {"stdout": "\n".join(sorted(texts["stdout"].splitlines()))}
