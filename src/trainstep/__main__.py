@@ -15,4 +15,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["run"] and not sys.flags.safe_path and sys.path[0] == os.getcwd():
+        del sys.path[0]  # -m put it there, and files of the script's may be named as modules that are imported here
     main()

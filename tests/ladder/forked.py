@@ -26,12 +26,16 @@ def _child(words, place, output, environment):
     os.dup2(descriptor, 2)
     multiprocessing.set_start_method(None, force=True)  # not the server's: as a process of its own would have it
     task = Path(os.environ.pop("TRAINSTEP_TASK"))
-    run = Run(described := marshal.loads(task.read_bytes()), os.open(described["log"], os.O_WRONLY | os.O_APPEND))
+    described = marshal.loads(task.read_bytes())
+    log = os.open(described["log"], os.O_WRONLY | os.O_APPEND)
+    os.write(log, b'{"is": "begun"}\n')
+    run = Run(described, log)
     run.measure()
     sys.argv = words[1:]
     sys.path[0] = os.path.dirname(os.path.abspath(words[1]))
     sys.last_value = None
     try:
+        sys.audit("cpython.run_file", words[1])  # as the interpreter does, before it opens the script
         runpy.run_path(words[1], run_name="__main__")
     except BaseException as error:
         sys.last_value = None if isinstance(error, SystemExit) else error
@@ -65,8 +69,9 @@ class Forked:
 
 
 @pytest.fixture(scope="module")
-def forked_runs():
-    """`supervise` starts processes so."""
+def forked_runs(tmp_path_factory):
+    """`supervise` starts processes so, in a folder where nobody else writes."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("here"))
         patch.setattr(supervise, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
         yield

@@ -236,7 +236,7 @@ def test_a_run_that_is_only_timed_leaves_nothing_to_judge(tmp_path, forked_runs)
     file = tmp_path / "failing.py"
     file.write_text("import torch\nraise ValueError('no such model')\n")
     failed = Script(alone([str(file)]), tmp_path / "failing", 4).run("timed", is_judged=False)
-    assert "no such model" in failed.failure
+    assert "ValueError" in failed.failure
 
 
 def test_what_a_long_run_took_is_told_with_what_the_judge_took_of_it(tmp_path, forked_runs, monkeypatch):  # noqa: F811

@@ -8,10 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainstep.base.commit import commit_of
 from trainstep.measure import environment
 from trainstep.measure.environment import (
     allocator_settings,
-    commit_of,
     cpu_model,
     describe,
     gpu_state,

@@ -227,6 +227,22 @@ def test_what_raises_in_ours_never_reaches_the_script(where, border):
     assert [str(each) for each in border.failures] == ["ours"], "it is told once, and nothing more is observed"
 
 
+def test_an_exception_of_a_signal_s_handler_passes_through_our_code(border):
+    class Late:
+        def handle(self, number, frame):
+            raise TimeoutError("the script's own")
+
+    before = signal.signal(signal.SIGUSR1, Late().handle)
+    try:
+        border.method(Owner, "run", lambda of, frame: signal.raise_signal(signal.SIGUSR1))
+        with pytest.raises(TimeoutError, match="own"):
+            Owner().run(1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not border.failures
+    assert not border.is_off, "the observation goes on"
+
+
 def test_an_exception_of_a_signal_s_handler_is_not_lost_at_the_end_of_a_call(border):
     """A signal arrives while C code runs, and Python comes to its handler after that."""
 

@@ -165,9 +165,11 @@ def test_an_optimizer_within_another_is_a_part_of_it(script):
     assert script.phases()[OPTIMIZER] == 3.0
 
 
-def test_an_optimizer_that_raised_does_not_hide_the_next_step(script):
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_optimizer_that_raised_does_not_hide_the_next_step(script, number):
+    """Whether the script goes on with it or makes another one."""
     script.micro_batch()
-    script.finder.optimizer_begins(1)  # and the script catches what it raises
+    script.finder.optimizer_begins(number)  # and the script catches what it raises
     for _ in range(2):
         script.micro_batch()
         script.update(3.0)

@@ -38,7 +38,7 @@ def test_the_trainer_of_transformers(tmp_path):
 def test_lightning(tmp_path):
     pytest.importorskip("lightning")
     row = the_step(script("lightning_fit.py", tmp_path, tmp_path / "outputs")[1])
-    assert (row.steps_seen, row.forwards, row.backwards) == (16, 2, 1)  # its two parts are called one by one
+    assert (row.steps_seen, row.forwards, row.backwards) == (16, None, 1), "its two parts are torch's own nn.Sequential"
     assert row.times["optimizer"].median < row.times["step"].median / 2, "the closure is no update"
 
 
@@ -58,7 +58,9 @@ def test_a_plain_loop(tmp_path, name, package):
 def test_accelerate(tmp_path):
     pytest.importorskip("accelerate")
     row = the_step(script("accelerated.py", tmp_path)[1])
-    assert (row.steps_seen, row.forwards, row.backwards, row.skipped) == (12, 2, 2, 0)
+    assert (row.steps_seen, row.forwards, row.backwards, row.skipped) == (12, None, 2, 0), (
+        "its model is an nn.Sequential"
+    )
 
 
 def test_the_callback_for_transformers(tmp_path):

@@ -107,6 +107,8 @@ class Run(Common):
                     self._report(command, rank, code, deep)
             except KeyboardInterrupt:
                 print("trainstep: the report was interrupted; the script had ended before", file=sys.stderr)
+            except Exception as error:  # the exit code is the script's, whatever fails here
+                print(f"trainstep: the report failed: {type(error).__name__}: {error}", file=sys.stderr)
             if deep is not None:
                 deep.close()
         elif deep is not None and not code:

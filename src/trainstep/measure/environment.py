@@ -11,7 +11,6 @@ import functools
 import importlib.metadata
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from trainstep.base.commit import commit_of
 from trainstep.base.config import PhaseContext
 from trainstep.base.cores import cores
 from trainstep.base.precision import PrecisionName
@@ -101,20 +101,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def commit_of(here: Path = Path(__file__).parents[1]) -> str:
-    """The checkout's commit, "+" appended where files in `here` differ from it; "unknown" outside a checkout."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments]
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
 
 
 def _nvml(device: torch.device, read: Callable[[Any, Any], Environment]) -> Environment:

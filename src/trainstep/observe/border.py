@@ -6,11 +6,14 @@ no frame of ours is on the stack while the script's or torch's code runs.
 
 | entry | where |
 |---|---|
-| optimizer steps | torch's global hooks before and after `Optimizer.step` |
+| optimizer steps | torch's global hooks before and after `Optimizer.step`; a closure that is a function |
 | backward, `torch.autograd.grad` | `torch.autograd._engine_run_backward`, which both look up at the call |
 | batches | `DataLoader.__iter__`, `_BaseDataLoaderIter.__next__` and `_next_index` |
 | reads by the host | `READS` of `torch.Tensor` |
 | waits for a GPU | `torch._C._cuda_synchronize`, `torch.cuda.Event.synchronize`, `torch.cuda.Stream.synchronize` |
+| waits for other ranks | a hook on the node at which backward begins, removed when it ends |
+| compilations | dynamo's list of callbacks at the start of one |
+| forks | `os.register_at_fork`: a child observes nothing |
 | models | `__call__` of the class of each outermost model (`modules`), which is no building block of torch's |
 
 An `Entry` stands in a class in an attribute's place. Looked up on the class it gives the original. Looked up on an
@@ -26,6 +29,7 @@ import functools
 import itertools
 import operator
 import pkgutil
+import signal
 import sys
 import time
 import weakref
@@ -111,6 +115,8 @@ class Border:
             self.drain()
             return work(*arguments)
         except Exception as error:
+            if _is_of_handler(error):
+                raise
             self.is_off = True
             self._fail(error)
             return None
@@ -176,6 +182,16 @@ class Entry:
         return operator.getitem, ([self.__get__(None, self._owner)], 0)
 
 
+def _is_of_handler(error: Exception) -> bool:
+    """True if a signal's handler of the script's raised it: a signal may arrive while code of ours runs."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(getattr(each, "__func__", each), "__code__", None) for each in handlers} - {None}
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code not in codes:
+        trace = trace.tb_next
+    return trace is not None
+
+
 class Function:
     """A function, in whose place it stands: what is called is the original, bound to nothing."""
 
@@ -191,8 +207,9 @@ class Function:
         return call if noted is None else noted
 
     def __reduce__(self) -> Any:
-        """Pickled it is its name, as functions are."""
-        return pkgutil.resolve_name, (self._parts[2],)
+        """Pickled it is its name, as functions are; one without a place is the original."""
+        place = self._parts[2]
+        return (pkgutil.resolve_name, (place,)) if place else (operator.getitem, ([self.own], 0))
 
 
 def _set(owner: Any, name: str, value: Any) -> None:

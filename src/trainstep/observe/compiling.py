@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -64,7 +64,8 @@ class Recompilations:
         handler = sys.modules["torch._dynamo.callback"].callback_handler
 
         def begins(started: Any) -> None:
-            self._places[str(started.compile_id)] = place_of_call(sys._getframe(1))
+            with suppress(Exception):  # else it would be the script's error
+                self._places[str(started.compile_id)] = place_of_call(sys._getframe(1))
 
         def forget() -> None:
             if begins in handler.start_callbacks:

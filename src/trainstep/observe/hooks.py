@@ -12,11 +12,12 @@ A deep session sees more (`beyond`), for which frames of ours are around calls.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ from trainstep.observe.modules import Roots
 from trainstep.observe.steps import BACKWARD, DATA, StepFinder
 
 _GRAD = torch.autograd.grad.__code__
+
+
+CLOSURES = (FunctionType, MethodType, functools.partial)
+"""What is taken for an optimizer's closure: another callable object may be a model, or have methods of its own."""
 
 
 class Hooks:
@@ -153,14 +158,15 @@ class Hooks:
         self._read = None
         self.before_optimizer(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure) and self.before_update is not None:
+        if not isinstance(closure, CLOSURES) and self.before_update is not None:
             self.before_update(optimizer)
         if not self.finder.is_mine() and self.finder.is_under_way:
             return None
         self.search_models()
         self.name_of(optimizer)
         self.finder.optimizer_begins(id(optimizer))
-        return self._with_closure(closure, args, kwargs) if callable(closure) else None
+        self.finder.calls_back = callable(closure) and not isinstance(closure, CLOSURES)
+        return self._with_closure(closure, args, kwargs) if isinstance(closure, CLOSURES) else None
 
     def _optimizer_ended(self, optimizer: Optimizer) -> None:
         if self.finder.is_mine():
@@ -226,7 +232,7 @@ class Hooks:
         queue = torch.autograd.Variable._execution_engine.queue_callback
 
         def first(_: Any) -> None:
-            queue(self.finder.backward_computed)
+            queue(functools.partial(self.border.guard, self.finder.backward_computed))
 
         roots = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
         with torch._C.DisableTorchFunction():

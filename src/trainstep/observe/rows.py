@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainstep.base.commit import commit_of
 from trainstep.base.stats import summarize
 from trainstep.observe.lines import shown_line
 from trainstep.observe.loaders import main_loader
@@ -57,8 +59,6 @@ def script_records(logs: Sequence[RankLog], script: str, code: int | None) -> li
 
 def _add_commit(log: RankLog) -> None:
     """Add the commit to what is known of a rank's machine. This process asks git: a script's must start no child."""
-    from trainstep.measure.environment import commit_of
-
     if "environment" in log.facts:
         log.facts["environment"]["commit"] = commit_of()
 
@@ -308,7 +308,7 @@ def how_it_ended(log: RankLog, code: int | None) -> str:
     ended, stopped = log.ended or {}, f" after trainstep received {_received(log)}" if log.signals else ""
     if ended.get("how") == "steps":
         return "it was stopped after the steps that were asked for"
-    if ended.get("how") == "raised" and code != 0:
+    if ended.get("how") == "raised" and code in (None, 1, -signal.SIGINT, 128 + signal.SIGINT):
         text = f": {ended['text']}" if ended.get("text") else ""
         return f"it was ended by {ended['error']}{text}{ended.get('place', '')}{stopped}"
     if code is None:

@@ -167,6 +167,7 @@ class StepFinder:
         self._between = OTHER  # what no call claims, here
         self._current = ""
         self._optimizers: list[int] = []  # stepping now
+        self.calls_back = False  # whether the one that stepped last may call backward itself, unseen
         self._last: Step | None = None  # ended, but another optimizer's update may still belong to it
         self._open: Step | None = None
 
@@ -197,6 +198,8 @@ class StepFinder:
         """A phase begins. False where it is part of another one: then it is not to be left."""
         if not self._is_off and (self._open is None or (phase == BACKWARD and not self._has_backward)):
             self._take_thread()
+        if phase == BACKWARD and self._stack[-1:] == [OPTIMIZER] and self.is_mine() and not self.calls_back:
+            self._forget_updates()
         if not self.is_mine() or BACKWARD in self._stack:
             return False
         if phase in CALLS and (FORWARD in self._stack or EVALUATION in self._stack):
@@ -258,11 +261,15 @@ class StepFinder:
         if self._stack and self._stack[-1] == BACKWARD:
             self._switch(COMMUNICATION)
 
+    def _forget_updates(self) -> None:
+        """An optimizer's step was left by an exception."""
+        self._optimizers.clear()
+        self._stack.clear()
+
     def optimizer_begins(self, optimizer: int) -> None:
         """An optimizer, told by its number, is about to step."""
-        if optimizer in self._optimizers:  # its last step was left by an exception
-            self._optimizers.clear()
-            self._stack.clear()
+        if optimizer in self._optimizers:
+            self._forget_updates()
         if self.enter(OPTIMIZER):
             self._optimizers.append(optimizer)
 

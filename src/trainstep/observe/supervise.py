@@ -327,7 +327,8 @@ class _Watched:
             arrived = found.si_signo
             self.write("signal", {"number": arrived, "after_s": time.monotonic() - self._start})
             self._on_signal(arrived)
-            if found.si_code != FROM_KERNEL:
+            is_its_own = found.si_pid in {process.pid, *_descendants(process.pid)}  # sent to the group, so it has it
+            if found.si_code != FROM_KERNEL and not is_its_own:
                 process.send_signal(arrived)
         return arrived is not None
 
