@@ -262,7 +262,7 @@ class StepFinder:
             self._switch(COMMUNICATION)
 
     def _forget_updates(self) -> None:
-        """An optimizer's step was left by an exception."""
+        """Forget updates under way: an exception left an optimizer's step."""
         self._optimizers.clear()
         self._stack.clear()
 
