@@ -36,7 +36,7 @@ _GRAD = torch.autograd.grad.__code__
 
 
 CLOSURES = (FunctionType, MethodType, functools.partial)
-"""What is taken for an optimizer's closure: another callable object may be a model, or have methods of its own."""
+"""Types of an optimizer's closure: another callable object may be a model, or have methods of its own."""
 
 
 class Hooks:
