@@ -89,6 +89,7 @@ SCRIPT = define(
     columns.count("n", "n"),
     *(columns.value(title, f"{name}_ms") for name, title in PHASES.items()),
     columns.median("step [95 %]", "step"),
+    columns.value("peak (GiB)", "peak_gib"),
     _mean_where_uneven("waiting for data, mean", "data"),
     _mean_where_uneven("step, mean", "step"),
     *(columns.files_only(columns.mean(f"{PHASES.get(name, name)}, mean ± std", name)) for name in (*PHASES, "step")),
