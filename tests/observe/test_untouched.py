@@ -109,8 +109,11 @@ def run(script: Script, folder: Path, before: list[str], *, ranks: bool = False)
     )
     shutil.rmtree(own, ignore_errors=True)
     texts = {name: OTHER.sub("", getattr(ended, name).decode()) for name in ("stdout", "stderr")}
-    if ranks:  # the two write at once, and torchrun's own lines have times in them
-        texts = {"stdout": "\n".join(sorted(texts["stdout"].splitlines()))}
+    if ranks:  # a file each, as the two write at once; torchrun's own lines have times in them
+        logs = sorted((folder / "ranks").rglob("stdout.log"))
+        texts = {f"rank {path.parent.name}": path.read_text() for path in logs}
+        assert len(texts) == 2
+        shutil.rmtree(folder / "ranks")
     files = {str(path.relative_to(work)): content_of(path) for path in sorted(work.rglob("*")) if path.is_file()}
     return {"exit code": ended.returncode, **texts, **files}
 
@@ -128,7 +131,7 @@ def content_of(path: Path) -> object:
 
 def differences(script: Script, folder: Path, *, ranks: bool = False) -> dict[str, tuple[object, object]]:
     """Everything that differs between a plain run and one under `trainstep run`: its name, and both."""
-    launch = [sys.executable, *LAUNCH] if ranks else [sys.executable]
+    launch = [sys.executable, *LAUNCH, "--redirects=1", f"--log-dir={folder / 'ranks'}"] if ranks else [sys.executable]
     plain = run(script, folder, launch, ranks=ranks)
     # With -P, Python takes no file trainstep.py of the working folder for `-m trainstep`.
     observer = ["-m", "trainstep", "run", "--out", str(folder / "out")]
