@@ -9,7 +9,6 @@ import os
 import runpy
 import subprocess
 import sys
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,7 +71,6 @@ class Forked:
 @pytest.fixture(scope="module")
 def forked_runs(tmp_path_factory):
     """`supervise` starts processes so, in a folder where nobody else writes."""
-    ensure_running()  # here: begun by a run, its children would never get the signals that `supervise` blocks then
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("here"))
         patch.setattr(supervise, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
