@@ -25,7 +25,7 @@ COLLECTIVES = (
 
 
 class Beyond:
-    """These entries for some hooks."""
+    """Installs them beside the entries of hooks."""
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks

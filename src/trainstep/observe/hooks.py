@@ -45,7 +45,7 @@ class Hooks:
     Args:
         finder: who is told.
         lines: numbers the lines of code that wait.
-        is_deep: whether to see copies, collectives, clipping and gradient scalers too, and any model's class.
+        is_deep: whether to see copies, collectives and gradient scalers too, and any model's class.
         on_failure: called with the exception that ended the observation.
     """
 
