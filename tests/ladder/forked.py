@@ -25,8 +25,7 @@ def _child(words, place, output, environment):
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     multiprocessing.set_start_method(None, force=True)  # not the server's: as a process of its own would have it
-    task = Path(os.environ.pop("TRAINSTEP_TASK"))
-    described = marshal.loads(task.read_bytes())
+    described = marshal.loads(Path(os.environ.pop("TRAINSTEP_TASK")).read_bytes())
     log = os.open(described["log"], os.O_WRONLY | os.O_APPEND)
     os.write(log, b'{"is": "begun"}\n')
     run = Run(described, log)

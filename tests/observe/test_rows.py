@@ -50,6 +50,16 @@ def test_phases_are_the_device_s_and_issuing_is_the_host_s():
     assert not {"launches.script", "data.bound"} & set(found)
 
 
+@pytest.mark.parametrize(("count", "n", "step_ms", "instrumented"), [(5, 12, 36, 5), (20, 17, 10, 0)])
+def test_steps_of_two_clocks_are_not_timed_together(count, n, step_ms, instrumented):
+    """A script that profiles some steps itself has the device's times of the others; one that profiles all has none."""
+    log = gpu_log()
+    for step in log.steps[-count:]:
+        step.device = []
+    row = script_records([log], "train.py", 0)[0]
+    assert (row.n, set(row.samples["step"]), row.instrumented) == (n, {step_ms}, instrumented)
+
+
 def test_a_line_that_waits_for_little_is_no_finding():
     assert "waits.line" not in ids(script_records([gpu_log(waits={0: [1, 0.7]})], "train.py", 0))
     assert "waits.line" in ids(script_records([gpu_log(waits={0: [1, 0.73]})], "train.py", 0))

@@ -110,8 +110,7 @@ def run(script: Script, folder: Path, before: list[str], *, ranks: bool = False)
     shutil.rmtree(own, ignore_errors=True)
     texts = {name: OTHER.sub("", getattr(ended, name).decode()) for name in ("stdout", "stderr")}
     if ranks:  # a file each, as the two write at once; torchrun's own lines have times in them
-        logs = sorted((folder / "ranks").rglob("stdout.log"))
-        texts = {f"rank {path.parent.name}": path.read_text() for path in logs}
+        texts = {f"rank {path.parent.name}": path.read_text() for path in (folder / "ranks").rglob("stdout.log")}
         assert len(texts) == 2
         shutil.rmtree(folder / "ranks")
     files = {str(path.relative_to(work)): content_of(path) for path in sorted(work.rglob("*")) if path.is_file()}

@@ -100,6 +100,9 @@ def _step_row(
         counts[why] += 1
         if not why:
             kept.append(step)
+    if by_device := [step for step in kept if step.device]:  # the others have the host's times alone
+        counts["instrumented"] += len(kept) - len(by_device)
+        kept = by_device
     taken = [_times_of(step) for step in kept]
     phases = list(dict.fromkeys(phase for each in taken for phase in each))
     samples = {phase: [each.get(phase, 0.0) for each in taken] for phase in phases}
