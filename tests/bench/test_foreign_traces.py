@@ -2,6 +2,8 @@
 
 import json
 import sqlite3
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +16,8 @@ from trainstep.report.subjects import findings, make_tables
 from trainstep.rows import FamilyRow, KernelRow, ProfileRow, TimelineRow
 from trainstep.rows.records import of_kind
 
-GEMM, NCCL, ADD = (
-    "nvjet_gemm",
-    "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
-    "vectorized_elementwise_kernel<4, AddFunctor>",
-)
+GEMM, NCCL = "nvjet_gemm", "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+ADD = "vectorized_elementwise_kernel<4, AddFunctor>"
 
 
 def on_gpu(name, start, duration, *, device=0, stream=7, category="kernel", **more):
@@ -35,6 +34,11 @@ def profiles(rows):
     return of_kind(rows, ProfileRow)
 
 
+def profile_of_trace(tmp_path, *events):
+    (profile,) = profiles(rows_of_trace(tmp_path, *events))
+    return profile
+
+
 def found(rows):
     return {each.id.removeprefix("kernels."): each for each in findings(rows) if each.id.startswith("kernels.")}
 
@@ -44,6 +48,33 @@ def texts(rows):
     tables = [table for place in ("files", "terminal") for table in make_tables(rows, place)]
     cells = [text for table in tables for row in table.texts() for text in (table.caption, *table.columns, *row)]
     return "\n".join([*cells, *(each.sentence for each in findings(rows)), render(rows)])
+
+
+# Vendors
+
+VENDORS = tomllib.loads(Path(__file__).with_name("vendors.toml").read_text(encoding="utf-8"))
+
+
+def two_steps(vendor):
+    """A step's work runs on from 1,000 µs, when two others begin to be recorded: nothing says who launched it."""
+    runtime, step = VENDORS[vendor]["runtime"], VENDORS[vendor]["step"]
+    streams = [20 if family == "communication" else 7 for *_, family in step]
+    for place, (_, name, _) in enumerate(step):
+        yield on_gpu(name, 1005.0 + 100 * place, 100.0, stream=streams[place], correlation=place)
+    for start in (1000.0, 2000.0):
+        yield event("user_annotation", f"ProfilerStep#{start / 1000:.0f}", start, 1000.0)
+        for place, (operator, name, _) in enumerate(step):
+            number, host = int(start) + place, start + 100 * place
+            yield event("cpu_op", operator, host, 20.0)
+            yield launch(f"{runtime}LaunchKernel", host + 5, number, category=f"{runtime}_runtime")
+            yield on_gpu(name, host + 450, 100.0, stream=streams[place], correlation=number)
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_work_queued_before_the_window_counts_into_no_step(tmp_path, vendor):
+    profile = profile_of_trace(tmp_path, *two_steps(vendor))
+    assert (profile.profiled_n, profile.kernels, profile.kernels_ms, profile.busy_ms) == (2, 4, 0.4, 0.4)
+    assert profile.outside_steps_ms == 0.2
 
 
 # Several devices
@@ -87,39 +118,21 @@ def test_gaps_and_steps_are_each_device_s_own(tmp_path):
     assert first.profiled_n == second.profiled_n == 1
 
 
-def test_processes_whose_launches_have_the_same_ids_are_told_apart_or_left_unplaced(tmp_path):
+@pytest.mark.parametrize("apart", [0, 1])
+def test_kernels_of_processes_in_one_file_are_placed_where_their_launches_have_ids_of_their_own(tmp_path, apart):
     """Two ranks' traces put into one file: correlation ids are unique within a process alone."""
-    ranks = [
-        each
-        for rank in (0, 1)
-        for each in (
+    ranks = []
+    for rank in (0, 1):
+        ranks += [
             event("user_annotation", "step:0", 0.0, 1000.0, pid=100 + rank),
             event("user_annotation", f"phase:{('forward', 'backward')[rank]}", 0.0, 900.0, pid=100 + rank),
-            {**launch("cudaLaunchKernel", 10.0, 7), "pid": 100 + rank},
-            on_gpu(GEMM, 100.0, 50.0, device=rank, correlation=7),
-        )
-    ]
-    first, second = profiles(rows_of_trace(tmp_path, *ranks))
-    for profile in (first, second):
-        assert profile.phase_coverage == 0, "which process launched the kernel is not known, so its phase is not"
-        assert any("several processes" in note for note in profile.notes)
-
-
-def test_kernels_of_a_process_without_doubt_are_placed_in_a_file_of_several(tmp_path):
-    ranks = [
-        each
-        for rank in (0, 1)
-        for each in (
-            event("user_annotation", "step:0", 0.0, 1000.0, pid=100 + rank),
-            event("user_annotation", "phase:forward", 0.0, 900.0, pid=100 + rank),
-            {**launch("cudaLaunchKernel", 10.0, 7 + rank), "pid": 100 + rank},
-            on_gpu(GEMM, 100.0, 50.0, device=rank, correlation=7 + rank),
-        )
-    ]
-    found = profiles(rows_of_trace(tmp_path, *ranks))
-    assert [each.phase_coverage for each in found] == [1, 1]
-    assert [each.profiled_n for each in found] == [1, 1]
-    assert {each.notes for each in found} == {None}
+            {**launch("cudaLaunchKernel", 10.0, 7 + apart * rank), "pid": 100 + rank},
+            on_gpu(GEMM, 100.0, 50.0, device=rank, correlation=7 + apart * rank),
+        ]
+    for profile in profiles(rows_of_trace(tmp_path, *ranks)):
+        assert profile.phase_coverage == apart, "else it is not known which process launched the kernel"
+        assert any("several processes" in note for note in profile.notes or ()) is not bool(apart)
+        assert profile.profiled_n == 1
 
 
 def test_processes_of_an_nsys_export_are_devices_of_their_own(tmp_path):
@@ -135,60 +148,40 @@ def test_processes_of_an_nsys_export_are_devices_of_their_own(tmp_path):
 
 @pytest.mark.parametrize("name", ["ProfilerStep#{}", "step {}", "step_{}", "Iteration {}", "iter{}", "train_step:{}"])
 def test_steps_by_other_names_are_steps(tmp_path, name):
-    steps = [
-        each
-        for number in (3, 4, 5)
-        for each in (
-            event("user_annotation", name.format(number), 1000.0 * number, 900.0),
-            launch("cudaLaunchKernel", 1000.0 * number + 10, number),
-            on_gpu(GEMM, 1000.0 * number + 20, 100.0, correlation=number),
-        )
-    ]
-    rows = rows_of_trace(tmp_path, *steps)
-    (profile,) = profiles(rows)
+    steps = []
+    for number in (3, 4, 5):
+        steps.append(event("user_annotation", name.format(number), 1000.0 * number, 900.0))
+        steps.append(launch("cudaLaunchKernel", 1000.0 * number + 10, number))
+        steps.append(on_gpu(GEMM, 1000.0 * number + 20, 100.0, correlation=number))
+    profile = profile_of_trace(tmp_path, *steps)
     assert (profile.has_steps, profile.profiled_n, profile.kernels) == (True, 3, 1)
     assert profile.kernels_ms == pytest.approx(0.1)
 
 
 def test_ranges_of_one_name_are_a_step_each(tmp_path):
-    steps = [
-        each
-        for number in range(4)
-        for each in (
-            event("user_annotation", "train_step", 1000.0 * number, 900.0),
-            on_gpu(GEMM, 1000.0 * number + 20, 100.0),
-        )
-    ]
-    (profile,) = profiles(rows_of_trace(tmp_path, *steps))
+    steps = [event("user_annotation", "train_step", 1000.0 * number, 900.0) for number in range(4)]
+    profile = profile_of_trace(tmp_path, *steps, *(on_gpu(GEMM, 1000.0 * number + 20, 100.0) for number in range(4)))
     assert (profile.profiled_n, profile.kernels) == (4, 1)
 
 
 def test_our_own_steps_go_before_the_profiler_s(tmp_path):
-    (profile,) = profiles(
-        rows_of_trace(
-            tmp_path,
-            event("user_annotation", "ProfilerStep#2", 0.0, 1000.0),
-            event("user_annotation", "step:0", 0.0, 400.0),
-            launch("cudaLaunchKernel", 10.0, 1),
-            launch("cudaMemcpyAsync", 500.0, 2),
-            on_gpu(GEMM, 20.0, 100.0, correlation=1),
-            on_gpu(ADD, 520.0, 100.0, correlation=2),
-        )
+    profile = profile_of_trace(
+        tmp_path,
+        event("user_annotation", "ProfilerStep#2", 0.0, 1000.0),
+        event("user_annotation", "step:0", 0.0, 400.0),
+        launch("cudaLaunchKernel", 10.0, 1),
+        launch("cudaMemcpyAsync", 500.0, 2),
+        on_gpu(GEMM, 20.0, 100.0, correlation=1),
+        on_gpu(ADD, 520.0, 100.0, correlation=2),
     )
     assert (profile.profiled_n, profile.kernels) == (1, 1)
     assert profile.outside_steps_ms == pytest.approx(0.1), "the profiler's step holds the batch's preparation too"
 
 
 def test_micro_steps_are_parts_of_the_step_around_them(tmp_path):
-    (profile,) = profiles(
-        rows_of_trace(
-            tmp_path,
-            event("user_annotation", "step 1", 0.0, 1000.0),
-            *(event("user_annotation", f"micro_step {each}", 100.0 + 200 * each, 150.0) for each in range(3)),
-            on_gpu(GEMM, 120.0, 100.0),
-        )
-    )
-    assert profile.profiled_n == 1
+    micro = (event("user_annotation", f"micro_step {each}", 100.0 + 200 * each, 150.0) for each in range(3))
+    step = event("user_annotation", "step 1", 0.0, 1000.0)
+    assert profile_of_trace(tmp_path, step, *micro, on_gpu(GEMM, 120.0, 100.0)).profiled_n == 1
 
 
 @pytest.mark.parametrize("name", ["Optimizer.step#AdamW.step", "epoch 3", "layer 1", "step", "footstep 3", "batches"])
@@ -282,13 +275,7 @@ def test_transfers_beside_compute_and_small_ones_are_not_remarked_on(tmp_path):
 
 
 def test_a_transfer_hides_no_communication(tmp_path):
-    (profile,) = profiles(
-        rows_of_trace(
-            tmp_path,
-            *transfers(ms=500.0),
-            on_gpu(NCCL, 1000.0, 500e3, stream=20),
-        )
-    )
+    profile = profile_of_trace(tmp_path, *transfers(ms=500.0), on_gpu(NCCL, 1000.0, 500e3, stream=20))
     assert profile.communication_overlapped_ms == 0
 
 
@@ -369,27 +356,13 @@ def test_launches_without_kernels_are_no_cpu_trace(tmp_path):
 
 
 def test_what_the_reader_does_not_know_is_said(tmp_path):
-    (profile,) = profiles(
-        rows_of_trace(
-            tmp_path,
-            event("user_annotation", "step:0", 0.0, 1000.0),
-            on_gpu(GEMM, 20.0, 30.0),
-            on_gpu("tpu_thing", 20.0, 30.0, category="tpu_op"),
-        )
-    )
-    assert any("tpu_op" in note for note in profile.notes)
+    step, odd = event("user_annotation", "step:0", 0.0, 1000.0), on_gpu("tpu_thing", 20.0, 30.0, category="tpu_op")
+    assert any("tpu_op" in note for note in profile_of_trace(tmp_path, step, on_gpu(GEMM, 20.0, 30.0), odd).notes)
 
 
 @pytest.mark.parametrize(
     "bad",
-    [
-        {"dur": -5.0},
-        {"dur": 1.8446744073709551e16},
-        {"ts": 1e18},
-        {"ts": -1e17},
-        {"dur": float("nan")},
-        {"ts": float("inf")},
-    ],
+    [{"dur": -5.0}, {"dur": 1.8e16}, {"ts": 1e18}, {"ts": -1e17}, {"dur": float("nan")}, {"ts": float("inf")}],
 )
 def test_impossible_times_are_left_out_and_said(tmp_path, bad):
     rows = rows_of_trace(

@@ -253,12 +253,30 @@ def test_what_loss_and_optimizer_start_belongs_to_them_and_the_rest_is_unknown()
     assert (backward.phase, owner_of(backward)) == ("backward", "(loss)")
 
 
-def test_work_without_a_launch_or_on_an_unknown_thread_is_unknown():
-    unlaunched = Work("kernel", "kernel", 5.0, 1.0, Stream(0, 7), None)
-    elsewhere = kernel((1, 99), 50)
-    found = attribute(Trace(ranges(*FORWARD), [unlaunched, elsewhere], "GPU"))
-    assert [place.phase for _, place in found] == [None, None]
-    assert [place.step for _, place in found] == ["0", "0"], "it counts as unknown"
+def test_work_on_an_unknown_thread_is_unknown():
+    ((_, place),) = attribute(Trace(ranges(*FORWARD), [kernel((1, 99), 50)], "GPU"))
+    assert (place.phase, place.step) == (None, "0"), "it counts as unknown"
+
+
+@pytest.mark.parametrize(
+    ("unlaunched", "launched", "step"),
+    [
+        ((104, 7), [(105, 140, 7)], None),  # a warm-up's work runs on as the step begins
+        ((150, 7), [(105, 140, 7)], "0"),  # a launch in the step that the profiler lost
+        ((150, 20), [(105, 140, 7), (190, 210, 20)], None),  # another stream is further behind
+        ((104, 20), [(105, 140, 7)], None),  # a stream that the steps do not use
+        ((150, 20), [(105, 140, 7)], "0"),
+        ((230, 7), [(105, 240, 7)], None),  # the device lags by a whole step
+        ((104, 7), [], "0"),  # a reader without launches
+        ((90, 7), [], None),
+    ],
+)
+def test_a_stream_runs_in_order_so_work_before_its_first_launch_was_queued_before(unlaunched, launched, step):
+    steps = ranges((MAIN, 100, 200, "ProfilerStep#3"), (MAIN, 200, 300, "ProfilerStep#4"))
+    work = [Work("a", "kernel", unlaunched[0], 1.0, Stream(0, unlaunched[1]), None)]
+    work += [Work("b", "kernel", start, 1.0, Stream(0, stream), (MAIN, time)) for time, start, stream in launched]
+    found = {each.name: place.step for each, place in attribute(Trace(steps, work, "GPU"))}
+    assert found["a"] == (step and "ProfilerStep#3")
 
 
 def test_steps_are_told_apart_and_work_between_them_is_left_out():

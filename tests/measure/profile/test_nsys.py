@@ -110,6 +110,13 @@ def test_kernels_belong_to_the_ranges_of_the_thread_that_launched_them(tmp_path,
     assert (kernel.phase, other.has_steps) == (None, False), "the other process takes no step, though the ids are alike"
 
 
+def test_a_capture_range_begins_while_the_warm_up_s_kernels_run(tmp_path):
+    queued = (PROCESS, 1_500, 41_500, 76, 1)
+    profile, _ = profiles_of(read_nsys(export(tmp_path / "profile.sqlite", kernels=[queued, *KERNELS]))).values()
+    assert [each.duration_us for each in profile.kernels] == [30.0, 1.0, 60.0]
+    assert profile.outside_us == 40.0
+
+
 def test_the_same_correlation_id_of_another_process_is_another_launch(tmp_path):
     trace = read_nsys(export(tmp_path / "profile.sqlite"))
     launches = {each.name.partition("<")[0]: each.launch for each in trace.work}

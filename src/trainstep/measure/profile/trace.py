@@ -16,7 +16,9 @@ started last made the node.) Three cases more:
 - A compiled region has one forward operator and one node, and belongs to the module that was compiled.
 
 No clock decides, with one exception that is exact: the step is the one whose range was open, on whichever thread of the
-process, when the work was launched. Work whose launch was not recorded is unknown, in the step that began last.
+process, when the work was launched. Work whose launch was not recorded is unknown, in the step that began last. But a
+device still works off its queue when recording begins. A stream runs in order, so unlaunched work before the stream's
+first launched work was queued before, and belongs to no step.
 """
 
 from __future__ import annotations
@@ -152,15 +154,23 @@ Placed = tuple[Work, Attribution]
 def attribute(trace: Trace) -> list[Placed]:
     """Every piece of work of the trace, in the order it started, with its place."""
     places, steps = _Places(trace.ranges), _Steps(trace.ranges)
+    ordered = sorted(trace.work, key=lambda work: work.start)
+    begun: dict[Stream | int | str, float] = {}  # stream, and device → start of its first launched work
+    for each in ordered:
+        if each.launch is not None:
+            begun.setdefault(each.stream, each.start)
+            begun.setdefault(each.stream.owner, each.start)
 
     def place_of(work: Work) -> Attribution:
         if work.launch is None:
-            return Attribution(step=steps.begun_before(work.start))
+            # A stream that launches nothing goes by its device. Where a device has no launches, only the clock is left.
+            queued_before = work.start < begun.get(work.stream, begun.get(work.stream.owner, work.start))
+            return Attribution(step=None if queued_before else steps.begun_before(work.start))
         thread, time = work.launch
         place, step = places.at(thread, time), steps.at(thread[0], time)
         return Attribution(step, place.phase, place.module, place.piece, place.operator, place.node)
 
-    return [(work, place_of(work)) for work in sorted(trace.work, key=lambda work: work.start)]
+    return [(work, place_of(work)) for work in ordered]
 
 
 class _Steps:
