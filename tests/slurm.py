@@ -13,7 +13,6 @@ from pathlib import Path
 
 DAEMONS = ("slurmctld", "slurmd")
 MISSING = [name for name in DAEMONS if shutil.which(name) is None]
-MEMORY = Path("/sys/fs/cgroup/memory")  # where version 1 of cgroups limits memory
 CONF = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -36,19 +35,9 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=2
 DefMemPerCPU=300
-MaxArraySize=4
-JobAcctGatherType=jobacct_gather/linux
-JobAcctGatherFrequency=1
 NodeName={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=8000
 PartitionName=main Nodes=ALL Default=YES MaxTime=60
-{more}
 """
-"""Four cores, whatever the machine has, and arrays of at most four jobs."""
-BY_SAMPLES = "JobAcctGatherParams=OverMemoryKill"
-"""Memory is looked at every second, and what takes too much is killed by Slurm."""
-BY_KERNEL = "TaskPlugin=task/cgroup"
-"""The kernel kills one process of a job that takes too much, as on most clusters."""
-CGROUPS = "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nConstrainRAMSpace=yes\nConstrainSwapSpace=yes\n"
 
 
 def _ends_with_parent() -> None:
@@ -60,10 +49,9 @@ class Cluster:
 
     Args:
         folder: empty, and short-lived.
-        more: lines of slurm.conf.
     """
 
-    def __init__(self, folder: Path, more: str = BY_SAMPLES) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder, self.host = folder, socket.gethostname().partition(".")[0]
         for name in ("state", "spool"):
             (folder / name).mkdir(parents=True)
@@ -74,8 +62,7 @@ class Cluster:
                 bound.bind(("127.0.0.1", 0))
                 ports.append(bound.getsockname()[1])
         conf = folder / "slurm.conf"
-        conf.write_text(CONF.format(host=self.host, ports=ports, user=getpass.getuser(), folder=folder, more=more))
-        (folder / "cgroup.conf").write_text(CGROUPS)
+        conf.write_text(CONF.format(host=self.host, ports=ports, user=getpass.getuser(), folder=folder))
         self.environment = {"SLURM_CONF": str(conf)}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -115,9 +102,6 @@ class Cluster:
                 self.clear()
         for name in list(self._running):
             self.stop(name)
-        for path in sorted(MEMORY.glob(f"slurm_{self.host}/**/"), reverse=True):
-            with contextlib.suppress(OSError):
-                path.rmdir()
 
     def clear(self) -> None:
         """End all jobs."""
@@ -131,11 +115,6 @@ class Cluster:
         )
         assert done.returncode == 0 or not check, f"{words}: {done.stderr}"
         return done.stdout
-
-    def jobs(self, *words: str) -> list[list[str]]:
-        """Job, name, state and reason of each job that Slurm remembers, also of those that have ended."""
-        told = self.run("squeue", "--noheader", "--array", "--states=all", "--format=%i|%j|%T|%r", *words)
-        return [line.split("|") for line in told.splitlines()]
 
     def requeue(self, job: str) -> None:
         """Put a running job back into the queue, and let it start at once when its first run is all over."""

@@ -231,7 +231,7 @@ def loaded_after(statement):
         ),
         (
             "import trainstep.bench.sweep.rows, trainstep.bench.sweep.run",
-            {"torch", "submitit", "pynvml", "numpy", "pandas", "bokeh"},
+            {"torch", "pynvml", "numpy", "pandas", "bokeh"},
         ),
         (
             "import trainstep.plan.rows, trainstep.plan.measured",

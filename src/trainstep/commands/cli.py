@@ -66,6 +66,8 @@ def _run(words: Sequence[str]) -> int:
         command = _parse_as_rank(words) if _is_rank() else parse(words)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except UsageError as error:
+        return _say(printable(str(error)))
     if command.debug:
         logging.basicConfig()
         logging.getLogger("trainstep").setLevel(logging.DEBUG)

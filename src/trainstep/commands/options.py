@@ -34,7 +34,8 @@ DESCRIPTION = "Shows where a Transformer training step spends its time and memor
 def parse_as(commands: Any, words: Sequence[str]) -> Common:
     """The words as an instance of one of the commands' classes, given as their union.
 
-    Raises SystemExit for words that cannot be parsed, when what is wrong was printed, and after --help.
+    Raises SystemExit for words that cannot be parsed, when what is wrong was printed, and after --help; UsageError for
+    a flag that is gone.
     """
     config = (OmitArgPrefixes, DisallowNone)
     given = [_renamed(word) for word in words if not _is_default(word)]
@@ -50,6 +51,10 @@ DEFAULTS = {"cwd-copy": "in-place"}
 """Flags of the version before that are the default today → the flag for the opposite."""
 
 
+GONE = {"executor": "a sweep runs where it is started; on Slurm give its command to sbatch (docs/sweep.md)"}
+"""Flags that no command has any more → what to do instead."""
+
+
 def _is_default(word: str) -> bool:
     name = word.removeprefix("--")
     if is_default := name in DEFAULTS and word.startswith("--"):
@@ -60,6 +65,8 @@ def _is_default(word: str) -> bool:
 
 def _renamed(word: str) -> str:
     name, equals, value = word.removeprefix("--").partition("=")
+    if word.startswith("--") and name in GONE:
+        raise UsageError(f"--{name} is gone: {GONE[name]}")
     if not word.startswith("--") or name not in RENAMED:
         return word
     print(f"trainstep: --{name} is now --{RENAMED[name]}; the next version accepts that alone", file=sys.stderr)

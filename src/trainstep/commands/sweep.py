@@ -7,12 +7,12 @@ import functools
 import shlex
 import signal
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional
 
 from trainstep.base.errors import UsageError
 from trainstep.commands.bench import Bench
@@ -33,31 +33,17 @@ SWEPT: Any = Analyze | Bench | Memory | Plan | Profile
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(Common):
-    """Run a grid from a TOML file, each case in a process of its own, here or on Slurm; run it again to resume."""
+    """Run a grid from a TOML file, each case in a process of its own; run it again to resume."""
 
     file: Positional[Path]
     """TOML file: command = "bench step", [fixed] with one value per flag, [axes] with a list of values per flag."""
-    executor: Literal["here", "slurm"] = "here"
-    """here; slurm (jobs of an array, by submitit)."""
-    jobs: int | None = None
-    """Cases at once; by default 1, as benchmarks disturb one another, and on Slurm as many as it starts. With several
-    here and GPUs, each case sees only GPUs of its own."""
+    jobs: int = 1
+    """Cases at once; by default 1, as benchmarks disturb one another. With several, each case sees GPUs of its own
+    alone."""
     timeout: float | None = None
     """Seconds after which a case is ended; by default the file's, else none."""
     retry: Literal["failed"] | None = None
     """failed: run the cases again that failed or ran out of memory. Without it every case that has ended is left."""
-    partition: str | None = None
-    """Slurm's partition."""
-    account: str | None = None
-    """Slurm's account."""
-    time: Annotated[int, arg(metavar="MINUTES")] = 60
-    """Minutes that Slurm gives each case."""
-    gpus: int = 1
-    """GPUs of each case's job on Slurm."""
-    cpus: int = 8
-    """CPU cores of each case's job on Slurm."""
-    memory: Annotated[float | None, arg(metavar="GIB")] = None
-    """GiB of the node's memory for each case's job on Slurm; by default what Slurm gives."""
     dry_run: FlagCreatePairsOff[bool] = False
     """Check the file and print what would run."""
     out: Path | None = None
@@ -66,19 +52,13 @@ class Sweep(Common):
     def run(self) -> int:
         from trainstep.base.guards import StopSignals, held_folder
         from trainstep.bench.sweep.cases import load_grid
-        from trainstep.bench.sweep.jobs import require_slurm
         from trainstep.bench.sweep.rows import RETRIED, sweep_records
+        from trainstep.bench.sweep.run import run_here, visible_gpus
 
-        if (self.jobs is not None and self.jobs < 1) or self.time < 1 or min(self.gpus, self.cpus) < 0:
-            given = f"jobs is {self.jobs}, time {self.time}, gpus {self.gpus}, cpus {self.cpus}"
-            raise UsageError(f"{given}; expected jobs and minutes from 1 up")
-        if self.memory is not None and not self.memory > 0:
-            raise UsageError(f"memory is {self.memory:g}; expected GiB above 0")
+        if self.jobs < 1:
+            raise UsageError(f"jobs is {self.jobs}; expected 1 or more")
         if self.timeout is not None and not self.timeout > 0:
             raise UsageError(f"timeout is {self.timeout:g}; expected seconds above 0")
-        if self.executor != "slurm":
-            of_slurm = ("partition", "account", "time", "gpus", "cpus", "memory")
-            self.refuse("{flag} is for Slurm; add --executor slurm, or leave it out", *of_slurm)
         out = self.out or Path("results") / f"sweep-{self.file.stem}"
         grid = load_grid(self.file, lambda words: parse_as(SWEPT, words), out)
         retried = RETRIED if self.retry == "failed" else ()
@@ -88,8 +68,6 @@ class Sweep(Common):
                 print("finished" if case.is_finished(retried) else "to run", shlex.join(case.words), sep="  ")
             print(_count(cases, retried))
             return 0
-        if self.executor == "slurm":
-            require_slurm()
         timeout_s = self.timeout if self.timeout is not None else grid.timeout_s
         # SIGTERM, by which schedulers end a program, keeps the rows and ends the cases' processes as Ctrl-C does.
         with (
@@ -97,23 +75,11 @@ class Sweep(Common):
             StopSignals(signal.SIGTERM, raises=True),
         ):
             print(_count(cases, retried), flush=True)
-            execute = functools.partial(self._execute, out, timeout_s, lock)
+            gpus = visible_gpus() if self.jobs > 1 else ()
+            execute = functools.partial(run_here, jobs=self.jobs, gpus=gpus, timeout_s=timeout_s, lock=lock)
             with contextlib.closing(sweep_records(cases, execute, retried)) as records:
                 told = _told(records, grid.axes, len(cases))
                 return run_and_report(told, out, f"sweep {self.file.name}", total=len(cases))
-
-    def _execute(
-        self, out: Path, timeout_s: float | None, lock: int, pending: Sequence[Case]
-    ) -> Generator[Case, None, None]:
-        from trainstep.bench.sweep.jobs import Resources, slurm_jobs
-        from trainstep.bench.sweep.run import run_here, visible_gpus
-
-        if self.executor == "here":
-            jobs = self.jobs or 1
-            gpus = visible_gpus() if jobs > 1 else ()
-            return run_here(pending, jobs=jobs, gpus=gpus, timeout_s=timeout_s, lock=lock)
-        asked = Resources(self.partition, self.account, self.time, self.gpus, self.cpus, self.memory)
-        return slurm_jobs(pending, out / "jobs", asked, jobs=self.jobs, timeout_s=timeout_s)
 
 
 def _count(cases: Sequence[Case], retried: Sequence[Status]) -> str:
