@@ -74,7 +74,39 @@ def two_steps(vendor):
 def test_work_queued_before_the_window_counts_into_no_step(tmp_path, vendor):
     profile = profile_of_trace(tmp_path, *two_steps(vendor))
     assert (profile.profiled_n, profile.kernels, profile.kernels_ms, profile.busy_ms) == (2, 4, 0.4, 0.4)
-    assert profile.outside_steps_ms == 0.2
+    assert (profile.communication_ms, profile.outside_steps_ms) == (0.1, 0.2)
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_the_operator_says_what_a_kernel_of_any_name_computes(tmp_path, vendor):
+    rows = rows_of_trace(tmp_path, *two_steps(vendor))
+    of_step = {row.family: row.ms for row in of_kind(rows, FamilyRow) if row.phase == "step"}
+    assert of_step == {family: 0.1 for *_, family in VENDORS[vendor]["step"]}
+    assert (profiles(rows)[0].matmul_share_step, profiles(rows)[0].undecided_share) == (0.25, 0)
+
+
+@pytest.mark.parametrize(
+    ("operator", "name", "share"),
+    [
+        (None, "my_kernel", None),
+        ("MyExperts", "expert_forward", None),
+        (None, "void at::native::embedding_kernel<float>(int)", 0),
+        ("aten::embedding", "lookup", 0),
+        ("aten::addmm", "lookup", 1),
+        (None, "igemm_bwd_gtcx3_nchw_fp32", 1),
+    ],
+)
+def test_where_neither_operator_nor_name_decides_the_share_of_products_is_unknown(tmp_path, operator, name, share):
+    inside = [event("cpu_op", operator, 0.0, 50.0)] if operator else []
+    rows = rows_of_trace(
+        tmp_path, *inside, launch("hipLaunchKernel", 10.0, 3, category="hip_runtime"),
+        on_gpu(name, 20.0, 30.0, correlation=3), on_gpu(ADD, 60.0, 1.0),
+    )  # fmt: skip
+    (profile,) = profiles(rows)
+    assert profile.matmul_share_step == (share and pytest.approx(30 / 31))
+    unknown = found(rows).get("matmuls-unknown")
+    assert (unknown is None) is (share is not None)
+    assert unknown is None or unknown.figures == {"undecided_share": pytest.approx(30 / 31)}
 
 
 # Several devices

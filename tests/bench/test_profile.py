@@ -115,12 +115,8 @@ def test_kernels_far_apart_are_not_joined_however_much_is_to_be_drawn():
     kernels = [dataclasses.replace(kernel(index), family=("copy", "softmax")[index % 2]) for index in range(10_000)]
     values, series = timeline_values(KernelProfile((*kernels, *lonely), 1, True, False, 0.0), "0", longest=500)
     assert values["bars"] <= 500
-    found = [
-        series["count"][index]
-        for index, name in enumerate(series["kernel"])
-        if series["kernel_names"][name] == "lonely"
-    ]
-    assert found == [1, 1]
+    names = (series["kernel_names"][each] for each in series["kernel"])
+    assert [each for each, name in zip(series["count"], names, strict=True) if name == "lonely"] == [1, 1]
 
 
 def test_a_case_that_cannot_run_is_a_row():

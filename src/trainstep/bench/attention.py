@@ -17,14 +17,7 @@ from trainstep.base.errors import UnsupportedError
 from trainstep.base.operators import ATTENTION
 from trainstep.bench.cases import AttentionCase
 from trainstep.bench.turns import IN_INTERPRETER, Pass, Turns, require_interpretable
-from trainstep.check.attention import (
-    NAMES,
-    STATISTICS,
-    Implementation,
-    check,
-    deterministic,
-    random_inputs,
-)
+from trainstep.check.attention import NAMES, STATISTICS, Implementation, check, deterministic, random_inputs
 from trainstep.check.verdict import Verdict
 from trainstep.measure.memory import GIB, step_memory
 from trainstep.measure.step import is_interpreted

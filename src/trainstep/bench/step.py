@@ -138,10 +138,4 @@ def _record(case: StepCase, result: StepMeasurement | Failure, judged: Verdict |
         fields["times"]["batch"] = Times.of(summarize(batch_ms), spread=False)
     if result.losses:
         samples["training_loss"] = result.losses
-    return StepRow(
-        **case.columns(),
-        **fields,
-        **check,
-        samples=samples,
-        environment=environment,
-    )
+    return StepRow(**case.columns(), **fields, **check, samples=samples, environment=environment)

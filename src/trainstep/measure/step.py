@@ -120,13 +120,7 @@ class BatchedStep:
 
 
 def measure_training_step(
-    step: TrainingStep,
-    source: WorkloadSource,
-    mode: StepMode,
-    warmup: int,
-    steps: int,
-    *,
-    sustained: bool = False,
+    step: TrainingStep, source: WorkloadSource, mode: StepMode, warmup: int, steps: int, *, sustained: bool = False
 ) -> StepMeasurement:
     """Measure a step that is already built; every step takes the next batch, so it trains as it goes.
 

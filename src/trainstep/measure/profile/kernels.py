@@ -3,9 +3,11 @@
 Work is told apart by device: what one GPU does hides nothing that another waits for. Transfers between host and device
 are not kernels; they stand beside them.
 
-Kernels are told by their names: those that cuBLAS, cuDNN, CUTLASS, PyTorch's own CUDA code, Triton (our kernels and
-torch.compile's) and NCCL give them. Matrix products are of two kinds that must not be confused: on tensor cores, and on
-the ordinary float32 units (`simt`, `sgemm`, `ffma`), which are an order of magnitude slower.
+The operator that launched a kernel says whether it is a matrix product or fused attention, whoever wrote the kernel.
+Names say the rest, and all where no operator is known: those that cuBLAS, cuDNN, CUTLASS, PyTorch's own CUDA code,
+Triton (our kernels and torch.compile's) and NCCL give, and the products of ROCm, TensorRT-LLM and oneDNN. Products on
+NVIDIA's GPUs are of two kinds that must not be confused: on tensor cores, and on the ordinary float32 units (`simt`,
+`sgemm`, `ffma`), which are an order of magnitude slower.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from trainstep.measure.profile.trace import Placed, Range, Stream, Trace, WorkKi
 
 Lane = Literal["compute", "communication", "copies"]
 Matmul = Literal["tensor-core matmul", "FP32 SIMT matmul", "matmul"]
-"""`matmul` is a CPU's, where there is only one kind."""
+"""`matmul` is a CPU's, where there is only one kind, or on units of a GPU that the kernel's name does not tell."""
 MATMULS: tuple[Matmul, ...] = get_args(Matmul)
 _Maths = Literal["fused attention", "softmax", "normalisation", "elementwise", "reduction", "optimizer"]
 Family = Matmul | _Maths | Literal["copy", "transfer", "communication", "CUDA graph", "other"]
@@ -33,7 +35,7 @@ GRAPH: Family = "CUDA graph"
 """A whole graph, where the profiler recorded no more of it than when it ran."""
 
 _TRITON_COPIES = "to_copy|copy|clone|unsafe_view|view|transpose|t|permute|expand|cat|slice|unsqueeze|squeeze"
-_CPU_LIBRARY = "(aten|mkldnn|mkl|onednn)::_?"
+_LIBRARY = "(aten|mkldnn|mkl|onednn)::_?"
 # The first pattern found in a name decides, so the order matters: most kernels carry further words in their template
 # arguments, and every kernel of PyTorch's that maps elements is an "elementwise_kernel" of something more telling.
 _GPU: tuple[tuple[Family, str], ...] = (
@@ -47,14 +49,17 @@ _GPU: tuple[tuple[Family, str], ...] = (
     ("copy", r"multi_tensor_apply_kernel<.*at::native::Copy<"),
     ("optimizer", r"multi_tensor_apply_kernel|FusedAdam|fused_adam|FusedSgd|FusedAdagrad|adamw_kernel|lamb_kernel"),
     ("fused attention", r"flash_(fwd|bwd)|flash::|flash_attn|Flash_(fwd|bwd)|FlashAttn|sdpa_(sm|fprop|bprop|flash)"),
-    ("fused attention", r"cudnn.*(sdpa|flash)|flex_attention|fmha|mem_eff|attention_kernel_backward_batched"),
-    ("fused attention", r"^(flash_attention_\w+|attn_fwd|_attn_\w+)$"),
+    ("fused attention", r"cudnn.*(sdpa|flash)|flex_attention|mem_eff|attention_kernel_backward_batched|micro_sdpa"),
+    ("fused attention", r"(?i)fmha|(paged|unified|ragged|flash)_?attention_|PagedKVCache"),
+    ("fused attention", r"^(attn_fwd|_attn_\w+)(\.kd)?$"),
     ("FP32 SIMT matmul", r"simt|ffma|f32f32_f32f32|(ampere|volta|turing|maxwell|pascal|hopper)_(s|d)gemm"),
     ("FP32 SIMT matmul", r"(^|[^a-z])(gemv|gemvN|gemv2[NT]|gemvNSP|gemmSN|gemmk1|dot_kernel|reduce_1Block)|sgemm_\d"),
     ("reduction", r"splitK_?reduce|splitKreduce"),
     ("tensor-core matmul", r"_(h|fp16_s|bf16_s|tf32_?s?)\d*(884|1688|16816)|16816gemm|1688gemm|cutlass.*gemm"),
     ("tensor-core matmul", r"nvjet|wgmma|tensorop|xmma_gemm|[ish]\d{3,5}gemm|bf16gemm|gemm::|Gemm|GemmUniversal"),
     ("tensor-core matmul", r"cutlass_\d+|sm\d+_gemm|cublasLt|triton_tem_\w*(mm|conv)|(^|_)gemm"),
+    ("matmul", r"^Cijk_|igemm_|miopen\w*[Cc]onv|naive_conv|\bck(_tile)?::\w*conv|_ZN2ck\w*conv|^gen_conv"),
+    ("matmul", r"^bmm_\w*_t\d+x\d+|_matmul_ogs_|^_?(\w+_)?matmul_kernel"),
     ("softmax", r"soft_?max|SoftMax|triton_\w*softmax"),
     ("normalisation", r"layer_?norm|LayerNorm|rms_?norm|RMSNorm|batch_norm|BatchNorm|group_norm|GroupNorm|GammaBeta"),
     ("normalisation", r"RowwiseMoments|cuComputeGradInput|cuComputePartGrad|bn_(fw|bw)|triton_(red|per)_\w*rsqrt"),
@@ -62,16 +67,16 @@ _GPU: tuple[tuple[Family, str], ...] = (
     ("copy", rf"triton_poi_fused_(_?({_TRITON_COPIES})_)+\d+$"),
     ("reduction", r"reduce_kernel|nll_loss_\w+_reduce|ReduceOp|DeviceReduce|DeviceScan|cub::.*(Reduce|Scan)"),
     ("reduction", r"triton_(red|per)_|segment_reduce"),
-    ("elementwise", r"elementwise_kernel|elementwise|FillFunctor|triton_(poi|for)_|dropout|masked_fill|triu_tril"),
+    ("elementwise", r"[Ee]lementwise|FillFunctor|triton_(poi|for)_|dropout|masked_fill|triu_tril"),
 )
-_CPU: tuple[tuple[Family, str], ...] = (
+_OPERATORS: tuple[tuple[Family, str], ...] = (
     ("communication", r"^(c10d::|gloo:|nccl:|trainstep_exchanges::)|_c10d_functional"),
     ("copy", r"^aten::_foreach_copy_$"),
     ("optimizer", r"^aten::_(fused_(adam|adamw|sgd|adagrad)_?|foreach_)"),
-    ("fused attention", r"scaled_dot_product|flash_attention|efficient_attention|flex_attention"),
-    ("matmul", rf"^{_CPU_LIBRARY}(mm|addmm|bmm|baddbmm|matmul|linear|addbmm|mv|addmv|dot|mkl_linear)(_out)?$"),
-    ("matmul", rf"^{_CPU_LIBRARY}_grouped_mm$"),
-    ("matmul", rf"^{_CPU_LIBRARY}(linear_pointwise|mkldnn_convolution|conv\w*|_convolution|convolution\w*)(_out)?$"),
+    ("fused attention", r"scaled_dot_product|(flash|efficient|cudnn|flex|paged|unified)_attention|flash_attn|fmha"),
+    ("matmul", rf"^{_LIBRARY}((int|scaled|grouped|scaled_grouped)_)?(mm|addmm|(add|badd)?bmm|matmul|linear)(_out)?$"),
+    ("matmul", rf"^{_LIBRARY}(mv|addmv|dot|mkl_linear|addmm_activation|(\w+_)?linear_(pointwise|backward\w*))(_out)?$"),
+    ("matmul", rf"^{_LIBRARY}(\w+_)?conv(olution|\d|_transpose|_depthwise|_tbc)\w*$"),
     ("softmax", r"softmax"),
     ("normalisation", r"(layer|rms|batch|group)_norm"),
     ("copy", r"^aten::(copy_|_to_copy|to|clone|contiguous|cat|stack|_reshape_copy|repeat|repeat_interleave)$"),
@@ -86,17 +91,21 @@ _CPU: tuple[tuple[Family, str], ...] = (
 
 @functools.cache
 def kernel_family(name: str, operator: str = "") -> Family:
-    """The family of a GPU kernel, copy or fill, from its demangled name and the operator that launched it."""
-    if re.search(r"(flash|efficient|cudnn)_attention|scaled_dot_product", operator):
-        return "fused attention"
+    """The family of a GPU kernel, copy or fill, from its demangled name and the operator that launched it.
+
+    A product may launch helpers, of which sums of split products and copies are told by their names.
+    """
+    inside = operator_family(operator)
     ours = next((each.kernels[name] for each in (*ATTENTION.values(), *FUSED.values()) if name in each.kernels), None)
-    return _first_found(_GPU, name) if ours is None else cast(Family, ours)
+    named = _first_found(_GPU, name) if ours is None else cast(Family, ours)
+    decides = inside == "matmul" and named not in (*MATMULS, "reduction", "copy", GRAPH)
+    return inside if decides or inside == "fused attention" or named == "other" else named
 
 
 @functools.cache
 def operator_family(name: str) -> Family:
-    """The family of an operator on a CPU."""
-    return _first_found(_CPU, name)
+    """The family of an operator."""
+    return _first_found(_OPERATORS, name)
 
 
 def _first_found(patterns: Sequence[tuple[Family, str]], name: str) -> Family:
@@ -147,9 +156,7 @@ class Kernel:
     module: str | None  # also `(loss)` and `(optimizer)`, what no module owns; None where unknown
     piece: str | None
     operator: str | None
-    call: int | None = (
-        None  # the operator call it belongs to, where that call's cost is counted; a transfer's own number
-    )
+    call: int | None = None  # the operator call it belongs to, where its cost is counted; a transfer's own number
     flops: float | None = None  # of the whole call; at one of its kernels only, the longest
     bytes: float | None = None
     kind: WorkKind = "kernel"
@@ -157,6 +164,12 @@ class Kernel:
     @property
     def end_us(self) -> float:
         return self.start_us + self.duration_us
+
+    @property
+    def is_undecided(self) -> bool:
+        """True if neither an operator of torch's nor the name tells what it computes."""
+        told = (self.operator or "").startswith("aten::") or "at::native" in self.name
+        return self.family == GRAPH or (self.kind == "kernel" and self.family == "other" and not told)
 
 
 @dataclass(frozen=True)

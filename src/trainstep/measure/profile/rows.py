@@ -21,6 +21,7 @@ from trainstep.step.blocks import without_numbers
 
 UNKNOWN = "(unknown)"  # the phase or module of a kernel that could not be placed
 LONGEST = 12_000  # bars of a timeline on a page of its own
+UNDECIDED = 0.05  # share of kernel time of unknown families up to which the share of matrix products is known
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -58,6 +59,7 @@ def summary_values(profile: KernelProfile) -> dict[str, Scalar]:
         "cost_coverage": profile.share(lambda each: each.call is not None),
         "counted": COUNTED,
         "outside_steps_ms": profile.outside_us / profile.steps / 1e3,
+        "undecided_share": profile.share(lambda each: each.is_undecided),
         "matmul_share_step": _matmul_share(step),
     }
     for phase in PHASES:
@@ -136,8 +138,10 @@ def _share(part: Iterable[Kernel], of: Iterable[Kernel]) -> float | None:
     return _us(part) / total if total else None
 
 
-def _matmul_share(kernels: Sequence[Kernel]) -> float:
-    return _share((each for each in kernels if each.family in MATMULS), kernels) or 0.0
+def _matmul_share(kernels: Sequence[Kernel]) -> float | None:
+    """Share of the time; None where more than `UNDECIDED` of it may be matrix products or not."""
+    is_known = (_share((each for each in kernels if each.is_undecided), kernels) or 0.0) <= UNDECIDED
+    return (_share((each for each in kernels if each.family in MATMULS), kernels) or 0.0) if is_known else None
 
 
 def _top(where: str, kernels: Sequence[Kernel], profile: KernelProfile) -> dict[str, Scalar]:

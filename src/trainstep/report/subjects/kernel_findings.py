@@ -181,6 +181,12 @@ def _matmuls(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) ->
             f"whole {'step' if profile.has_steps is not False else 'trace'}, fused attention not counted."
         )
         yield found("kernels.matmuls", said, forward_share=forward, step_share=step)
+    elif step is None and profile.undecided_share:
+        said = (
+            "The share of matrix products is unknown: neither operators nor names tell what {undecided_share:share} of "
+            "the kernel time computes."
+        )
+        yield found("kernels.matmuls-unknown", said, undecided_share=profile.undecided_share)
     simt = _families(own).get(_SIMT)
     if simt is None or simt.share is None or simt.share < MUCH:
         return
