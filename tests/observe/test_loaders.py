@@ -1,6 +1,7 @@
 """What is said of the loaders that a script took batches from, and of how long it waited for them."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,20 @@ def test_the_loader_that_most_batches_came_from_is_the_one_that_is_named():
     assert main_loader(found) == "train.py:9, 2 workers, memory pinned"
     assert main_loader(found[:1]) == "train.py:3, no workers, memory not pinned"
     assert main_loader([]) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [("spawn", " started by spawn"), ("forkserver", " started by forkserver"), ("fork", ""), (None, "")],
+)
+def test_workers_that_are_not_forked_are_told_apart(method, words):
+    loaders, loader = Loaders(lambda: None), DataLoader(TensorDataset(torch.arange(6)), num_workers=1)
+
+    class Iterator:
+        _workers = (SimpleNamespace(_popen=SimpleNamespace(method=method)),)
+
+    loaders.begins(loader, Iterator(), Place("train.py", 3, "main"))
+    assert main_loader(loaders.found()) == f"train.py:3, 1 worker{words}, memory not pinned"
 
 
 def test_what_share_of_a_run_waits_for_data_is_the_devices_where_there_is_one():

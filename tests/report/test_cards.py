@@ -26,6 +26,7 @@ from trainstep.report.summary import cards
 from trainstep.rows import (
     AttentionRow,
     ChangeRow,
+    LineRow,
     ParallelRow,
     ParallelTraceRow,
     PeakRow,
@@ -45,6 +46,7 @@ LAUNCHES = ScriptRow(
 )
 AGAIN = RecompilationRow(workload="train.py", line="a.py:1", function="f", last_step=2)
 WAIT = WaitRow(workload="train.py", line="a.py:3", call="item", ms_per_step=2.0, calls_per_step=1.0, on_gpu=True)
+LINE = LineRow(workload="train.py", line="a.py:5", phase="other", function="work", seen=40, share=0.9)
 RANKS = [
     ScriptRow(workload="train.py", rank=at, n=9, times=dict.fromkeys(("own", "forward", "step"), Times(ms, ms)))
     for at, ms in enumerate((5.0, 5.0, 8.0))
@@ -80,6 +82,8 @@ def of(rows, **settings):
         ("data.bound", [LAUNCHES], {"ms": 4.0, "verdict": "DATA-BOUND", "action": advice.LOADER_WORKERS}),
         ("launches.script", [LAUNCHES], {"ms": 9.9, "verdict": "LAUNCH-BOUND", "action": advice.COMPILED_MODEL}),
         ("waits.line", [LAUNCHES, WAIT], {"ms": 2.0, "verdict": "SYNC-BOUND"}),
+        ("script.lines", [replace(LAUNCHES, times={"step": Times(10.0), "other": Times(4.0)}), LINE],
+         {"ms": 4.0, "verdict": "SCRIPT-BOUND"}),
         ("ranks.late", RANKS, {"ms": 3.0, "verdict": "STRAGGLER"}),
         ("compiled.again", [AGAIN], {"verdict": "RECOMPILING"}),
         ("phases.longest", [step()], {"ms": 60.0} | ASIDE),

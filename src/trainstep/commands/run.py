@@ -100,7 +100,7 @@ class Run(Common):
         from trainstep.observe.supervise import run_script
 
         deep = self._deep(command, rank) if self.deep else None
-        code = run_script(command, rank, self.out, {"steps": self.steps}, is_verbatim=self.verbatim)
+        code = run_script(command, rank, self.out, {"steps": self.steps, "is_sampled": True}, is_verbatim=self.verbatim)
         if rank.rank == 0:
             try:
                 with StopSignals(signal.SIGINT, signal.SIGTERM, raises=True):
@@ -156,7 +156,7 @@ class Run(Common):
         """Read the logs, write rows and show what they say. A part that fails is a line, and the others stand."""
         from trainstep.observe.log import RankLog, read_logs
         from trainstep.observe.rows import script_records
-        from trainstep.rows import PeakRow, RecompilationRow, ScriptRow, WaitRow
+        from trainstep.rows import LineRow, PeakRow, RecompilationRow, ScriptRow, WaitRow
 
         console = console_for_output(to_stderr=True)
         logs: list[RankLog] = []
@@ -183,7 +183,7 @@ class Run(Common):
         with part("writing results.jsonl"):
             self._keep(rows)
         with part("the report"):
-            show_report(rows, self.out, console, kinds=(ScriptRow, WaitRow, RecompilationRow, PeakRow))
+            show_report(rows, self.out, console, kinds=(ScriptRow, LineRow, WaitRow, RecompilationRow, PeakRow))
 
 
 def split_script(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

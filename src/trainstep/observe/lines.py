@@ -62,6 +62,11 @@ def shown_line(file: str | None, line: int | None) -> str:
     return f"{'/'.join(inside)}:{line}"
 
 
+def line_around(place: Place) -> str:
+    """The user's own line around a place, else the place's."""
+    return shown_line(place.user_file or place.file, place.user_line or place.line)
+
+
 def line_of_call() -> str:
     """Line, as `shown_line` has it: the innermost line under way that is neither torch's, nor Python's, nor ours."""
     place = place_of_call(sys._getframe(1))
@@ -77,7 +82,11 @@ class Lines:
 
     def number(self, call: str, frame: FrameType) -> int:
         """The number of the line around a frame that calls `call`."""
-        key = place_of_call(frame), call
+        return self.number_of(place_of_call(frame), call)
+
+    def number_of(self, place: Place, call: str) -> int:
+        """The number of a line that calls `call`, or in which a phase of this name is under way."""
+        key = place, call
         if key not in self._numbers:
             self._numbers[key] = len(self._numbers)
             self._on_new(self._numbers[key], *key)

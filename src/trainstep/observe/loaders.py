@@ -7,11 +7,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
-from trainstep.observe.lines import Place, shown_line
+from trainstep.observe.lines import Place, line_around
 from trainstep.observe.steps import DATA, Step
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
+
+
+STARTED_BY = " started by "
+"""In the words for a loader whose workers are not forked: the observer is not in them."""
 
 
 class Loaders:
@@ -25,8 +29,10 @@ class Loaders:
 
     def begins(self, loader: DataLoader[Any], iterator: Any, place: Place) -> None:
         """Batches will come from an iterator over a loader, for a line of code."""
-        line = shown_line(place.user_file or place.file, place.user_line or place.line)
-        entry = {"line": line, "workers": loader.num_workers, "is_pinned": bool(loader.pin_memory)}
+        entry = {"line": line_around(place), "workers": loader.num_workers, "is_pinned": bool(loader.pin_memory)}
+        worker = next(iter(getattr(iterator, "_workers", ())), None)
+        if (start := getattr(getattr(worker, "_popen", None), "method", None)) not in (None, "fork"):
+            entry["start"] = start
         known = tuple(entry.values())
         is_new = known not in self._found
         self._by_iterator[iterator] = self._found.setdefault(known, entry | {"batches": 0, "begun": 0})
@@ -90,15 +96,17 @@ def main_loader(found: Sequence[Mapping[str, Any]]) -> str | None:
     """The loader that most batches came from, in words: `train.py:31, 1 worker, memory not pinned`."""
     if not found:
         return None
-    most = _most_used(found)
+    most = most_used(found)
     workers = f"{most['workers'] or 'no'} worker{'s' * (most['workers'] != 1)}"
+    workers += f"{STARTED_BY}{most['start']}" if "start" in most else ""
     return f"{most['line']}, {workers}, memory {'pinned' if most['is_pinned'] else 'not pinned'}"
 
 
 def begins_again(found: Sequence[Mapping[str, Any]]) -> bool:
     """True if the loader that most batches came from was begun a second time; without any, nothing was."""
-    return bool(found) and _most_used(found)["begun"] > 1
+    return bool(found) and most_used(found)["begun"] > 1
 
 
-def _most_used(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def most_used(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The loader that most batches came from."""
     return max(found, key=lambda each: each["batches"])

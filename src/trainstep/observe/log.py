@@ -77,6 +77,7 @@ class RankLog:
     recompilations: list[dict[str, Any]] = field(default_factory=list)
     syncs: Counter[int] = field(default_factory=Counter)  # line → calls that waited, in the one step that was recorded
     notes: list[str] = field(default_factory=list)
+    workers: dict[int, dict[str, Any]] = field(default_factory=dict)  # process of a loader's worker → its lines
     elsewhere: list[dict[str, Any]] = field(default_factory=list)  # processes that were started, or that trained
     ended: dict[str, Any] | None = None  # how the script ended, None where it could not say
     code: int | None = None  # exit code of the script's process, −n for signal n, once the parent has seen its end
@@ -115,6 +116,8 @@ def read_log(path: Path) -> RankLog:
             found.recompilations.append(entry)
         elif what == "sync":
             found.syncs[entry["number"]] += 1
+        elif what == "worker":
+            found.workers[entry["pid"]] = entry  # all of its lines so far
         elif what == "note":
             found.notes.append(entry["text"])
         elif what == "elsewhere":

@@ -15,15 +15,19 @@ from typing import Any
 from trainstep.base.commit import commit_of
 from trainstep.base.stats import summarize
 from trainstep.observe.lines import shown_line
-from trainstep.observe.loaders import main_loader
+from trainstep.observe.loaders import main_loader, most_used
 from trainstep.observe.log import RankLog
+from trainstep.observe.sampling import BEFORE
 from trainstep.observe.steps import COMMUNICATION, COUNTS, DATA, Step
-from trainstep.rows import RecompilationRow, ScriptRow, WaitRow, row_of
+from trainstep.rows import LineRow, RecompilationRow, ScriptRow, WaitRow, row_of
 from trainstep.rows.records import Row, Times, make_row, of_kind
 
 WARMUP = 3  # steps left out of many
 MANY = 10  # steps from which that many are; of fewer, the first alone
 USUAL = 0.5  # share of steps with an evaluation, or in which code is compiled, above which that is a part of the step
+LEAST_SEEN = 0.01  # share of a phase's samples from which a line has a row
+WORKERS = "workers"
+"""In the place of a phase, the time in which a loader's workers fetch batches."""
 INSTRUMENTED = frozenset({"profiled", "recorded", "after the profiler", "searched", "watched by the ladder"})
 """Tags of steps that are not as they would be without us."""
 
@@ -51,7 +55,7 @@ def script_records(logs: Sequence[RankLog], script: str, code: int | None) -> li
             continue
         share = latest.get(log.header.get("rank", 0))
         rows += [*_step_rows(log, own, {**how, "latest_share": share}), *_wait_rows(log, own)]
-        rows += _recompilation_rows(log, own)
+        rows += [*_line_rows(log, own), *_recompilation_rows(log, own)]
         environment = {"environment": own["environment"]}
         rows += [row_of(**{**each, **environment}) for each in log.rows]
     return rows
@@ -231,6 +235,31 @@ def _wait_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[WaitRow]:
     for line, count in log.syncs.items():  # of one step, and not timed
         if (log.lines[line]["file"], log.lines[line]["line"]) not in known:
             yield WaitRow(**own, **_place_columns(log, line), calls_per_step=float(count))
+
+
+def _line_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[LineRow]:
+    """A row for each line of the script's that had more than a hundredth of its phase's samples, the most first."""
+    own_steps = [step for step in log.steps[1:] if not INSTRUMENTED & step.tags]
+    later = [step for step in own_steps if not step.evaluations] or own_steps
+    found: defaultdict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
+    for step in later:
+        for number, count in step.seen.items():
+            place, phase = log.lines[number], log.lines[number]["call"]
+            line = f"{BEFORE * phase.startswith(BEFORE)}{shown_line(place['file'], place['line'])}"
+            found[phase.removeprefix(BEFORE)][line if place["file"] else "", place["function"]] += count
+    loaders = log.facts.get("loaders", ())
+    for worker in log.workers.values():
+        if loaders and worker["loader"] == most_used(loaders)["line"]:
+            for file, line, function, count in worker["lines"]:
+                found[WORKERS][shown_line(file, line) if file else "", function] += count
+    for phase, lines in found.items():
+        whole_ms = sum(step.host_ms.get(phase, 0.0) for step in later) / len(later) if later else 0.0
+        for (line, function), count in lines.most_common():
+            if line and count > LEAST_SEEN * lines.total():
+                share = count / lines.total()
+                ms = None if phase == WORKERS else share * whole_ms
+                known: dict[str, Any] = {"line": line, "phase": phase, "function": function}
+                yield LineRow(**own, **known, seen=count, share=share, ms_per_step=ms)
 
 
 def deep_records(logs: Sequence[RankLog], rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:

@@ -10,24 +10,29 @@ import contextlib
 import itertools
 import os
 import re
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainstep.measure.environment import describe
 from trainstep.measure.outcome import one_line
 from trainstep.measure.timing import CpuClock, DeviceClock, device_clock
 from trainstep.observe.compiling import Recompilations
 from trainstep.observe.hooks import Hooks, parameters_of
-from trainstep.observe.lines import Lines, Place
+from trainstep.observe.lines import Lines, Place, line_around, place_of_call
 from trainstep.observe.log import LogWriter
 from trainstep.observe.modules import SEARCHED
+from trainstep.observe.sampling import SampledLines, Sampler, count_lines
 from trainstep.observe.steps import Step, StepFinder
 from trainstep.rows.records import Row, sections_of
 
@@ -42,12 +47,14 @@ class Plan:
     profile_after: int = 30  # steps before those, where the run has no end of its own
     has_memory: bool = True  # whether one step's allocations and dtypes are recorded
     folder: str = ""  # where a trace is written
+    is_sampled: bool = False  # whether lines under way are sampled
 
 
 JOINED = (
     "forward includes the loss where no call of a model was seen: a class of torch's such as nn.Sequential is not "
     "observed; trainstep run --deep tells them apart"
 )
+_STARTS_WORKERS = _MultiProcessingDataLoaderIter.__init__.__code__
 Mark = tuple[float, Any]  # the host's clock, and an event in the device's queue or None
 
 
@@ -65,6 +72,8 @@ class Session:
         self.on_stop: Callable[[], object] = lambda: None  # called before the script is ended
         self._recompilations = Recompilations(log)
         self._queued: deque[Step] = deque()
+        self._sampled = SampledLines()
+        self._sampler = self._sampled.sampler
         self._handed_out = 0
         self._is_finished = self._knows_device = self._is_joined = False
         self._instruments: Any = None
@@ -80,7 +89,7 @@ class Session:
         self.log.write("facts", {"torch": torch.__version__})
         self.hooks.before_optimizer = self._before_optimizer
         self.hooks.on_loader = self._write_loaders
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(before=lambda: self._sampler.end(), after_in_child=self._forked)
 
     def finish(self) -> None:
         """Take the hooks back and write what is left."""
@@ -89,6 +98,7 @@ class Session:
         self._is_finished = True
         if self._instruments is not None:
             self._instruments.close()
+        self._sampler.end()
         self.hooks.remove()
         self.finder.settle()
         if self._queued:
@@ -124,6 +134,8 @@ class Session:
 
     def _step_ended(self) -> None:
         """An optimizer has stepped: what instruments do happens at this border."""
+        if self.plan.is_sampled:
+            self._sampler.begin()
         self._recompilations.look(self.finder.ended)
         if self._instruments is not None:
             self._instruments.at_border(self.finder.ended)
@@ -158,6 +170,9 @@ class Session:
 
     def _queue(self, step: Step) -> None:
         """A step has ended for certain."""
+        for phase, place in self._sampled.of_step(step):
+            line = self.hooks.lines.number_of(place, phase)
+            step.seen[line] = step.seen.get(line, 0) + 1
         self._queued.append(step)
         self._handed_out += 1
         self._write_queued()
@@ -236,8 +251,16 @@ class Session:
         self.log.write("line", {"number": number, "call": call, **place._asdict()})
 
     def _forked(self) -> None:
-        """In a process that was forked: nothing is measured there, but that it trains is said."""
+        """In a process that was forked: that it trains is noted, and lines are counted in a loader's worker."""
         self.finder.switch_off()
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code is not _STARTS_WORKERS:
+            frame = frame.f_back
+        if frame is not None and self.plan.is_sampled and not self._is_finished:
+            loader = line_around(place_of_call(frame))
+            tell = partial(self.log.write_from_child, "worker")
+            self._sampler = Sampler(partial(count_lines, lambda told: tell({"loader": loader, **told})))
+            self._sampler.begin()
         told = [False]
 
         def say(_: Optimizer) -> None:

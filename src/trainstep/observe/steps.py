@@ -61,6 +61,7 @@ class Step:
     is_skipped: bool = False  # whether a scaler left the update out
     tags: set[str] = field(default_factory=set)  # what an instrument did meanwhile
     waits: dict[int, list[float]] = field(default_factory=dict)  # line → [calls, milliseconds]
+    seen: dict[int, int] = field(default_factory=dict)  # line and its phase → samples in which it was under way
     ahead_ms: float = field(default=0.0, metadata={"is_logged": False})  # of the host, at the end
     starved_ms: float = field(default=0.0, metadata={"is_logged": False})  # in which the device had no work, at most
 
@@ -123,6 +124,7 @@ class Step:
         step = cls(**entry)
         step.stock, step.tags = (step.stock[0], step.stock[1]), set(step.tags)
         step.waits = {int(line): each for line, each in step.waits.items()}
+        step.seen = {int(line): count for line, count in step.seen.items()}
         if step.device:
             step._see_lag(before.ahead_ms if before is not None else 0.0)
         return step

@@ -65,6 +65,18 @@ class WaitRow(OfScript, kind="wait"):
     ms: float | None = None  # of all calls
 
 
+class LineRow(OfScript, kind="line"):
+    """A line of the user's own that was under way in a phase, by samples; "before" a call where its code was not seen
+    itself."""
+
+    line: str = setting()  # `train.py:31`, or `before train.py:31`
+    phase: str = setting()  # or "workers", in which loaders' workers fetch batches
+    function: str | None = None
+    seen: int | None = None  # samples
+    share: float | None = None  # of the phase's samples
+    ms_per_step: float | None = None  # that share of the phase
+
+
 class RecompilationRow(OfScript, kind="recompilation"):
     """A line of code whose call torch.compile compiled more than once."""
 

@@ -11,7 +11,7 @@ from trainstep.report.subjects import run
 from trainstep.report.subjects.run import as_told, comes_in_bursts, is_uneven, share_of
 from trainstep.report.summary import cards
 from trainstep.report.tables import make_table
-from trainstep.rows import ScriptRow
+from trainstep.rows import LineRow, ScriptRow
 from trainstep.rows.records import Times
 
 
@@ -93,3 +93,30 @@ def test_the_page_s_top_and_its_bars_are_of_means():
 def test_the_most_memory_is_said_where_it_is_known(peak_gib, found):
     told = run.how_it_went([dataclasses.replace(EVEN, peak_gib=peak_gib)])
     assert [(each.id, each.figures) for each in told] == found
+
+
+@pytest.mark.parametrize(
+    ("phases", "phase", "line", "seen", "expected"),
+    [
+        ({"other": 3.0, "forward": 7.0}, "other", "train.py:9", 10, "script.lines"),
+        ({"other": 2.0, "forward": 8.0}, "other", "train.py:9", 10, None),  # less than a quarter of the step
+        ({"other": 3.0, "forward": 7.0}, "other", "train.py:9", 9, None),  # too few samples
+        ({"loss": 5.0, "forward": 5.0}, "loss", "before train.py:9", 10, "script.lines"),
+        ({"loss": 4.0, "forward": 6.0}, "loss", "train.py:9", 10, None),  # as of a large vocabulary
+        ({"data": 2.0, "forward": 8.0}, "workers", "data.py:5", 10, "data.lines"),
+        ({"data": 2.0, "forward": 8.0}, "data", "train.py:7", 10, None),  # the line that waits for workers
+        ({"data": 0.5, "forward": 9.5}, "workers", "data.py:5", 10, None),  # nothing waits for them
+    ],
+)
+def test_lines_are_named_where_their_phase_is_much_of_the_step(phases, phase, line, seen, expected):
+    step = dataclasses.replace(row(**{name: [ms] * 9 for name, ms in phases.items()}), loader="train.py:7, 2 workers")
+    own = LineRow(workload="train.py", line=line, phase=phase, function="work", seen=seen, share=1.0)
+    found = list(run.slow_lines([step, own]))
+    assert [each.id for each in found] == [expected] * bool(expected)
+    assert all(f"{line} in work (100%)" in each.sentence for each in found)
+
+
+@pytest.mark.parametrize(("start", "is_said"), [(" started by spawn", True), ("", False)])
+def test_workers_that_were_not_looked_into_are_said(start, is_said):
+    step = dataclasses.replace(EVEN, loader=f"train.py:7, 2 workers{start}, memory pinned")
+    assert ("not looked into" in said(run.data_bound, step)[0]) == is_said

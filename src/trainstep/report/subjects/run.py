@@ -10,9 +10,9 @@ from trainstep.report import columns
 from trainstep.report.blocks import Section, section
 from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.findings import Claim, Finding, found, listed, literal
-from trainstep.report.numbers import number
+from trainstep.report.numbers import number, percent
 from trainstep.report.tables import define, page_table
-from trainstep.rows import ChangeRow, PeakRow, ProfileRow, RecompilationRow, ScriptRow, WaitRow
+from trainstep.rows import ChangeRow, LineRow, PeakRow, ProfileRow, RecompilationRow, ScriptRow, WaitRow
 from trainstep.rows.records import Row, Scalar, Times, of_kind
 
 PHASES = {
@@ -28,6 +28,10 @@ PHASES = {
 }
 """Phase → its name in words, in the order of a step."""
 DATA_BOUND = 0.1  # Share of the step spent waiting for data from which it is remarked on
+LINES_BOUND = {"other": 0.25, "loss": 0.5, "data": DATA_BOUND, "workers": DATA_BOUND}
+"""Share of the step from which the lines of a phase are named; of workers, the share that waits for data."""
+LINE, FEWEST, MOST_LINES = 0.1, 10, 3
+"""A named line's least share of the phase's samples, the fewest samples of the phase, and the most lines."""
 LAUNCH_BOUND = 0.9  # Share of the step for which the GPU may have waited for launches, from which they set its pace
 WAITING = 0.02  # Share of a step on a GPU that a line waits for, from which the line is remarked on
 PER_STEP = 0.5  # Calls per step of a line that would wait on a GPU, from which it is remarked on
@@ -116,6 +120,16 @@ WAITS = define(
     columns.value("ms", "ms", brief=False),
     longest=8,
 )
+LINES = define(
+    LineRow,
+    "Lines of your code by phase, 100 samples a second",
+    *columns.cases({"script": "workload", "rank": "rank", "phase": "phase"}),
+    columns.word("line", "line"),
+    columns.word("in", "function"),
+    *columns.values({"share of the phase": "share", "ms per step": "ms_per_step"}),
+    columns.count("samples", "seen", brief=False),
+    longest=8,
+)
 RECOMPILATIONS = define(
     RecompilationRow,
     "Calls that torch.compile compiled again",
@@ -126,7 +140,7 @@ RECOMPILATIONS = define(
     *columns.values({"last in step": "last_step", "seconds": "seconds"}),
     columns.word("reason", "why"),
 )
-TABLES = (SCRIPT, WAITS, RECOMPILATIONS)
+TABLES = (SCRIPT, LINES, WAITS, RECOMPILATIONS)
 
 
 def measured(rows: Sequence[Row]) -> list[ScriptRow]:
@@ -216,9 +230,43 @@ def data_bound(rows: Sequence[Row]) -> Iterator[Finding]:
                 f"A step waits {{data_ms:ms}} on average for its batch{where}, {{share:share}} of it: more workers in "
                 "the DataLoader, or less work per sample, would shorten it by up to that."
             )
+            if row.loader and " started by " in row.loader:
+                said += " Lines in workers of this start method were not looked into."
             data, workers = mean_of(row.times["data"]), advice.LOADER_WORKERS
             claim = Claim("Steps wait for their batch", ("script",), data, verdict="DATA-BOUND", action=workers)
             yield found("data.bound", said, claim, data_ms=data, share=share, loader=row.loader)
+
+
+def slow_lines(rows: Sequence[Row]) -> Iterator[Finding]:
+    """The user's own lines in phases that no call of torch's explains, and in loaders."""
+    for row in first_rank(rows)[:1]:
+        for phase, least in LINES_BOUND.items():
+            own = [each for each in of_kind(rows, LineRow) if each.phase == phase and each.rank == row.rank]
+            share = share_of(row, "data" if phase == "workers" else phase)
+            total = sum(each.seen or 0 for each in own)
+            waits_at = f"{row.loader}".partition(",")[0]  # for workers, which is no line of the loader's
+            named = [each for each in own if (each.share or 0.0) >= LINE and each.line != waits_at][:MOST_LINES]
+            if share < least or total < FEWEST or not named:
+                continue
+            lines = tuple(f"{each.line}{_in(each.function)} ({percent(each.share or 0.0)})" for each in named)
+            ms = mean_of(row.times["data" if phase == "workers" else phase])
+            figures: dict[str, Scalar] = {"lines": lines, "share": share, "ms": ms, "samples": total}
+            if phase in ("data", "workers"):
+                whose = "A loader’s worker fetches batches" if phase == "workers" else "Batches are made"
+                yield found(
+                    "data.lines", f"{whose} at {{lines:list}} of the time, by {{samples:n}} samples.", **figures
+                )
+            else:
+                said = (
+                    f"{PHASES[phase].capitalize()} takes {{ms:ms}} a step, {{share:share}} of it. It runs "
+                    "{lines:list} of that time, by {samples:n} samples. Run that code less often, or on tensors."
+                )
+                claim = Claim(f"{PHASES[phase].capitalize()}: {named[0].line}", ("script",), ms, verdict="SCRIPT-BOUND")
+                yield found("script.lines", said, claim, **figures)
+
+
+def _in(function: str | None) -> str:
+    return f" in {function}" if function and not function.startswith("<") else ""
 
 
 def launch_bound(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -314,7 +362,8 @@ def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 RULES = (
-    longest_phases, how_it_went, overhead, data_bound, launch_bound, waiting_lines, compiled_again, late_ranks
+    longest_phases, how_it_went, overhead, data_bound, slow_lines, launch_bound, waiting_lines, compiled_again,
+    late_ranks,
 )  # fmt: skip
 
 
@@ -339,7 +388,7 @@ def script(rows: Sequence[Row]) -> Section | None:
             f"next; left out are {listed(left)}. The script: {first.ended}."
         )
     title = "Where the script’s steps spend their time"
-    return section("script", "Script", title, lead, page_table(SCRIPT, rows))
+    return section("script", "Script", title, lead, page_table(SCRIPT, rows), page_table(LINES, rows))
 
 
 def waits(rows: Sequence[Row]) -> Section | None:
