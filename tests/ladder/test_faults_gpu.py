@@ -1,6 +1,6 @@
-"""Faults planted in scripts that train on a GPU: each is named with its line, and its proven fix gains what the script
-gains that is mended by hand. Runs take turns until the gain is clear, as they do for users: two runs of a script that
-compiles in each step may be a quarter apart. A minute or two in all."""
+"""Faults planted in scripts that train on a GPU: each is named with its line, and a change that mends it gains what the
+script gains that is mended by hand. Runs take turns until the gain is clear, as they do for users: two runs of a script
+that compiles in each step may be a quarter apart. A minute or two in all."""
 
 import json
 import statistics
@@ -23,7 +23,7 @@ STEPS = 30
 FILE = SCRIPTS / "faults.py"
 FAULTS = {
     "reads": (
-        "late reads",
+        None,
         ("waits.line", "READ"),
         {"total += loss.item()": "total += loss.detach()", "print(step, loss.item())": "pass"},
     ),
@@ -59,11 +59,12 @@ def test_those_that_a_cpu_has_too(fault, tmp_path, forked_runs):  # noqa: F811
 
 def check(fault, folder):
     rung, (finding, marker), changes = FAULTS[fault]
-    rungs = [each for each in all_changes("script") if each.name == rung]
+    rungs = [
+        each for each in all_changes("script") if each.name == rung
+    ]  # none where the script is mended by hand alone
     ladder = ladder_of(Script(alone([str(FILE), fault, str(STEPS + 1)]), folder, STEPS), rungs)
     baseline, *further = ladder.climb()
     assert baseline.verdict == "baseline", baseline.reason
-    (fixed,) = further
 
     rows = script_records([read_log(log_path(ladder.first.folder, 0))], FILE.name, 0)
     said = {found.id: found.sentence for rule in subject.RULES for found in rule(rows)}
@@ -75,9 +76,12 @@ def check(fault, folder):
         waits = {row.line for row in of_kind(rows, WaitRow) if row.calls_per_step >= 0.9}
         assert {line_of(FILE.name, "READ"), line_of(FILE.name, "PRINT")} <= waits
 
-    assert fixed.accepted, f"{fixed.verdict} {fixed.gain} {fixed.reason}"
     patched = ladder.runner.check_sources(mended(changes), [])
     assert patched.accepted, f"{patched.verdict} {patched.speedup} {patched.reason}"
+    if rung is None:
+        return
+    (fixed,) = further
+    assert fixed.accepted, f"{fixed.verdict} {fixed.gain} {fixed.reason}"
     assert fixed.speedup_low <= patched.speedup_high, "intervals that hold between runs"
     assert patched.speedup_low <= fixed.speedup_high
     # they took turns with the script, not with each other: what else the machine did then is less in a median step

@@ -46,10 +46,9 @@ def not_judged(why: str, verdict: str = "not judged", **values: Any) -> Refused:
 
 
 def seen_of(log: RankLog) -> dict[str, Any]:
-    """Settings that a whole run shows beside its own: whether numbers are read, why code is compiled again, and how
-    much of its steps waits for data."""
+    """Settings that a whole run shows beside its own: why code is compiled again, and how much of its steps waits for
+    data."""
     return {
-        "reads": any(place["call"] == "item" for place in log.lines.values()),
         "recompiles": any(each["reason"] and each["step"] > 1 for each in log.recompilations),
         "waiting": share_of_waiting(log.steps),
     }

@@ -17,7 +17,6 @@ SETTINGS = {
         | {"is_whole_compiled": False},
     ],
     "checkpoints": False,
-    "reads": True,
     "recompiles": True,
     "waiting": 0.3,
     "operators": [
@@ -71,8 +70,6 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(change):
         ("fused attention", {"operators": ["LogSoftmaxBackward0", "MmBackward0"]}, "no attention that is written out"),
         ("fused loss", {"models": [{"is_whole_compiled": True}]}, "head and loss left to the compiler"),
         ("fused loss", {"operators": ["MseLossBackward0"]}, "no head of a model whose logits go straight into"),
-        ("late reads", {"on_gpu": False}, "on a CPU nothing waits"),
-        ("late reads", {"reads": False}, "no line of the script calls item()"),
     ],
 )
 def test_what_is_nothing_for_a_script_is_said(name, own, why):
