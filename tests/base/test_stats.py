@@ -237,7 +237,7 @@ def test_the_deviation_of_runs_is_pooled_over_arms():
     assert run_deviation(*arms) == pytest.approx(0.03, rel=0.06)
     assert math.isnan(run_deviation([[1.0, 2.0]]))
     assert run_deviation([[1.0], [math.e]], [[5.0]]) == pytest.approx(math.sqrt(0.5)), "two runs are enough"
-    assert run_deviation([[1.0, 3.0], [2.0, 2.0]]) == 0, "their medians are equal"
+    assert run_deviation([[1.0, 2.0, 9.0], [2.0, 2.0]]) == 0, "their medians are equal, their means are not"
 
 
 CORPUS = sorted((Path(__file__).parents[2] / "docs" / "results").glob("aa-*.jsonl"))

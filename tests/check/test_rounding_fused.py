@@ -135,6 +135,15 @@ def test_what_tf32_holds_is_not_rounded():
     assert torch.equal(found, value.mean(-2, keepdim=True).expand(1, 1, 2, 4))
 
 
+def test_what_is_taken_apart_has_row_sums_of_its_own(monkeypatch):
+    within = []
+    with RandomRounding("tf32", 0) as rounding:
+        around = rounding._row_sums
+        monkeypatch.setattr(module, "write_out", lambda *_: within.append(rounding._row_sums))
+        F.scaled_dot_product_attention(*tensors()[:3])
+        assert rounding._row_sums is around is not within[0]
+
+
 def test_other_precisions_leave_the_kernel_to_itself(monkeypatch):
     def refuse(*_):
         raise AssertionError("taken apart")

@@ -13,10 +13,8 @@ from tests.check import is_plain, source_of, verdict_of
 from tools.trust.planted.step import BASE, BF16, PLAIN
 from trainstep.base.config import StepConfig
 from trainstep.check import dropout
-from trainstep.check.dropout import drops_otherwise
 from trainstep.check.step import RIGHT_UNCOMPILED, StepCheck
 from trainstep.check.verdict import Deviation
-from trainstep.step.training_step import build_step
 from trainstep.step.workload import WorkloadSource
 
 pytestmark = pytest.mark.usefixtures("small_pool")
@@ -122,20 +120,6 @@ def test_a_step_that_drops_otherwise_is_wrong(without_compiler, change, p):
     assert not found.is_right
     own = f"256 elements with p = {p:g}" if p else "nothing"
     assert str(found).endswith(f"drops from {own} in a pass, and the plain step from 256 elements with p = 0.3")
-
-
-def test_of_compiled_code_probabilities_alone_are_known():
-    assert drops_otherwise({0.3: 0}, {0.3: 512}, are_counted=False) == ""
-    assert "drops from 0 elements" in drops_otherwise({0.3: 0}, {0.3: 512}, are_counted=True)
-    assert "p = 0.1" in drops_otherwise({0.1: 0}, {0.3: 512}, are_counted=False)
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "every-1"])
-def test_elements_that_are_dropped_again_in_backward_count_once(checkpointing):
-    with dropout.without_dropout() as seen:
-        step = build_step(source_of(dropped), StepConfig(device="cpu", checkpointing=checkpointing))
-        step.gradients(step.next_batch())
-    assert seen.elements == {0.3: 256}
 
 
 def test_compiled_code_tells_what_it_would_drop():

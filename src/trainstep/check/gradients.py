@@ -102,7 +102,7 @@ class Error:
         squares = torch.zeros(len(as_rows(found)), dtype=torch.float64, device=found.device)
         for rows, (own, expected) in in_parts(found, reference.to(found.device)):
             difference = own - expected
-            product += float((difference * expected).sum(dim=1).sum(dtype=torch.float64))
+            product += float((difference * expected).sum(dtype=torch.float64))
             squares[rows] += torch.linalg.vector_norm(difference, dim=1, dtype=torch.float64).square()
         return Error(math.sqrt(squares.sum()), squares.sqrt().float().cpu(), product)
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 from trainstep.check.gradients import Gradients
-from trainstep.ladder.trial.capture import Captured, bytes_of, of_all_ranks
+from trainstep.ladder.trial.capture import Capture, Captured, bytes_of, of_all_ranks, read_captured
 from trainstep.step.batches import tensors_of
 
 
@@ -39,3 +40,36 @@ def test_memory_is_counted_of_what_lies_somewhere():
     sparse = torch.eye(4).to_sparse()
     state = [{"exp_avg": weight, "step": 3}, sums, 7]  # most optimizers keep dicts, MADGRAD a tensor beside them
     assert bytes_of([weight, sparse, *tensors_of(state), weight[:10]]) == 10 * 4 + 3 * 8
+
+
+def run(folder, change=lambda model: None):
+    """Take an update of a model, and a parameter beside it, as the ladder sees them."""
+    torch.manual_seed(0)
+    model, beside = nn.BatchNorm1d(3), nn.Parameter(torch.ones(2))
+    change(model)
+    optimizer, capture = torch.optim.AdamW([*model.parameters(), beside]), Capture(folder)
+    capture.see_model(model)
+    loss = model(torch.randn(4, 3)).square().sum() + beside.sum()
+    capture.see_loss(loss)
+    loss.backward()
+    capture.before_optimizer(optimizer)
+    optimizer.step()
+    kept = list(capture._kept())
+    capture.finish(1)
+    return kept, [*model.parameters(), beside], [*model.buffers()], optimizer
+
+
+def test_what_stays_between_steps_is_weights_buffers_gradients_and_states(tmp_path):
+    kept, weights, buffers, optimizer = run(tmp_path)
+    states = [each for state in optimizer.state.values() for each in state.values()]
+    wanted = [*weights, *buffers, *states, *(each.grad for each in weights)]
+    assert {each.data_ptr() for each in kept} == {each.data_ptr() for each in wanted}
+
+
+def test_a_checksum_of_weights_sees_every_bit_of_them(tmp_path):
+    found = []
+    for number, value in enumerate((1.0, 1.0, 1.0 + 2**-23)):
+        (folder := tmp_path / str(number)).mkdir()
+        run(folder, lambda model, value=value: nn.init.constant_(model.bias[2:], value))
+        found.append(read_captured(folder).weights)
+    assert found[0] == found[1] != found[2]
