@@ -124,10 +124,10 @@ class Hooks:
             self._searched = True
             self.roots.search()
 
-    def begins(self, phase: str) -> Begun:
+    def begins(self, phase: str, line: int | None = None) -> Begun:
         """A phase begins with a call, which ends it; None where it is part of another one."""
         self._read = None  # one that another call comes into was only looked up
-        return self._until_left() if self.finder.enter(phase) else None
+        return self._until_left() if self.finder.enter(phase, line) else None
 
     def within(self, phase: str) -> Begins:
         """The same, of all calls of a method."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainstep.observe.steps import EVALUATION, FORWARD
+from trainstep.observe.steps import EVALUATION, FORWARD, KEPT
 
 if TYPE_CHECKING:
     from trainstep.observe.border import Begun
@@ -39,6 +39,7 @@ class Roots:
         self._hooks = hooks
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._called: set[int] = set()
+        self._trained: set[int] = set()  # called in training mode
         self._observed: set[type] = set()
         self._missed = 0
 
@@ -86,6 +87,7 @@ class Roots:
             else:
                 del self._roots[number]
                 self._called.discard(number)
+                self._trained.discard(number)
 
     def _add(self, module: nn.Module) -> None:
         self._roots[id(module)] = weakref.ref(module)
@@ -102,8 +104,15 @@ class Roots:
         root = self._roots.get(id(module))
         if root is None or root() is not module:
             return None
-        is_training = torch.is_grad_enabled() or _own(module).get("training")
-        begun = self._hooks.begins(FORWARD if is_training else EVALUATION)
+        if _own(module).get("training"):
+            self._trained.add(id(module))
+            begun = self._hooks.begins(FORWARD)
+        elif not torch.is_grad_enabled():
+            begun = self._hooks.begins(EVALUATION)
+        elif id(module) in self._trained:
+            begun = self._hooks.begins(KEPT, self._hooks.lines.number("evaluation", frame))
+        else:  # one that never was in training mode may be trained all the same, or compute another one's loss
+            begun = self._hooks.begins(FORWARD)
         if begun is not None:
             self._called.add(id(module))
         return begun

@@ -134,6 +134,7 @@ def _step_row(
         peak_gib=peak / 2**30 if (peak := log.facts.get("peak_bytes")) else None,
         waits=sum(calls for step in kept for calls, _ in step.waits.values()) / len(kept) if kept else None,
         loader=main_loader(log.facts.get("loaders", ())),
+        kept_at=tuple(_kept(log)) or None,
         status="ok" if kept else "failed",
         reason="" if kept else f"no step of {len(steps)} could be timed: {_most_common(counts)}",
     )
@@ -159,6 +160,14 @@ def _samples_per_step(steps: Sequence[Step]) -> float | None:
     if not steps or any(step.evaluations for step in steps):
         return None
     return statistics.median([step.samples for step in steps]) or None
+
+
+def _kept(log: RankLog) -> Iterator[str]:
+    """Lines that call a model in evaluation mode with gradients, the most often first."""
+    for line, calls in sorted(log.facts.get("kept", {}).items(), key=lambda each: -each[1]):
+        place = log.lines[int(line)]
+        shown = shown_line(place.get("user_file") or place["file"], place.get("user_line") or place["line"])
+        yield f"{shown} ({calls} call{'s' * (calls != 1)})"
 
 
 def _most_common(counts: Counter[str]) -> str:

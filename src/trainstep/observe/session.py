@@ -74,7 +74,7 @@ class Session:
         self._queued: deque[Step] = deque()
         self._sampled = SampledLines()
         self._sampler = self._sampled.sampler
-        self._handed_out = 0
+        self._handed_out = self._kept_lines = 0
         self._is_finished = self._knows_device = self._is_joined = False
         self._instruments: Any = None
 
@@ -100,6 +100,7 @@ class Session:
             self._instruments.close()
         self._sampler.end()
         self.hooks.remove()
+        self.finder.tell_kept()
         self.finder.settle()
         if self._queued:
             with contextlib.suppress(RuntimeError):  # a device that failed has said so
@@ -108,6 +109,7 @@ class Session:
         self._recompilations.look(self.finder.ended)
         self._recompilations.stop()
         self._write_loaders()
+        self._write_kept()
         if self._is_joined:
             self._write_found(JOINED)
         self._write_peak()
@@ -136,6 +138,8 @@ class Session:
         """An optimizer has stepped: what instruments do happens at this border."""
         if self.plan.is_sampled:
             self._sampler.begin()
+        if len(self.finder.kept) > self._kept_lines:
+            self._write_kept()
         self._recompilations.look(self.finder.ended)
         if self._instruments is not None:
             self._instruments.at_border(self.finder.ended)
@@ -243,6 +247,10 @@ class Session:
             found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
             peak = int(found[1]) * 1024 if found else None
         self.log.write("facts", {"peak_bytes": peak})
+
+    def _write_kept(self) -> None:
+        self._kept_lines = len(self.finder.kept)
+        self.log.write("facts", {"kept": self.finder.kept})
 
     def _write_loaders(self) -> None:
         self.log.write("facts", {"loaders": self.hooks.loaders.found()})

@@ -8,7 +8,9 @@ the loss (from a forward pass to its backward pass) or anything else.
 - An optimizer that steps right after another, with no backward pass between them, belongs to the same step. With
   one between them (a GAN's two optimizers) each has steps of its own.
 - A step that a gradient scaler leaves out ends where the optimizer would have stepped, and is marked.
-- A model in evaluation mode that is called without gradients is an evaluation.
+- A model in evaluation mode that is called without gradients is an evaluation. So is one that was trained before and
+  keeps its graphs, unless a backward pass follows. That pass takes the calls since the last batch, but for those before a
+  call in training mode.
 - Where no call of a model is seen before a backward pass, forward and loss are one phase, "forward".
 
 Nothing here knows torch: times are marks that somebody else makes and reads.
@@ -17,6 +19,7 @@ Nothing here knows torch: times are marks that somebody else makes and reads.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -24,7 +27,8 @@ from typing import Any
 DATA, COPIES, FORWARD, LOSS, BACKWARD = "data", "copies", "forward", "loss", "backward"
 COMMUNICATION, OPTIMIZER, OTHER, EVALUATION = "communication", "optimizer", "other", "evaluation"
 GRADIENTS = "gradients"  # a call of `torch.autograd.grad`; its phase is backward
-CALLS = (FORWARD, EVALUATION)
+KEPT = "evaluation with gradients"  # is forward or evaluation once it is known whether a backward pass follows
+CALLS = (FORWARD, EVALUATION, KEPT)
 """Calls of a model, in which further ones are a part of it."""
 
 
@@ -170,6 +174,8 @@ class StepFinder:
         self._current = ""
         self._optimizers: list[int] = []  # stepping now
         self.calls_back = False  # whether the one that stepped last may call backward itself, unseen
+        self._kept: list[tuple[int, int | None]] = []  # the step's calls with gradients: place of the phase, and line
+        self.kept: Counter[int] = Counter()  # line → calls that kept a graph for no backward pass
         self._last: Step | None = None  # ended, but another optimizer's update may still belong to it
         self._open: Step | None = None
 
@@ -196,20 +202,21 @@ class StepFinder:
         """From here on nothing is noted, as in a process that was forked."""
         self._is_off, self._thread = True, -1
 
-    def enter(self, phase: str) -> bool:
-        """A phase begins. False where it is part of another one: then it is not to be left."""
+    def enter(self, phase: str, line: int | None = None) -> bool:
+        """A phase begins, in a line where that matters. False where it is part of another one: then it is not to be
+        left."""
         if not self._is_off and (self._open is None or (phase == BACKWARD and not self._has_backward)):
             self._take_thread()
         if phase == BACKWARD and self._stack[-1:] == [OPTIMIZER] and self.is_mine() and not self.calls_back:
             self._forget_updates()
         if not self.is_mine() or BACKWARD in self._stack:
             return False
-        if phase in CALLS and (FORWARD in self._stack or EVALUATION in self._stack):
+        if phase in CALLS and set(CALLS) & set(self._stack):
             return False
         if self._last is not None and phase in (DATA, FORWARD, BACKWARD):
             self.settle()
         if self._open is None:
-            if phase in (EVALUATION, COPIES, COMMUNICATION):
+            if phase in (EVALUATION, KEPT, COPIES, COMMUNICATION):
                 return False  # before training
             self._open = Step(phases=[phase], marks=[self.mark()])
             self._current = phase
@@ -217,19 +224,46 @@ class StepFinder:
             self._open.forwards += phase == FORWARD
             self._open.evaluations += phase == EVALUATION
         elif phase == BACKWARD:
+            self._take_kept(self._open)
             self._open.backwards += 1
             self._has_backward = True
             if not self._open.forwards and self._open.phases[-1] == OTHER:
                 self._open.phases[-1] = FORWARD
         self._stack.append(phase)
         self._switch(phase)
+        if phase == KEPT:
+            self._kept.append((len(self._open.phases) - 1, line))
         return True
+
+    def _take_kept(self, step: Step) -> None:
+        """A backward pass begins, and some calls with gradients are its forward."""
+        if self._kept:
+            phases = step.phases
+            first = 1 + max((place for place, each in enumerate(phases) if each in (DATA, BACKWARD)), default=-1)
+            first = first + phases[first:].index(FORWARD) if FORWARD in phases[first:] else first
+            taken = [place for place, _ in self._kept if place >= first]
+            for place in range(taken[0], len(phases)) if taken else ():
+                phases[place] = {KEPT: FORWARD, OTHER: LOSS}.get(phases[place], phases[place])
+            step.forwards += len(taken)
+            self._kept = [each for each in self._kept if each[0] < first]
+
+    def tell_kept(self) -> None:
+        """No backward pass follows any more: calls with gradients were an evaluation."""
+        for place, line in self._kept:
+            if self._open is not None:
+                self._open.phases[place] = EVALUATION
+                self._open.evaluations += 1
+                self.kept.update([line] * (line is not None))
+        self._kept.clear()
 
     def differentiate(self) -> bool:
         """`torch.autograd.grad` begins, which is a backward pass of its own only where the step has no other. False
         where it is not to be left, as `enter` has it."""
-        if self._open is None or not self.is_mine() or {FORWARD, EVALUATION, BACKWARD} & set(self._stack):
+        if self._open is not None and self._stack[-1:] == [KEPT]:
+            self._kept[-1] = self._kept[-1][0], None  # it needs its graph
+        if self._open is None or not self.is_mine() or {*CALLS, BACKWARD} & set(self._stack):
             return False
+        self._take_kept(self._open)
         self.settle()
         self._has_gradients = True
         self._stack.append(GRADIENTS)
@@ -287,6 +321,7 @@ class StepFinder:
         if self._optimizers or self._open is None:
             return
         self._between = OTHER
+        self.tell_kept()
         self._open.backwards = self._open.backwards or int(self._has_gradients)
         self._has_gradients = False
         end, open_, last = self.mark(), self._open, self._last

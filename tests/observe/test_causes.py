@@ -1,0 +1,34 @@
+"""Scripts with a cause that a finding names by its line, and clean ones that have none of these findings."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.observe.measuring import measure
+from trainstep.report.page import Report
+
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+KINDS = ("script.keeps-graphs",)
+
+
+def scripts():
+    found = []
+    for path in sorted((Path(__file__).parent / "causes").glob("*.md")):
+        first, *sections = path.read_text().split("\n## ")[1:]
+        for section in sections:
+            name, *ids = section.partition("\n")[0].split()
+            code = "".join(FENCE.search(each)[1] for each in (first, section))
+            found.append(pytest.param(code, ids, id=f"{path.stem}-{name}"))
+    return found
+
+
+@pytest.mark.parametrize(("text", "ids"), scripts())
+def test_a_cause_is_found_with_its_line(text, ids, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    _, rows = measure(path, tmp_path)
+    found = {each.id: each.sentence for each in Report(rows).findings if each.id in KINDS}
+    assert list(found) == ids
+    marked = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# here")]
+    assert all(f"train.py:{number} " in sentence for number in marked for sentence in found.values())
