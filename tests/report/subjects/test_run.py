@@ -67,11 +67,22 @@ def test_means_take_the_place_of_medians_together_with_their_intervals():
     assert share_of(EVEN, "copies") == 0.0
 
 
-def test_the_table_has_the_means_beside_the_medians_where_they_differ_much():
-    titles = [make_table(run.SCRIPT, [each], "terminal").columns for each in (BURSTS, EVEN)]
-    means = {"waiting for data, mean", "step, mean"}
-    assert means <= set(titles[0])
-    assert not means & set(titles[1])
+@pytest.mark.parametrize(
+    ("phases", "step_ms"),
+    [
+        ({"data": [30.0, 1.0, 1.0], "forward": [1.0, 30.0, 1.0], "optimizer": [1.0, 1.0, 30.0]}, 32.0),
+        ({"forward": [10.0, 10.0, 1.0], "backward": [1.0, 10.0, 10.0], "other": [10.0, 1.0, 10.0]}, 21.0),
+        ({"forward": [5.0, 5.0, 5.0], "other": [6.0, 0.0, 0.0]}, 7.0),
+    ],
+)
+def test_phases_add_up_to_the_step_where_their_medians_do_not(phases, step_ms):
+    found = row(**{name: ms * 8 for name, ms in phases.items()})
+    (stack,) = breakdown([found]).stacks
+    table = make_table(run.SCRIPT, [found], "terminal")
+    cells = {title: cell.value for title, cell in zip(table.columns, table.rows[0].cells, strict=True)}
+    assert stack.total == pytest.approx(as_told(found).step_ms) == pytest.approx(step_ms)
+    assert sum(cells[run.PHASES[name]] for name in phases) == pytest.approx(cells["step, mean, as of phases"])
+    assert "step, mean, as of phases" not in make_table(run.SCRIPT, [EVEN], "terminal").columns
 
 
 def test_the_page_s_top_and_its_bars_are_of_means():

@@ -42,6 +42,8 @@ OVERHEAD = 0.02  # Share of the step that measuring may cost before it is remark
 NO_DEEP = "Kernels, dtypes and the owners of memory: trainstep run --deep."
 UNEVEN = 0.25
 """By how much the mean step must exceed the median one for means to be told in place of medians."""
+MISSED = 0.1
+"""Share of the median step by which the phases' medians together may miss it, before means are told."""
 
 
 def mean_of(times: Times) -> float:
@@ -50,15 +52,16 @@ def mean_of(times: Times) -> float:
 
 
 def is_uneven(row: ScriptRow) -> bool:
-    """True if the mean of its steps is much above their median."""
-    step = row.times["step"]
-    return mean_of(step) > (1 + UNEVEN) * step.median
+    """True if the mean of its steps is much above their median, or the medians of its phases do not add up to that."""
+    step, phases = row.times["step"], sum(times.median for name, times in row.times.items() if name in PHASES)
+    missed = abs(phases - step.median) if phases else 0.0
+    return mean_of(step) > (1 + UNEVEN) * step.median or missed > MISSED * step.median
 
 
 def comes_in_bursts(row: ScriptRow) -> bool:
     """True if that is for the most part because some steps wait for data and others do not."""
     step, data = row.times["step"], row.times.get("data")
-    if data is None or not is_uneven(row):
+    if data is None or mean_of(step) <= (1 + UNEVEN) * step.median:
         return False
     return mean_of(data) - data.median > (mean_of(step) - step.median) / 2
 
@@ -76,12 +79,14 @@ def share_of(row: ScriptRow, phase: str) -> float:
     return mean_of(row.times[phase]) / whole if phase in row.times and whole else 0.0
 
 
-def _mean_where_uneven(title: str, phase: str) -> Column:
-    """The mean beside the median, where the steps' mean is much above their median."""
+def _average(title: str, phase: str) -> Column:
+    """The median; the mean where that of all phases is told. Of the step, the mean alone."""
 
     def cell(row: Row) -> Cell:
-        is_told = isinstance(row, ScriptRow) and "step" in row.times and is_uneven(row)
-        return value_cell(row, f"{phase}_mean_ms") if is_told else Cell(number(None))
+        is_mean = isinstance(row, ScriptRow) and "step" in row.times and is_uneven(row)
+        if phase == "step" and not is_mean:
+            return Cell(number(None))
+        return value_cell(row, f"{phase}_mean_ms" if is_mean else f"{phase}_ms")
 
     return Column(title, cell)
 
@@ -91,11 +96,10 @@ SCRIPT = define(
     "Steps of a script and their phases, ms",
     *columns.cases({"script": "workload", "rank": "rank", "updates": "updates"}),
     columns.count("n", "n"),
-    *(columns.value(title, f"{name}_ms") for name, title in PHASES.items()),
+    *(_average(title, name) for name, title in PHASES.items()),
     columns.median("step [95 %]", "step"),
     columns.value("peak (GiB)", "peak_gib"),
-    _mean_where_uneven("waiting for data, mean", "data"),
-    _mean_where_uneven("step, mean", "step"),
+    _average("step, mean, as of phases", "step"),
     *(columns.files_only(columns.mean(f"{PHASES.get(name, name)}, mean ± std", name)) for name in (*PHASES, "step")),
     *columns.values({"issue": "issue_ms", "host waits": "wait_ms", "host ahead": "ahead_ms"}, brief=False),
     *columns.values({"waiting for launches, at most": "starved_ms", "first step": "first_step_ms"}, brief=False),
@@ -279,15 +283,15 @@ def launch_bound(rows: Sequence[Row]) -> Iterator[Finding]:
     """Steps that the host cannot issue any faster."""
     for row in first_rank(rows):
         if row.on_gpu and "starved" in row.times and row.step_ms:
-            starved = row.times["starved"].median
-            if starved >= LAUNCH_BOUND * row.step_ms:
+            step_ms, starved = (as_told(row).times[name].median for name in ("step", "starved"))
+            if starved >= LAUNCH_BOUND * step_ms:
                 said = (
                     "The GPU may wait for launches for {starved_ms:ms} of a step that takes {step_ms:ms}: they set its "
                     "pace, not the GPU. Larger batches, torch.compile or CUDA graphs help; faster kernels will not."
                 )
                 claimed, action = "Launches set the step’s pace, not the GPU", advice.COMPILED_MODEL
                 claim = Claim(claimed, ("script",), starved, verdict="LAUNCH-BOUND", action=action)
-                yield found("launches.script", said, claim, starved_ms=starved, step_ms=row.step_ms)
+                yield found("launches.script", said, claim, starved_ms=starved, step_ms=step_ms)
 
 
 def waiting_lines(rows: Sequence[Row]) -> Iterator[Finding]:
