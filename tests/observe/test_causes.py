@@ -31,4 +31,4 @@ def test_a_cause_is_found_with_its_line(text, ids, tmp_path):
     found = {each.id: each.sentence for each in Report(rows).findings if each.id in KINDS}
     assert list(found) == ids
     marked = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# here")]
-    assert all(f"train.py:{number} " in sentence for number in marked for sentence in found.values())
+    assert all(re.search(rf"train.py:{number}\b", sentence) for number in marked for sentence in found.values())

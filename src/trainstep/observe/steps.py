@@ -9,8 +9,8 @@ the loss (from a forward pass to its backward pass) or anything else.
   one between them (a GAN's two optimizers) each has steps of its own.
 - A step that a gradient scaler leaves out ends where the optimizer would have stepped, and is marked.
 - A model in evaluation mode that is called without gradients is an evaluation. So is one that was trained before and
-  keeps its graphs, unless a backward pass follows. That pass takes the calls since the last batch, but for those before a
-  call in training mode.
+  keeps its graphs, unless a backward pass follows. That pass takes the calls since the last batch, but for those before
+  a call in training mode.
 - Where no call of a model is seen before a backward pass, forward and loss are one phase, "forward".
 
 Nothing here knows torch: times are marks that somebody else makes and reads.
@@ -253,7 +253,7 @@ class StepFinder:
             if self._open is not None:
                 self._open.phases[place] = EVALUATION
                 self._open.evaluations += 1
-                self.kept.update([line] * (line is not None))
+                self.kept.update([line] if line is not None else [])
         self._kept.clear()
 
     def differentiate(self) -> bool:

@@ -192,8 +192,8 @@ def how_it_went(rows: Sequence[Row]) -> Iterator[Finding]:
             yield found("script.evaluated", said, evaluated=row.evaluated, seen=row.steps_seen)
     if own and own[0].kept_at:
         said = (
-            "The model is evaluated with gradients on, at {lines:list}: each call keeps its graph, and no backward pass "
-            "follows. Put with torch.no_grad(): around it, which takes less memory and time."
+            "The model is evaluated with gradients on, at {lines:list}: each call keeps its graph, and no backward "
+            "pass follows. Put with torch.no_grad(): around it, which takes less memory and time."
         )
         yield found("script.keeps-graphs", said, lines=own[0].kept_at)
     if len(own) > 1:
