@@ -1,6 +1,7 @@
 """What a recomputed block saves is compared with what it saved in forward: in the first step, by more than rounding."""
 
 import math
+import types
 
 import pytest
 import torch
@@ -135,3 +136,20 @@ def test_what_a_sketch_reads():
         assert sketching._relative_error(sketch(a), sketch(b)) > 0.7
     for none in (torch.ones(0), torch.ones(2, device="meta"), torch.ones(2, 2).to_sparse()):
         assert sketch(none) is None
+
+
+@pytest.mark.parametrize(
+    ("saved", "unwritten"),
+    [
+        (["cuda float32 3", "cpu int64 0", "cpu int64 0", "cuda float32 3"], {1, 2}),
+        (["cuda float32 3", "cpu int64 0", "cuda float32 3", "cpu int64 0"], set()),  # counters of a block
+        (["cpu float32 3", "cpu int64 0", "cpu int64 0"], set()),
+        (["cuda float32 3", "cuda uint64 1", "cuda uint64 0"], {1, 2}),
+    ],
+)
+def test_a_generators_state_that_attention_does_not_write_is_not_compared(saved, unwritten):
+    def of(form):
+        device, dtype, dims = form.split()
+        return types.SimpleNamespace(is_cuda=device == "cuda", dtype=getattr(torch, dtype), shape=(1,) * int(dims))
+
+    assert sketching._unwritten([of(form) for form in saved]) == unwritten

@@ -66,7 +66,7 @@ def check(fault, folder):
     baseline, *further = ladder.climb()
     assert baseline.verdict == "baseline", baseline.reason
 
-    rows = script_records([read_log(log_path(ladder.first.folder, 0))], FILE.name, 0)
+    rows = script_records([read_log(log_path(ladder.runner.first.folder, 0))], FILE.name, 0)
     said = {found.id: found.sentence for rule in subject.RULES for found in rule(rows)}
     assert line_of(FILE.name, marker) in said[finding], json.dumps(said)
     (step,) = of_kind(rows, ScriptRow)

@@ -45,7 +45,7 @@ def test_what_needs_a_gpu_is_right_on_one(tmp_path):
     ]
     ladder = ladder_of(on_gpu(tmp_path, "128, 2, 4, 128"), rungs, rounds=1)
     rows = {row.change: row for row in ladder.climb()}
-    assert ladder.settings["on_gpu"]
+    assert ladder.runner.settings["on_gpu"]
     assert {name: row.reason for name, row in rows.items() if row.status != "ok"} == {}
 
 

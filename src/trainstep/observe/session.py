@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainstep.measure.environment import describe
 from trainstep.measure.outcome import one_line
-from trainstep.measure.timing import CpuClock, DeviceClock, device_clock
+from trainstep.measure.timing import CpuClock, CudaClock, DeviceClock
 from trainstep.observe.compiling import Recompilations
 from trainstep.observe.hooks import Hooks, parameters_of
 from trainstep.observe.lines import Lines, Place, line_around, place_of_call
@@ -100,6 +100,8 @@ class Session:
             self._instruments.close()
         self._sampler.end()
         self.hooks.remove()
+        if not self._knows_device and self.hooks.optimizers:  # the script's profiler was on throughout
+            self._learn_of_the_device(self.hooks.optimizers[0])
         self.finder.tell_kept()
         self.finder.settle()
         if self._queued:
@@ -128,11 +130,11 @@ class Session:
     def _mark_on_gpu(self) -> Mark:
         return time.perf_counter(), None if self._shows_events() else self._clock.record()
 
-    def _coming_mark(self) -> tuple[Iterable[Iterator[Any]], Any]:
+    def _coming_mark(self, clock: CudaClock) -> tuple[Iterable[Iterator[Any]], Any]:
         if self._shows_events():
             return (), None
-        event, stream = torch.cuda.Event(enable_timing=True), torch.cuda.current_stream(self.device)
-        return (map(torch._C._CudaEventBase.record, (event,), (stream,)),), event
+        event = torch.cuda.Event(enable_timing=True)
+        return (map(torch._C._CudaEventBase.record, (event,), (clock.stream(),)),), event
 
     def _step_ended(self) -> None:
         """An optimizer has stepped: what instruments do happens at this border."""
@@ -145,14 +147,14 @@ class Session:
             self._instruments.at_border(self.finder.ended)
 
     def _know_the_device(self, optimizer: Optimizer) -> None:
-        """In the first step, which also pays for this."""
+        """In the first step of which a profiler of the script's sees nothing; it also pays for this."""
         parameter = next(parameters_of([optimizer]), None)
         if parameter is not None and parameter.device.type == "cuda":
             self.device = parameter.device
             self.hooks.on_gpu = True
-            self._clock = device_clock(self.device)
-            self.finder.mark, self.hooks.coming_mark = self._mark_on_gpu, self._coming_mark
-            self._clock.synchronize()  # once, in the first step: from here on both clocks are held against each other
+            self._clock = clock = CudaClock(self.device)
+            self.finder.mark, self.hooks.coming_mark = self._mark_on_gpu, lambda: self._coming_mark(clock)
+            clock.synchronize()  # once: from here on both clocks are held against each other
         if self.plan.is_deep and (self.plan.profiled_steps or self.plan.has_memory):
             from trainstep.observe.instruments import Instruments, trace_path
 
@@ -195,15 +197,18 @@ class Session:
         raise SystemExit(0)
 
     def _before_optimizer(self, optimizer: Optimizer) -> None:
-        if not self._knows_device and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-            self._knows_device = True
-            try:
-                with self.hooks.aside(), torch._C.DisableTorchFunction():  # a mode of the script's sees none of this
-                    self._know_the_device(optimizer)
-            except Exception as error:  # a script trains without us too
-                self._write_found(f"what is known of the machine is not all: {type(error).__name__}: {error}")
+        if not self._knows_device and not (torch.cuda.is_initialized() and self._shows_events()):
+            self._learn_of_the_device(optimizer)
         if self._instruments is not None:
             self._instruments.before_optimizer()
+
+    def _learn_of_the_device(self, optimizer: Optimizer) -> None:
+        self._knows_device = True
+        try:
+            with self.hooks.aside(), torch._C.DisableTorchFunction():  # a mode of the script's sees none of this
+                self._know_the_device(optimizer)
+        except Exception as error:  # a script trains without us too
+            self._write_found(f"what is known of the machine is not all: {type(error).__name__}: {error}")
 
     def _write_queued(self, *, until_done: bool = False) -> None:
         if self.hooks.on_gpu and self._shows_events() and not until_done:
