@@ -65,6 +65,8 @@ def test_a_script_that_handles_a_signal_is_stopped_as_a_ladder(number, tmp_path)
         ("ValueError: https://me:secret@host", "its last words: ValueError;"),
         ("pkg.errors.Lost: secret", "pkg.errors.Lost;"),
         ("I wait", "I wait;"),
+        ("torch.OutOfMemoryError: CUDA out of memory. secret", "torch.OutOfMemoryError: out of memory;"),
+        ("RuntimeError: secret DefaultCPUAllocator: you tried to allocate 9 bytes.", "RuntimeError: out of memory;"),
     ],
 )
 def test_last_words_give_no_text_of_an_exception(written, told, tmp_path):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainstep.base.errors import OUT_OF_MEMORY
 from trainstep.base.precision import PrecisionName
 from trainstep.ladder.change import Change
 from trainstep.ladder.ranks import Failed, Leader, Order
@@ -217,7 +218,10 @@ class Script:
 
 
 def _last_words(path: Path) -> str:
-    """The last line of what it wrote; of an exception its type alone, as its text may hold secrets."""
+    """The last line of what it wrote; of an exception its type alone, as its text may hold secrets, and whether memory
+    was short."""
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     last = re.sub(r"^([A-Za-z_][\w.]*): .*", r"\1", lines[-1]) if lines else ""
+    if lines and OUT_OF_MEMORY.search(lines[-1]) and not OUT_OF_MEMORY.search(last):
+        last += ": out of memory"
     return f" (its last words: {last[-TOLD:]}; all of them: {path})" if lines else ""
