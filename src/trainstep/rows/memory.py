@@ -48,7 +48,7 @@ class OwnerRow(StepSettings, kind="owner"):
     """The part of the model; None for activations of the loss, and for temporaries made outside of modules."""
     operation: str | None = setting(None)  # the autograd node that made temporaries in backward
     phase: str | None = setting(None)  # in which temporaries were made; of activations only where no module made them
-    line: str | None = setting(None)  # of code, in an imported snapshot; `no stack` where none was recorded
+    line: str | None = setting(None)  # of code or a node of backward, in an imported snapshot; else `no stack`
     mib: float | None = None
     share: float | None = None
     allocations: int | None = None

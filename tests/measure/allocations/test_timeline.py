@@ -1,8 +1,11 @@
+import pytest
+
 from trainstep.measure.allocations.timeline import (
     Allocation,
     Block,
     Frame,
     Group,
+    Label,
     PhaseSpan,
     Timeline,
     interned,
@@ -32,11 +35,34 @@ def test_live_bytes_of_each_state():
     assert [FIVE_EVENTS.phase_of(state) for state in range(6)] == ["", *["forward"] * 3, *["backward"] * 2]
 
 
-def test_the_line_is_the_innermost_outside_of_torch():
-    torch, mine = Frame("/site/torch/nn/functional.py", 9, "linear"), Frame("C:\\me\\model\\block.py", 88, "forward")
-    assert made_at((Frame("??", 0, "at::empty"), torch, mine)) == "model/block.py:88 forward"
-    assert made_at((torch,)) == "nn/functional.py:9 linear"
-    assert made_at(()) == ""
+TORCH, MINE = Frame("/site/torch/nn/functional.py", 9, "linear"), Frame("C:\\me\\model\\block.py", 88, "forward")
+UNWIND, ALLOCATOR = Frame("??", 0, "torch::unwind::unwind()"), Frame("/b/Allocator.cpp", 7, "c10::malloc(unsigned)")
+ENGINE = Frame("/b/engine.cpp", 0, "torch::autograd::Engine::evaluate_function(std::shared_ptr<GraphTask>&)")
+
+
+def node(name):
+    return Frame("/b/Functions.cpp", 0, f"torch::autograd::{name}::apply(std::vector<at::Tensor>&&)")
+
+
+@pytest.mark.parametrize(
+    ("frames", "owner"),
+    [
+        ((Frame("??", 0, "at::empty"), TORCH, MINE), "model/block.py:88 forward"),
+        ((UNWIND, ALLOCATOR, node("generated::AddmmBackward0"), ENGINE), "backward: Addmm"),
+        ((UNWIND, node("generated::NativeLayerNormBackward0")), "backward: NativeLayerNorm"),
+        ((UNWIND, node("AccumulateGrad"), ENGINE), "backward: AccumulateGrad"),
+        ((UNWIND, MINE, node("PyNode"), ENGINE), "model/block.py:88 forward"),  # a Function's own backward
+        ((UNWIND, node("generated::SumBackward1"), ENGINE, MINE), "backward: Sum"),  # as on a CPU
+        ((UNWIND, node("PyNode"), ENGINE), "(backward)"),
+        ((UNWIND, ALLOCATOR, ENGINE), "(backward)"),
+        ((UNWIND, ALLOCATOR, TORCH), "nn/functional.py:9 linear"),
+        ((UNWIND, ALLOCATOR), ""),
+        ((), ""),
+    ],
+)  # fmt: skip
+def test_the_owner_is_the_innermost_line_outside_of_torch_or_node_of_backward(frames, owner):
+    assert made_at(frames) == owner
+    assert Label(frames, None, is_old=False).owner == (owner or "no stack")
 
 
 def test_an_outline_loses_nothing():

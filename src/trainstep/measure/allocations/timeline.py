@@ -9,6 +9,7 @@ rest by group, so that nothing is lost from the total, and thins the total out t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,10 +71,21 @@ class Allocation:
         return made_at(self.frames)
 
 
+_NODE = re.compile(r"(\w+?)(Backward\d*)?::apply\b")
+
+
 def made_at(frames: Sequence[Frame]) -> str:
-    """The innermost frame outside of torch as text; of torch if there is no other; empty without frames."""
-    found = next((frame for frame in frames if frame.is_users), frames[0] if frames else None)
-    return "" if found is None else str(found)
+    """The innermost line outside of torch or node of backward (`backward: Mm`) as text; else a line of torch's Python.
+
+    Frames in C++ are the allocator's and torch's own: by themselves they say nothing, and the text is empty.
+    """
+    for frame in frames:
+        node = None if frame.is_users else _NODE.search(frame.function)
+        if frame.is_users or (node and (node[2] or node[1] in ("AccumulateGrad", "CopySlices"))):
+            return f"backward: {node[1]}" if node else str(frame)
+    if any("torch::autograd::Engine::" in frame.function for frame in frames):
+        return "(backward)"
+    return next((str(frame) for frame in frames if frame.file.endswith(".py")), "")
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -99,7 +111,7 @@ class Label:
 
     @property
     def owner(self) -> str:
-        """Their category, else the line that made them."""
+        """Their category, else the line or the node of backward that made them."""
         return self.category or made_at(self.frames) or ("before the history" if self.is_old else "no stack")
 
 
