@@ -52,7 +52,7 @@ from trainstep.check.ranks import agreement, expected_on_first_rank
 from trainstep.check.step import plain_form
 from trainstep.check.verdict import Verdict
 from trainstep.checkpointing.policies import BlockPolicy, Policy
-from trainstep.commands.bench_ranks import first_rank_reports
+from trainstep.commands.bench_ranks import first_rank_reports, folder_of_ranks
 from trainstep.commands.options import Common, commas, parse_as, short_name
 from trainstep.commands.output import OnPart
 from trainstep.measure.environment import allocator_settings
@@ -284,21 +284,23 @@ class Step8b(Common):
     timeout: float = 600.0
     """Seconds that a rank waits for the others before it is an error."""
     out: Path = Path("results/bench-step8b")
-    """Folder for results.jsonl, tables/, report.html, policies of checkpointing and the trace."""
+    """Folder for results.jsonl, tables/, report.html, policies of checkpointing and the trace. The default has a new
+    folder for each launch."""
 
     def run(self) -> int:
         _allocate_in_expandable_segments()
         rows: list[ParallelRow] = []
 
         def records(on_part: OnPart) -> Iterator[Row]:
-            for row in run_arms(arms, process, self.out, trace=self.trace, on_part=on_part):
+            for row in run_arms(arms, process, out, trace=self.trace, on_part=on_part):
                 rows.extend(of_kind([row], ParallelRow))
                 yield row
 
         with join_group(self.device, timeout_s=self.timeout) as process:
             try:
-                arms = on_all_ranks(process, self.arms)
-                code = first_rank_reports(process, records, self.out, "step8b", len(arms) + self.trace)
+                with folder_of_ranks(self, process) as out:
+                    arms = on_all_ranks(process, dataclasses.replace(self, out=out).arms)
+                    code = first_rank_reports(process, records, out, "step8b", len(arms) + self.trace)
                 for line in leaderboard_lines(rows):
                     print(line)
                 return code

@@ -24,15 +24,13 @@ def test_a_file_that_is_written_again_is_there_all_the_while(tmp_path, monkeypat
     """Every rank writes it, and reads it as soon as it has."""
     path, policy = tmp_path / "fit.json", Policy({"blocks.0": BlockPolicy(recompute=True)})
     policy.save(path)
-    written, seen = Path.write_text, []
+    replaced, seen = Path.replace, []
 
-    def write(own, *arguments, **options):
-        seen.append(Policy.load(path) == policy)
-        own.open("w").close()
-        seen.append(Policy.load(path) == policy)
-        return written(own, *arguments, **options)
+    def replace(own, target):
+        seen.extend(Policy.load(each) == policy for each in (own, path))
+        return replaced(own, target)
 
-    monkeypatch.setattr(Path, "write_text", write)
+    monkeypatch.setattr(Path, "replace", replace)
     policy.save(path)
     assert seen == [True, True]
     assert [each.name for each in tmp_path.iterdir()] == ["fit.json"]

@@ -151,7 +151,9 @@ def done(traced, monkeypatch):
     replace("commands.deep.DeepRun", SimpleNamespace(rows=lambda *_: [], close=lambda: None))
     replace("parallel.process.join_group", group)
     replace("parallel.process.join_group_or_alone", group)
-    monkeypatch.setattr("trainstep.parallel.process.on_all_ranks", lambda process, call: call())
+    for name in ("on_all_ranks", "on_first_rank"):
+        monkeypatch.setattr(f"trainstep.parallel.process.{name}", lambda process, call: call())
+    monkeypatch.setattr("trainstep.commands.options.launch_folder", lambda out, *_, **__: contextlib.nullcontext(out))
     replace("measure.profile.nsys.require_nsys", stop)
     monkeypatch.setattr("trainstep.plan.rows.plan_records", planned)
     replace("bench.planning.trace_step", traced)

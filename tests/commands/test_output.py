@@ -47,6 +47,8 @@ Plan.run = lambda self: run_and_report(records(), self.out, "test")
 cli.main(["plan", "--out", sys.argv[1]])
 """
 
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
+
 
 def start(out, *, measure="pass", clean="pass", report="0", **options):
     program = SCRIPT.replace("MEASURE", measure).replace("CLEAN", clean).replace("REPORT", report)
@@ -68,20 +70,20 @@ def signal_at(running, *moments):
     return out, said + err, running.returncode
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 def test_a_signal_keeps_the_rows_and_writes_the_report(number, tmp_path):
     out, err, code = signal_at(start(tmp_path, measure="time.sleep(60)"), ("measuring", number))
-    assert (code, err.split()) == (130, ["measuring", "cleaning", "reporting"])
+    assert (code, err.split()) == (CODES[number], ["measuring", "cleaning", "reporting"])
     assert "1 rows measured so far are kept" in out
     assert len(read_records(tmp_path / "results.jsonl")) == 1
     assert "toy" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 def test_an_error_that_a_signal_causes_is_no_traceback(number, tmp_path):
     broken = "time.sleep(60)\n    except KeyboardInterrupt: raise RuntimeError('connection closed by peer')"
     _, err, code = signal_at(start(tmp_path, measure=broken), ("measuring", number))
-    assert (code, err.split()) == (130, ["measuring", "cleaning", "reporting"])
+    assert (code, err.split()) == (CODES[number], ["measuring", "cleaning", "reporting"])
     assert (tmp_path / "report.html").exists()
 
 
@@ -96,6 +98,21 @@ def test_a_mistake_in_the_middle_keeps_the_rows_and_writes_the_report(tmp_path):
     assert "Written to" in out
     assert len(read_records(tmp_path / "results.jsonl")) == 1
     assert "toy" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"),
+    [
+        (["ok", "failed"], 1),
+        (["ok", "wrong"], 1),
+        (["ok", "out of memory", "unsupported"], 0),
+        (["out of memory", "unsupported"], 1),
+    ],
+)
+def test_a_case_that_failed_is_exit_code_1(statuses, code, tmp_path):
+    """What this machine cannot do is a result, unless nothing else is."""
+    rows = [StepRow(workload=str(number), status=each) for number, each in enumerate(statuses)]
+    assert run_and_report(rows, tmp_path, "test") == code
 
 
 @pytest.mark.parametrize("error", [UsageError, MemoryError, torch.OutOfMemoryError])
@@ -160,15 +177,16 @@ def test_ctrl_c_while_the_report_is_written_keeps_the_rows(tmp_path):
     assert len(read_records(tmp_path / "results.jsonl")) == 1
 
 
-def test_ctrl_c_while_torch_is_imported(tmp_path):
+@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+def test_a_signal_while_torch_is_imported(number, tmp_path):
     words = ["bench", "step", "--device", "cpu", "--out", str(tmp_path)]
     running = subprocess.Popen([sys.executable, "-m", "trainstep", *words], stderr=subprocess.PIPE, text=True)
     while "libtorch" not in Path(f"/proc/{running.pid}/maps").read_text():
         assert running.poll() is None
         time.sleep(0.005)
-    running.send_signal(signal.SIGINT)
+    running.send_signal(number)
     _, err = running.communicate(timeout=60)
-    assert (running.returncode, err) == (130, "trainstep: interrupted\n")
+    assert (running.returncode, err) == (CODES[number], "trainstep: interrupted\n")
 
 
 def test_ctrl_c_while_the_command_itself_is_imported():

@@ -13,9 +13,9 @@ import pytest
 
 from tests.observe.measuring import run_command, sentences
 from trainstep.base.errors import UsageError
-from trainstep.observe.log import log_path, read_log, read_logs
+from trainstep.observe.log import log_path, read_log
 from trainstep.observe.rows import how_it_ended
-from trainstep.observe.supervise import Rank, _told, command_of, own_folder, run_script
+from trainstep.observe.supervise import Rank, _told, command_of, run_script
 from trainstep.rows import ScriptRow
 from trainstep.rows.records import of_kind
 
@@ -326,26 +326,14 @@ def test_a_report_says_which_signal_came_and_when(folder):
     assert "it ran to its end after trainstep received signal 15 at" in " ".join(errors.split())
 
 
-def test_two_runs_in_one_folder_have_a_folder_each(folder):
-    """The second one says so, and neither reads the other's log."""
+def test_two_runs_in_one_folder(folder):
+    """Each has one of its own by default; the second one is refused where both name the same."""
     first = begun(folder, "plain", "8")
     ended, _ = run_command(folder / "out", "waits.py", "handles", "0")
-    said = sentences(ended)
-    assert ended.returncode == 0
-    assert "another run works in" in said
-    other = next(each for each in folder.iterdir() if each.name.startswith("out-"))
-    assert f"this one writes to {other}" in said
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "/out is in use by trainstep run (process " in sentences(ended)
+    words = [sys.executable, "-m", "trainstep", "run", "waits.py", "handles", "0"]
+    here = [subprocess.Popen(words, stderr=subprocess.DEVNULL) for _ in range(2)]
+    assert [each.wait(60) for each in here] == [0, 0]
+    assert sorted(each.name for each in (folder / "results/run").glob("[!.]*")) == ["01-waits", "02-waits", "latest"]
     first.communicate(timeout=60)
-    launches = [read_log(log_path(each, 0)).header["launch"] for each in (folder / "out", other)]
-    assert len(set(launches)) == 2
-    assert [len(read_logs(folder / "out", each, 1)[0].header) > 0 for each in launches] == [True, False]
-
-
-def test_ranks_of_one_launch_share_the_folder_beside(tmp_path):
-    one, another = (Rank(0, 2, "a:1:0"), Rank(1, 2, "a:1:0")), (Rank(0, 2, "b:2:0"), Rank(1, 2, "b:2:0"))
-    with own_folder(tmp_path / "x", one[0]) as first, own_folder(tmp_path / "x", one[1]) as second:
-        assert first == second == tmp_path / "x"
-        with own_folder(first, another[0]) as third, own_folder(first, another[1]) as fourth:
-            assert third == fourth == tmp_path / "x-b-2-0"
-    with own_folder(tmp_path / "x", another[0]) as again:
-        assert again == tmp_path / "x"

@@ -7,7 +7,7 @@ import pytest
 from trainstep.base.errors import UsageError
 from trainstep.base.stats import median_interval
 from trainstep.commands.compare import Compare
-from trainstep.commands.output import NOTHING_RAN
+from trainstep.commands.output import CASE_FAILED
 from trainstep.report.compare import compare, comparison_table, other_conditions, repeatability, unmatched
 from trainstep.rows import row_of
 from trainstep.rows.records import write_whole
@@ -415,7 +415,7 @@ def test_the_command_names_them_and_ends_with_an_error_where_a_case_was_lost(tmp
         strict=True,
     ):  # fmt: skip
         write_whole(path, rows)
-    assert Compare(old=files[0], new=files[1]).run() == NOTHING_RAN
+    assert Compare(old=files[0], new=files[1]).run() == CASE_FAILED
     printed = " ".join(capsys.readouterr().out.split())
     assert "Not measured under the same conditions: device A" in printed
     assert "precision bf16: measured in the first file, wrong (off by 5) in the second" in printed

@@ -77,7 +77,7 @@ def write_until_full(writer):
 @pytest.mark.parametrize("tensorboard", [False, True])
 def test_a_full_disk_is_said_once_and_whole_rows_stay(tmp_path, tensorboard):
     """Closing the files afterwards must not raise an error of its own in this one's place."""
-    said = r"(metrics\.jsonl|tensorboard) cannot be written \(.*\)\. See that there is room there, then give the same"
+    said = r"cannot write .*(metrics\.jsonl|tensorboard): .*; see that there is room there, then give the same"
     with (
         pytest.raises(UsageError, match=said),
         room_for(310),

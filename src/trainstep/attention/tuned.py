@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from trainstep.base.config import check_value
 from trainstep.base.errors import UsageError
+from trainstep.base.guards import aside
 from trainstep.base.operators import ATTENTION
 
 if TYPE_CHECKING:
@@ -122,13 +122,8 @@ class Table(Generic[Case, Value]):
         merged = self._users() | dict(entries)
         rows = [json.dumps(case._asdict() | dataclasses.asdict(value)) for case, value in merged.items()]
         path = self.user_file()
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text("[\n  " + ",\n  ".join(rows) + "\n]\n", encoding="utf-8")
-            draft.replace(path)
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}; make its folder writable") from error
+        with aside(path, "make its folder writable") as draft, draft.open("x", encoding="utf-8") as file:
+            file.write("[\n  " + ",\n  ".join(rows) + "\n]\n")
         self._entries = None
         _tile.cache_clear()
         hopper_tile_for.cache_clear()

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainstep.base.errors import UsageError
+from trainstep.base.guards import aside
 
 FORMAT = "trainstep checkpointing 1"
 """Value of the file's `format`."""
@@ -75,10 +75,8 @@ class Policy:
         ]
         update = '  "update_in_backward": true,\n' if self.update_in_backward else ""
         text = f'{{\n  "format": {json.dumps(FORMAT)},\n{update}  "blocks": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        with aside(path) as draft, draft.open("x", encoding="utf-8") as file:
+            file.write(text)
 
     @staticmethod
     def load(path: Path) -> Policy:

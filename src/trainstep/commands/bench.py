@@ -85,7 +85,8 @@ class BenchStep(_StepCases):
     repeat: int = 1
     """Passes over the whole grid; from 2 on, the passes are compared with each other."""
     out: Path = Path("results/bench-step")
-    """Folder for results.jsonl, tables/ and report.html; with 0 among the warm-ups runs/ too, each run's output."""
+    """Folder for results.jsonl, tables/ and report.html; with 0 among the warm-ups runs/ too, each run's output. The
+    default has a new folder for each launch."""
 
     def run(self) -> int:
         from trainstep.bench.step import run_cases, step_cases
@@ -95,14 +96,15 @@ class BenchStep(_StepCases):
         axes = axes_of(self.grid | own_precisions(models[0], self.grid), StepConfig())
         times: dict[str, Any] = {"warmups": self.warmup, "steps": self.steps, "sustained": self.sustained}
         cases, check = step_cases(models, axes, modes=self.mode, repeat=self.repeat, **times), not self.no_check
-        if 0 in self.warmup and len(cases) > 1:  # a single case has this process, in which nothing ran yet
-            data: dict[str, Scalar] = {} if self.data is None else {"data": str(self.data)}
-            names = [{"size": size} for size in self.size] or [{"workload": self.workload} if self.workload else {}]
-            flags = {model: {**name, **data} for model, name in zip(models, names, strict=True)}
-            records = cold_records(cases, lambda case: flags[case.source], self.out, check=check)
-        else:
-            records = run_cases(cases, check=check)
-        return run_and_report(records, self.out, "bench step", total=len(cases))
+        with self.in_folder() as own:
+            if 0 in self.warmup and len(cases) > 1:  # a single case has this process, in which nothing ran yet
+                data: dict[str, Scalar] = {} if self.data is None else {"data": str(self.data)}
+                names = [{"size": size} for size in self.size] or [{"workload": self.workload} if self.workload else {}]
+                flags = {model: {**name, **data} for model, name in zip(models, names, strict=True)}
+                records = cold_records(cases, lambda case: flags[case.source], own.out, check=check)
+            else:
+                records = run_cases(cases, check=check)
+            return run_and_report(records, own.out, "bench step", total=len(cases))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,8 @@ class BenchAb(_StepCases):
     max_runs: int = 20
     """Stop with this many runs of each value in any case; at least 2."""
     out: Path = Path("results/bench-ab")
-    """Folder for results.jsonl, tables/, report.html and runs/, where each run has its output."""
+    """Folder for results.jsonl, tables/, report.html and runs/, where each run has its output. The default has a new
+    folder for each launch."""
 
     def run(self) -> int:
         from functools import partial
@@ -134,8 +137,9 @@ class BenchAb(_StepCases):
         axes |= {"size": self.size, **self.grid, "mode": self.mode, "warmup": self.warmup, "steps": (self.steps,)}
         axes |= {name: (True,) for name in ("sustained", "no_check") if getattr(self, name)}
         flag, arms = arms_of(axes, self.aa)
-        rows = run_arms(flag, arms, partial(run_alone, out=self.out), width=self.width, max_runs=self.max_runs)
-        return run_and_report(rows, self.out, "bench ab")
+        with self.in_folder() as own:
+            rows = run_arms(flag, arms, partial(run_alone, out=own.out), width=self.width, max_runs=self.max_runs)
+            return run_and_report(rows, own.out, "bench ab")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +149,7 @@ class BenchLadder(Climbed, OneModel):
     warmup: int = 3
     """Steps before the timed ones."""
     out: Path = Path("results/bench-ladder")
-    """Folder for results.jsonl, tables/ and report.html."""
+    """Folder for results.jsonl, tables/ and report.html. The default has a new folder for each launch."""
 
     def run(self) -> int:
         from trainstep.ladder.change import changes_of_step, chosen
@@ -155,11 +159,13 @@ class BenchLadder(Climbed, OneModel):
         source = self.source()
         config = self.own_step(source)
         named = chosen(changes_of_step(source, resolve_device(config.device).type, config), self.changes)
-        return run_and_report(
-            lambda on_part: climb(source, config, warmup=self.warmup, steps=self.steps, changes=named, on_part=on_part),
-            self.out,
-            f"ladder of {source.name}",
-        )
+        times: dict[str, Any] = {"warmup": self.warmup, "steps": self.steps}
+        with self.in_folder(source.name) as own:
+            return run_and_report(
+                lambda on_part: climb(source, config, **times, changes=named, on_part=on_part),
+                own.out,
+                f"ladder of {source.name}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +192,7 @@ class BenchAttention(Common):
     device: str = "auto"
     """auto (a GPU when there is one), cpu, cuda or cuda:N."""
     out: Path = Path("results/bench-attention")
-    """Folder for results.jsonl, tables/ and report.html."""
+    """Folder for results.jsonl, tables/ and report.html. The default has a new folder for each launch."""
 
     def run(self) -> int:
         from trainstep.bench.attention import OURS, run_cases
@@ -204,7 +210,8 @@ class BenchAttention(Common):
             cases = grid_cases(axes_of({**usual, **self.axes}, AttentionCase()))
         times = {"warmup": self.warmup, "passes": self.passes, "rounds": self.rounds}
         records = run_cases(cases, device=self.device, **times)
-        return run_and_report(records, self.out, "bench attention", total=len(cases))
+        with self.in_folder() as own:
+            return run_and_report(records, own.out, "bench attention", total=len(cases))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +234,7 @@ class BenchFused(Common):
     """auto (a GPU when there is one), cpu (ours in Triton's interpreter alone, of the shape tiny, not timed), cuda or
     cuda:N."""
     out: Path = Path("results/bench-fused")
-    """Folder for results.jsonl, tables/ and report.html."""
+    """Folder for results.jsonl, tables/ and report.html. The default has a new folder for each launch."""
 
     def run(self) -> int:
         from trainstep.bench.fused import run_cases
@@ -237,7 +244,9 @@ class BenchFused(Common):
         usual = FUSED_INTERPRETED if is_interpreted(resolve_device(self.device)) else FUSED_AXES
         cases = fused_cases(axes_of({**usual, **self.axes}, FusedCase()))
         times = {"warmup": self.warmup, "passes": self.passes, "rounds": self.rounds}
-        return run_and_report(run_cases(cases, device=self.device, **times), self.out, "bench fused", total=len(cases))
+        records = run_cases(cases, device=self.device, **times)
+        with self.in_folder() as own:
+            return run_and_report(records, own.out, "bench fused", total=len(cases))
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,17 +41,22 @@ class BenchCollectives(Common):
     timeout: float = 600.0
     """Seconds that a rank waits for the others before it is an error."""
     out: Path = Path("results/bench-collectives")
-    """Folder for results.jsonl, tables/ and report.html."""
+    """Folder for results.jsonl, tables/ and report.html. The default has a new folder for each launch."""
 
     def run(self) -> int:
         from trainstep.bench.collectives import run_cases
-        from trainstep.parallel.process import join_group
+        from trainstep.parallel.process import AgreedError, join_group
 
         axes = axes_of({**COLLECTIVE_AXES, **self.axes}, CollectiveCase())
         with join_group(self.device, timeout_s=self.timeout) as process:
             cases = collective_cases(axes, process.world_size)
-            records = run_cases(cases, process, warmup=self.warmup, steps=self.steps)
-            return first_rank_reports(process, records, self.out, "bench collectives", len(cases))
+            try:
+                with folder_of_ranks(self, process) as out:
+                    records = run_cases(cases, process, warmup=self.warmup, steps=self.steps)
+                    return first_rank_reports(process, records, out, "bench collectives", len(cases))
+            except AgreedError as error:  # all ranks have it, so they leave the group in order
+                mistake = error
+        raise mistake
 
 
 FIRST_LOOK = ("single", "naive", "bucketed-25", "sharded-optimizer", "fsdp", "torch-ddp")
@@ -101,7 +108,8 @@ class BenchParallel(OneModel):
     timeout: float = 600.0
     """Seconds that a rank waits for the others before it is an error."""
     out: Path = Path("results/bench-parallel")
-    """Folder for results.jsonl, tables/, report.html and traces (ui.perfetto.dev opens them)."""
+    """Folder for results.jsonl, tables/, report.html and traces (ui.perfetto.dev opens them). The default has a new
+    folder for each launch."""
 
     def run(self) -> int:
         from trainstep.bench.parallel import ParallelCase
@@ -119,12 +127,16 @@ class BenchParallel(OneModel):
                     for step in dict.fromkeys(steps)
                     for scheme in schemes
                 ]
-                traces = self.out if self.trace else None
-
-                def records(on_part: OnPart) -> Iterator[Row | SoFar]:
-                    return run_cases(cases, process, traces, gathers=self.gathers, rounds=self.rounds, on_part=on_part)
-
-                return first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
+                with folder_of_ranks(self, process) as out:
+                    how: dict[str, Any] = {"gathers": self.gathers, "rounds": self.rounds}
+                    measure = partial(run_cases, cases, process, out if self.trace else None, **how)
+                    return first_rank_reports(
+                        process,
+                        lambda on_part: measure(on_part=on_part),
+                        out,
+                        "bench parallel",
+                        len(cases) * (1 + self.trace),
+                    )
             except AgreedError as error:  # all ranks have it, so they leave the group in order
                 mistake = error
         raise mistake
@@ -159,6 +171,15 @@ def _on_cpus(device: str) -> bool:
     import torch
 
     return device == "cpu" or not torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def folder_of_ranks(command: Common, process: Process) -> Iterator[Path]:
+    """The folder of a command, as `Common.in_folder` has it, which the first rank holds for all ranks."""
+    from trainstep.parallel.process import on_first_rank
+
+    with contextlib.ExitStack() as stack:
+        yield on_first_rank(process, lambda: vars(stack.enter_context(command.in_folder()))["out"])
 
 
 def first_rank_reports(

@@ -20,12 +20,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainstep.base.errors import CollectiveError, UsageError, printable
+from trainstep.base.guards import STOPS, code_of
 from trainstep.commands.bench import Bench
 from trainstep.commands.compare import Compare
 from trainstep.commands.machine import Info, Tune
 from trainstep.commands.memory import Memory
 from trainstep.commands.options import Common, parse_as
-from trainstep.commands.output import BAD_INPUT, INTERRUPTED, output_failed, steady_outputs
+from trainstep.commands.output import BAD_INPUT, output_failed, steady_outputs
 from trainstep.commands.plan import Plan
 from trainstep.commands.profile import Analyze, Dtypes, Profile
 from trainstep.commands.report import Report
@@ -50,8 +51,7 @@ def parse(words: Sequence[str]) -> Common:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the command and exit: 0 done, 1 no case could be measured or other ranks are missing, 2 the input was bad
-    or an output full, 130 interrupted (what was measured is on disk)."""
+    """Run the command and exit with its code; the README has the table of them."""
     with steady_outputs() as out, _leaving_at_once():
         code = _run(sys.argv[1:] if words is None else words)
         out.flush()
@@ -84,9 +84,9 @@ def _run(words: Sequence[str]) -> int:
             raise
         sys.stdout.flush()
         os._exit(ALONE)  # threads that wait for the missing rank too would be waited for
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print(LEFT, file=sys.stderr)
-        return INTERRUPTED
+        return code_of(error.args[0] if error.args else None)
 
 
 def _is_rank() -> bool:
@@ -132,18 +132,23 @@ def _leaving_at_once() -> Iterator[None]:
     may swallow a KeyboardInterrupt, or fail later because of it."""
 
     def leave(number: int, frame: object) -> None:
-        os.write(2, f"{LEFT}\n".encode())
-        os._exit(INTERRUPTED)
+        if os.getpid() == process:  # else a worker's end
+            os.write(2, f"{LEFT}\n".encode())
+        os._exit(code_of(number))
 
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
-        yield  # it is not ours to handle, as with nohup
-        return
-    signal.signal(signal.SIGINT, leave)
+    process = os.getpid()
+    is_main = threading.current_thread() is threading.main_thread()
+    # Others are not ours to handle, as with nohup. SIGTERM has to end a rank at once, also inside a collective.
+    ours = (signal.SIGINT,) if _is_rank() else STOPS
+    usual = (signal.default_int_handler, signal.SIG_DFL)
+    before = {each: signal.getsignal(each) for each in ours if is_main and signal.getsignal(each) in usual}
+    for each in before:
+        signal.signal(each, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import StopSignals
-from trainstep.commands.output import INTERRUPTED, NOTHING_RAN, console_for_output, show_report
+from trainstep.base.guards import StopSignals, aside, code_of
+from trainstep.commands.output import CASE_FAILED, console_for_output, show_report
 
 if TYPE_CHECKING:
     from trainstep.ladder.change import Change
@@ -72,10 +71,10 @@ def climb_script(
     runner = ScriptRunner(script, are_named=names is not None)
     ladder = Ladder(changes, runner, at_once=at_once)
     writer = RecordWriter(out / "results.jsonl")
-    is_interrupted = False
+    is_interrupted, stop = False, None
     said: list[str] = []
     try:
-        with StopSignals(signal.SIGINT, signal.SIGTERM, raises=True):
+        with StopSignals(raises=True):
             for row in ladder.climb():
                 writer.write(row)
                 console.print(f"  {row.change}: {row.verdict}{f' ({row.reason})' if row.reason else ''}")
@@ -86,8 +85,8 @@ def climb_script(
                 patched, said = _patched(ladder.accepted, runner, patch)
                 if patched is not None:
                     writer.write(patched)
-    except (Interrupted, KeyboardInterrupt):
-        is_interrupted = True
+    except (Interrupted, KeyboardInterrupt) as error:
+        is_interrupted, stop = True, next(iter(error.args), None)
     finally:
         if copies is not None:
             copies.close()
@@ -99,10 +98,10 @@ def climb_script(
     for line in said:
         console.print(line)
     if is_interrupted:
-        return INTERRUPTED
+        return code_of(stop)
     if runner.judge is not None:
         return 0
-    return runner.code if runner.code > 0 else NOTHING_RAN
+    return runner.code if runner.code > 0 else CASE_FAILED
 
 
 def _left(runs: tuple[int, int], own_s: float) -> list[str]:
@@ -143,12 +142,10 @@ def _patched(accepted: Sequence[Change], runner: ScriptRunner, path: Path) -> tu
         return row, [f"No patch: with it, the script is {row.verdict}{f' ({row.reason})' if row.reason else ''}."]
     diff, names = found.diff(Path.cwd()), ", ".join(each.name for each in found.written)
     try:
-        path.write_bytes(diff)
-    except OSError as error:
-        return row, [
-            f"Cannot write {path}: {error.strerror}. The diff of {names}:",
-            diff.decode(errors="replace"),
-        ]
+        with aside(path, f"the diff of {names}:") as draft:
+            draft.write_bytes(diff)
+    except UsageError as error:
+        return row, [str(error), diff.decode(errors="replace")]
     left = [f"Not in it: {each.name} ({each.line.text})." for each in found.left]
     if any(each.precision == "bf16" for each in found.written) and any(
         model["floats"] is None for model in runner.settings["models"]
@@ -156,7 +153,4 @@ def _patched(accepted: Sequence[Change], runner: ScriptRunner, path: Path) -> tu
         left.append(
             "Tensors inside of what the model returns stay bf16: .float() where NumPy or a loss of yours takes one."
         )
-    return replace(row, code=str(path)), [
-        f"Written to {path}: {names}.",
-        *left,
-    ]
+    return replace(row, code=str(path)), [f"Written to {path}: {names}.", *left]

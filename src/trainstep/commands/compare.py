@@ -11,7 +11,7 @@ from tyro.conf import Positional
 from trainstep.base.errors import UsageError
 from trainstep.base.stats import RUN_SPREAD
 from trainstep.commands.options import Common, commas
-from trainstep.commands.output import NOTHING_RAN, console_for_output, show_table
+from trainstep.commands.output import CASE_FAILED, console_for_output, show_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,4 +47,4 @@ class Compare(Common):
             left_out = unmatched(old, new, self.across)
             for each in left_out:
                 console.print(f"• Left out: {each}.")
-        return NOTHING_RAN if any(each.is_lost for each in left_out) else 0
+        return CASE_FAILED if any(each.is_lost for each in left_out) else 0

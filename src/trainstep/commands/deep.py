@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainstep.base.errors import UsageError
+from trainstep.base.guards import remove
 from trainstep.commands.output import console_for_output
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class DeepRun:
         self._copies: Copies | None = None
         if rank.rank == 0:
             with self._noting():
-                shutil.rmtree(self.folder, ignore_errors=True)
+                remove(self.folder)
                 self.folder.mkdir(parents=True)
                 if not is_in_place:
                     self._place = self.folder.resolve() / "copy" / Path.cwd().name

@@ -62,7 +62,8 @@ class Memory(OneModel):
     step: MemoryGrid = field(default_factory=dict)
     """Settings of the steps; the checkpointing policies have a flag of their own."""
     out: Path = Path("results/memory")
-    """Folder for results.jsonl, tables/, report.html and snapshot.pickle."""
+    """Folder for results.jsonl, tables/, report.html and snapshot.pickle. The default has a new folder for each
+    launch."""
 
     def run(self) -> int:
         if self.steps < 1:
@@ -77,7 +78,8 @@ class Memory(OneModel):
             from trainstep.bench.allocations import imported_records
 
             self.refuse(READS, but=("snapshot", "out"))
-            return run_and_report(imported_records(self.snapshot), self.out, f"memory of {self.snapshot.name}")
+            with self.in_folder(self.snapshot.stem) as own:
+                return run_and_report(imported_records(self.snapshot), own.out, f"memory of {self.snapshot.name}")
         for is_used, where, *names in (
             (self.fit is not None, "--fit", "compare", "host_gib", "update_after_backward"),
             (self.checkpointing, "--checkpointing", "memory_gib"),
@@ -87,7 +89,8 @@ class Memory(OneModel):
             if not is_used:
                 self.refuse(f"{{flag}} is for {where}; add that, or leave it out", *names)
         source = self.source()
-        return run_and_report(self._records(source), self.out, f"memory of {source.name}")
+        with self.in_folder(source.name) as own:
+            return run_and_report(own._records(source), own.out, f"memory of {source.name}")
 
     @property
     def _chosen(self) -> bool:

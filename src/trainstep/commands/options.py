@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -10,10 +11,10 @@ import sys
 import textwrap
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import tyro
 from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, arg
@@ -21,6 +22,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from trainstep.base.config import SHAPE, SIZES, ModelConfig, StepConfig, check_value, load_toml, resolve_size
 from trainstep.base.errors import UsageError
+from trainstep.base.guards import launch_folder
 
 if TYPE_CHECKING:
     from trainstep.base.precision import PrecisionName
@@ -192,6 +194,19 @@ class Common(ABC):
         for name, value in self.given().items():
             if name in refused:
                 raise UsageError(why.format(flag=_words(name, value)[0]))
+
+    @contextlib.contextmanager
+    def in_folder(self, name: str = "", *, launch: str = "", rank: int = 0) -> Iterator[Self]:
+        """This command with an --out that no other launch uses meanwhile.
+
+        Where --out is the default, each launch gets a new folder in it, whose name has a number and `name`. The ranks
+        of one launch share it.
+        """
+        out, default = vars(self)["out"], getattr(type(self), "out")  # noqa: B009
+        who = f"trainstep {default.name.replace('-', ' ', 1)}"
+        with launch_folder(out, who, name if out == default else None, launch=launch, rank=rank) as folder:
+            changed: dict[str, Any] = {"out": folder}
+            yield dataclasses.replace(self, **changed)
 
     @abstractmethod
     def run(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainstep.base.errors import UsageError, printable
-from trainstep.base.guards import StopSignals
+from trainstep.base.guards import StopSignals, code_of
 
 if TYPE_CHECKING:
     import rich.console
@@ -21,9 +20,8 @@ if TYPE_CHECKING:
     from trainstep.report.tables import Table
     from trainstep.rows.records import Row, SoFar
 
-NOTHING_RAN, INTERRUPTED = 1, 130
-"""Exit codes when every case failed, or a ladder's baseline, beside which others say nothing (there are rows that say
-why), and after Ctrl-C, as shells have it."""
+CASE_FAILED = 1
+"""Exit code when a case failed or computed wrong, when none could be measured, or when `compare` found one lost."""
 BAD_INPUT = 2
 """Exit code of a mistake that the user can mend, a disk or an output that takes no more among them."""
 
@@ -116,8 +114,8 @@ def run_and_report(
 ) -> int:
     """Write each record as it comes, with progress; write the report; then print the tables and findings.
 
-    Ctrl-C and SIGTERM end the measurements; what there is by then is reported. So it is where a mistake of the user's,
-    found in the middle, ends them.
+    Ctrl-C, SIGTERM and SIGHUP end the measurements; what there is by then is reported. So it is where a mistake of the
+    user's, found in the middle, ends them.
 
     Args:
         records: or a function that gives them, which tells the one that it is given what it measures next.
@@ -133,7 +131,7 @@ def run_and_report(
     console.print(f"trainstep {title} → {out}")
     stopped: UsageError | None = None
     code = 0
-    signals = StopSignals(signal.SIGINT, signal.SIGTERM, raises=True)
+    signals = StopSignals(raises=True)
     try:
         with signals, memory_as_mistake():
             for record in _with_progress(records, console, title, total):
@@ -141,10 +139,10 @@ def run_and_report(
                 if signals.received:
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
-        code = INTERRUPTED
+        code = code_of(signals.received)
     except UsageError as error:
         if signals.received is not None:
-            code = INTERRUPTED
+            code = code_of(signals.received)
         elif not writer.rows:
             raise
         else:
@@ -152,18 +150,17 @@ def run_and_report(
     except Exception:
         if signals.received is None:
             raise
-        code = INTERRUPTED  # the error is the signal's: it ended the other ranks, or a process that was waited for
+        code = code_of(signals.received)  # the error is the signal's, which ended other ranks or processes too
     finally:
         writer.close()
     taken = writer.rows
     try:
-        failed = show_report(taken, out, console, is_interrupted=code == INTERRUPTED or stopped is not None)
-    except UsageError:
-        if stopped is None:
-            raise
+        failed = show_report(taken, out, console, is_interrupted=code != 0 or stopped is not None)
+    except UsageError as error:
+        stopped = error if stopped is None else UsageError(f"{stopped}; {error}")
     if stopped is not None:
         raise stopped
-    return code or (NOTHING_RAN if failed else 0)
+    return code or (CASE_FAILED if failed else 0)
 
 
 def show_report(
@@ -174,7 +171,7 @@ def show_report(
     is_interrupted: bool = False,
     kinds: tuple[type[Row], ...] = (),
 ) -> bool:
-    """Write the report of rows, print their tables and findings; whether nothing, or no baseline, could be measured.
+    """Write the report of rows, print their tables and findings; whether a case or a ladder's baseline failed.
 
     Args:
         rows, out: what was measured, and the report's folder.
@@ -223,7 +220,8 @@ def show_report(
         console.print("[bold]Nothing could be measured.[/bold]", reasons, markup=True)
         console.print(f"{cases[0].status}: {cases[0].reason}")
         return True
-    return bool(without)
+    tried = [row for row in cases if row.kind != "change"]  # a change that fails is one that a ladder rejects
+    return bool(without) or any(row.status in ("failed", "wrong") for row in tried)
 
 
 def _with_progress(

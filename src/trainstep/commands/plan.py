@@ -78,7 +78,7 @@ class Plan(Common):
     step: PlannedStep = field(default_factory=dict)
     """Settings of the step. The batch is what each GPU brings."""
     out: Path = Path("results/plan")
-    """Folder for results.jsonl, tables/ and report.html."""
+    """Folder for results.jsonl, tables/ and report.html. The default has a new folder for each launch."""
 
     def run(self) -> int:
         from trainstep.plan.rows import PlanRequest, plan_records
@@ -87,7 +87,8 @@ class Plan(Common):
             return self._feed_forward()
         self.refuse("{flag} is for --feed-forward; add it, or leave it out", "matrices")
         if self.workload is not None:
-            return run_and_report(self._own_records(self.workload), self.out, f"plan of {self.workload}")
+            with self.in_folder(self.workload) as own:
+                return run_and_report(self._own_records(self.workload), own.out, f"plan of {self.workload}")
         if self.measure:
             raise UsageError("--measure times the operators of a --workload; leave it out, or name one")
         model, step = preset(self.size, self.config, DEFAULT_SIZE, DEFAULT_STEP)
@@ -102,7 +103,8 @@ class Plan(Common):
             policies=self.policies,
         )
         records = list(plan_records(request))  # complete, or an error, before anything is written
-        return run_and_report(records, self.out, f"plan of {request.name}")
+        with self.in_folder(request.name) as own:
+            return run_and_report(records, own.out, f"plan of {request.name}")
 
     def _feed_forward(self) -> int:
         from trainstep.plan.feed_forward import FeedForward, feed_forward_records
@@ -117,7 +119,8 @@ class Plan(Common):
         if min(self.gpus_per_node, self.nodes) < 1 or gpus > 10**7:
             raise UsageError(f"there are {self.gpus_per_node} × {self.nodes} GPUs; expected 1 to 10,000,000 of them")
         records = list(feed_forward_records(layer, gpus, self.tensor_parallel))
-        return run_and_report(records, self.out, "plan of a feed-forward layer")
+        with self.in_folder("feed-forward") as held:
+            return run_and_report(records, held.out, "plan of a feed-forward layer")
 
     def _own_records(self, workload: str) -> Iterator[Row]:
         """The plan of a user's model. Complete, or an error, before its first row."""

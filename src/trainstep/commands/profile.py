@@ -47,7 +47,8 @@ class Analyze(Climbed):
     quick: FlagCreatePairsOff[bool] = False
     """Stop at the facts, the phases, the memory and the kernels: no compiling, no checks, no ladder, and few steps."""
     out: Path = Path("results/analyze")
-    """Folder for results.jsonl, tables/, report.html and the profiler's trace (for ui.perfetto.dev)."""
+    """Folder for results.jsonl, tables/, report.html and the profiler's trace (for ui.perfetto.dev). The default has
+    a new folder for each launch."""
 
     def run(self) -> int:
         from trainstep.bench.analysis import analysis_records
@@ -55,14 +56,15 @@ class Analyze(Climbed):
         source = self.source()
         if self.quick and self.changes is not None:
             raise UsageError(f"--changes {self.changes} is of the ladder, which --quick leaves out; give one of them")
-        trace = self.out / "trace.json.gz"
-        asked: dict[str, Any] = {"steps": self.steps, "quick": self.quick, "changes": self.changes, "trace": trace}
+        asked: dict[str, Any] = {"steps": self.steps, "quick": self.quick, "changes": self.changes}
         config = self.own_step(source)
-        return run_and_report(
-            lambda on_part: analysis_records(source, config, **asked, on_part=on_part),
-            self.out,
-            f"analyze {source.name}",
-        )
+        with self.in_folder(source.name) as own:
+            asked["trace"] = own.out / "trace.json.gz"
+            return run_and_report(
+                lambda on_part: analysis_records(source, config, **asked, on_part=on_part),
+                own.out,
+                f"analyze {source.name}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,8 @@ class Profile(OneModel):
     from_: Annotated[Path | None, arg(name="from")] = None
     """Read a trace instead of running anything: an nsys SQLite export, or torch.profiler's JSON (also gzipped)."""
     out: Path = Path("results/profile")
-    """Folder for results.jsonl, tables/, report.html and the trace (trace.json.gz opens in ui.perfetto.dev)."""
+    """Folder for results.jsonl, tables/, report.html and the trace (trace.json.gz opens in ui.perfetto.dev). The
+    default has a new folder for each launch."""
 
     def run(self) -> int:
         if self.steps < 1 or self.profiled_steps < 1 or self.warmup < 0:
@@ -101,17 +104,20 @@ class Profile(OneModel):
             raise UsageError("--nsys and --nvtx record steps after --warmup, which is 0; expected 1 or more")
         if self.nvtx:
             self.refuse("--nvtx writes nothing, so {flag} has no use; leave it out, or use --nsys", "out")
-        if path := self._run_nsys() if self.nsys else self.from_:
+        if self.nsys or self.from_ is not None:
             from trainstep.bench.profile import records_from_file
 
-            return run_and_report(records_from_file(path), self.out, f"profile of {path.name}")
+            with self.in_folder("nsys" if self.from_ is None else self.from_.stem) as own:
+                path = self.from_ or own._run_nsys()
+                return run_and_report(records_from_file(path), own.out, f"profile of {path.name}")
         source = self.source()
         if self.nvtx:
             from trainstep.bench.profile import run_nvtx
 
             run_nvtx(source, self.own_step(source), warmup=self.warmup, steps=self.profiled_steps)
             return 0
-        return run_and_report(self._records(source), self.out, f"profile of {source.name}")
+        with self.in_folder(source.name) as own:
+            return run_and_report(own._records(source), own.out, f"profile of {source.name}")
 
     def _records(self, source: WorkloadSource) -> Iterator[Row]:
         from trainstep.bench.profile import ceiling_records, profile_records
@@ -133,7 +139,6 @@ class Profile(OneModel):
         require_nsys(command)
         if resolve_device(self.step_config().device).type != "cuda":
             raise UsageError("--nsys profiles a GPU, and this would run on the CPU; use a machine with a GPU")
-        self.out.mkdir(parents=True, exist_ok=True)
         print(shlex.join(command), flush=True)
         code = subprocess.run(command, check=False).returncode
         export = self.out / "profile.sqlite"
@@ -159,7 +164,7 @@ class Dtypes(Common):
     grid: DtypesGrid = field(default_factory=dict)
     """Settings of the step; every combination of the values is shown."""
     out: Path = Path("results/dtypes")
-    """Folder for results.jsonl, tables/ and report.html."""
+    """Folder for results.jsonl, tables/ and report.html. The default has a new folder for each launch."""
 
     def run(self) -> int:
         from trainstep.bench.cases import expand
@@ -170,8 +175,10 @@ class Dtypes(Common):
                 "--accumulation adds up numbers, so {flag} has nothing to change; leave it out",
                 but=("accumulation", "out"),
             )
-            return run_and_report(accumulation_records(), self.out, "dtypes --accumulation")
+            with self.in_folder("accumulation") as own:
+                return run_and_report(accumulation_records(), own.out, "dtypes --accumulation")
         (source,) = sources([self.size] if self.size else [], self.workload, self.data)
         axes = axes_of(self.grid | own_precisions(source, self.grid, DTYPES_OF), StepConfig())
         configs = [StepConfig(**each) for each in expand(axes)]
-        return run_and_report(dtype_records(source, configs), self.out, f"dtypes of {source.name}")
+        with self.in_folder(source.name) as own:
+            return run_and_report(dtype_records(source, configs), own.out, f"dtypes of {source.name}")

@@ -50,7 +50,8 @@ class Run(Common):
     memory: FlagCreatePairsOff[bool] = True
     """With --deep: record every allocation of one step, and the dtypes of its modules."""
     out: Path = Path("results/run")
-    """Folder for results.jsonl, tables/, report.html, the ranks' logs and, in deep/, the deep run's files."""
+    """Folder for results.jsonl, tables/, report.html, the ranks' logs and, in deep/, the deep run's files. The
+    default has a new folder for each launch."""
     ladder: FlagCreatePairsOff[bool] = False
     """Run the script once per change, made from outside: each is checked, and timed if training is the same."""
     changes: str | None = None
@@ -68,7 +69,7 @@ class Run(Common):
     script: Suppress[tuple[str, ...]] = ()
 
     def run(self) -> int:
-        from trainstep.observe.supervise import Rank, command_of, own_folder
+        from trainstep.observe.supervise import Rank, command_of
 
         for name in ("steps", "profiled_steps", "profile_after"):
             least, value = int(name == "steps") * (LEAST_STEPS if self.ladder else 1), getattr(self, name)
@@ -80,10 +81,7 @@ class Run(Common):
             self.refuse("{flag} is for a run that is measured once; leave it out, or --ladder", *once)
         else:
             self._check_once()
-        with own_folder(self.out, rank) as folder:
-            if folder != self.out and rank.rank == 0:
-                print(f"trainstep: another run works in {self.out}; this one writes to {folder}", file=sys.stderr)
-            own = dataclasses.replace(self, out=folder)
+        with self.in_folder(command.name.removesuffix(".py"), launch=rank.shared_launch, rank=rank.rank) as own:
             return own._climb(command, rank) if self.ladder else own._run(command, rank)
 
     def _check_once(self) -> None:
@@ -103,7 +101,7 @@ class Run(Common):
         code = run_script(command, rank, self.out, {"steps": self.steps, "is_sampled": True}, is_verbatim=self.verbatim)
         if rank.rank == 0:
             try:
-                with StopSignals(signal.SIGINT, signal.SIGTERM, raises=True):
+                with StopSignals(raises=True):
                     self._report(command, rank, code, deep)
             except KeyboardInterrupt:
                 print("trainstep: the report was interrupted; the script had ended before", file=sys.stderr)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,11 +68,7 @@ class Sweep(Common):
             print(_count(cases, retried))
             return 0
         timeout_s = self.timeout if self.timeout is not None else grid.timeout_s
-        # SIGTERM, by which schedulers end a program, keeps the rows and ends the cases' processes as Ctrl-C does.
-        with (
-            held_folder(out, "another sweep is running", wait_s=ENDING_S) as lock,
-            StopSignals(signal.SIGTERM, raises=True),
-        ):
+        with held_folder(out, "trainstep sweep", wait_s=ENDING_S) as lock, StopSignals(raises=True):
             print(_count(cases, retried), flush=True)
             gpus = visible_gpus() if self.jobs > 1 else ()
             execute = functools.partial(run_here, jobs=self.jobs, gpus=gpus, timeout_s=timeout_s, lock=lock)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainstep.base.config import load_toml, replace_checked
 from trainstep.base.errors import UsageError
+from trainstep.base.guards import code_of
 from trainstep.commands.options import AnyModel, flags_of, words_of
-from trainstep.commands.output import INTERRUPTED, console_for_output, memory_as_mistake
+from trainstep.commands.output import console_for_output, memory_as_mistake
 from trainstep.commands.report import PAGE
 from trainstep.train.config import OF_BUILTIN, OF_OWN, OF_WORKLOADS, BuiltinRun, OwnRun, RunConfig, TrainConfig
 from trainstep.train.launchers import Launch
@@ -76,7 +77,7 @@ class Train(AnyModel):
         by = outcome.stopped_by
         why = by.name if by else "another rank was told to stop"
         show.line(f"{why}: stopped after update {outcome.step}, which is saved; start again to go on")
-        return INTERRUPTED if by is signal.SIGINT else 0
+        return code_of(by) if by is signal.SIGINT else 0
 
     def launch_file(self) -> str:
         """The file that starts this run elsewhere, when the run was checked for that many ranks."""

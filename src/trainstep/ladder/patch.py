@@ -151,9 +151,7 @@ def imports_torch(node: ast.stmt) -> bool:
 
 
 def arguments(
-    further: Mapping[str, Any],
-    function: Callable[[Place], str],
-    places: Callable[[Settings, Path], Iterable[Place]],
+    further: Mapping[str, Any], function: Callable[[Place], str], places: Callable[[Settings, Path], Iterable[Place]]
 ) -> Writer:
     """Writes arguments into the call of a function at each place; those that are there already get the new value."""
 

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trainstep.base.errors import UsageError
+from trainstep.base.guards import STOPS, aside
 from trainstep.ladder.trial.capture import FILE
 from trainstep.ladder.trial.in_memory import InMemory
 from trainstep.observe.supervise import GRACE_S, Command, Rank, run_script
@@ -64,9 +64,6 @@ class Order:
         return Path(self.folder, f"rank-{rank}") if rank else Path(self.folder)
 
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
 class Interrupted(Exception):
     """A signal has come to this process that stops the ladder. A script that handles it may end as if it had not."""
 
@@ -97,7 +94,7 @@ def carry_out(order: Order, command: Command, rank: Rank, files: InMemory) -> in
     with order.output(rank.rank).open("wb") as output:
         code = run_script(
             replace(command, target=order.target),
-            Rank.of({}) if alone else rank,
+            rank,
             Path(order.folder),
             {"steps": order.steps, **order.plan},
             further,
@@ -110,8 +107,8 @@ def carry_out(order: Order, command: Command, rank: Rank, files: InMemory) -> in
             stderr=subprocess.STDOUT,
             env={**os.environ, **own},
         )
-    if received & set(STOPS):
-        raise Interrupted(order.target)
+    for stop in received & set(STOPS):
+        raise Interrupted(stop)
     return code
 
 
@@ -265,9 +262,8 @@ def _shared(folder: Path) -> Path:
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     """Whole or not at all, for those that look meanwhile."""
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(content))
-    part.replace(path)
+    with aside(path) as draft, draft.open("x") as file:
+        file.write(json.dumps(content))
 
 
 def _free_port() -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainstep.base.errors import OUT_OF_MEMORY
+from trainstep.base.guards import remove
 from trainstep.base.precision import PrecisionName
 from trainstep.ladder.change import Change
 from trainstep.ladder.ranks import Failed, Leader, Order
@@ -129,7 +130,7 @@ class Script:
         self.runs += 1
         self.tell(f"run {self.runs}: {what}")
         folder = self.folder / f"{self.runs:03d}-{''.join(each if each.isalnum() else '-' for each in what)}"
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(self.folder if self.folder.is_symlink() else folder)
         folder.mkdir(parents=True)
         command, place = self.command, Path.cwd()
         before = InPlace(self.folder) if self.copies is None and self.own_s is None else None

@@ -34,7 +34,8 @@ class LogWriter:
         self.rank = rank
         if isinstance(place, Path):
             place.parent.mkdir(parents=True, exist_ok=True)
-            place = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            place.unlink(missing_ok=True)  # of an earlier launch, or a link
+            place = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._descriptor, self._file = place, _identity(place)
         self._process = os.getpid()
 

@@ -9,19 +9,20 @@ import json
 import marshal
 import math
 import os
+import secrets
 import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import LOCK, Occupied, held_folder
+from trainstep.base.guards import aside, cannot_write
 from trainstep.observe.log import log_path
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun", "horovodrun", "lightning")
@@ -146,31 +147,21 @@ class Rank:
     world_size: int
     launch: str  # the same for all ranks of one start, and for no other
 
+    @property
+    def shared_launch(self) -> str:
+        """The launch, for whom several ranks share a folder; empty for one process."""
+        return self.launch if self.world_size > 1 else ""
+
     @staticmethod
     def of(environment: Mapping[str, str]) -> Rank:
         """Take the rank that torchrun tells."""
         number, count = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
-        names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-        launch = ":".join(environment.get(name, "") for name in names)
-        return Rank(number, count, launch if "RANK" in environment else str(os.getpid()))
-
-
-@contextlib.contextmanager
-def own_folder(folder: Path, rank: Rank) -> Iterator[Path]:
-    """Hold a folder while a run works in it. Yield that folder, or one beside it where another run holds it.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    name = f"{LOCK}-{rank.rank}"
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(held_folder(folder, "another run works", name=name))
-        except Occupied:
-            launch = "".join(each if each.isalnum() else "-" for each in rank.launch)
-            folder = folder.with_name(f"{folder.name}-{launch}")
-            stack.enter_context(held_folder(folder, "another run works", name=name))
-        yield folder
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE")
+        told = [environment.get(name, "") for name in names]
+        if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
+            # torchrun's folder for this attempt on this host, which no other start has.
+            told.append(str(Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent))
+        return Rank(number, count, ":".join(told) if "RANK" in environment else f"{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def run_script(
@@ -218,10 +209,11 @@ def run_script(
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)  # an earlier script may still write to its own
-        log = file.open("a+b", buffering=0)
-        file.with_suffix(".task").write_bytes(marshal.dumps(task, 2))
+        log = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644), "a+b", buffering=0)
+        with aside(file.with_suffix(".task")) as draft:
+            draft.write_bytes(marshal.dumps(task, 2))
     except OSError as error:
-        raise UsageError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
+        raise cannot_write(folder, error) from error
     sys.stdout.flush()
     sys.stderr.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)

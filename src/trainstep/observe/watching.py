@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from trainstep.base.errors import UsageError
+from trainstep.base.guards import cannot_write, launch_folder
 from trainstep.observe.log import LogWriter, log_path, read_logs
 from trainstep.observe.rows import kernel_records, script_records
 from trainstep.observe.supervise import Rank
@@ -46,9 +48,10 @@ class Watch:
         self.rows: Sequence[Row] = ()
         """Rows of the measurement; empty until the end, and on other ranks than the first."""
         self._options: dict[str, Any] = {"profiled_steps": profiled_steps, "profile_after": profile_after}
-        self._options |= {"is_deep": True, "has_memory": memory, "folder": str(self.out)}
+        self._options |= {"is_deep": True, "has_memory": memory}
         self._rank = Rank.of(os.environ)
         self._session: Any = None
+        self._held = contextlib.ExitStack()
 
     @property
     def report(self) -> Report:
@@ -65,10 +68,14 @@ class Watch:
 
         if self._session is not None:
             raise UsageError("this watch measures already, or has measured; make another one")
+        name = None if self.out != OUT else Path(self.name).stem
+        launch, rank = self._rank.shared_launch, self._rank.rank
+        self.out = self._held.enter_context(launch_folder(self.out, "watch", name, launch=launch, rank=rank))
+        self._options["folder"] = str(self.out)
         try:
             log = LogWriter(log_path(self.out, self._rank.rank), self._rank.rank)
         except OSError as error:
-            raise UsageError(f"cannot write to {self.out}: {error.strerror}; choose another folder (out=)") from error
+            raise cannot_write(self.out, error) from error
         known = {"rank": self._rank.rank, "world_size": self._rank.world_size, "launch": self._rank.launch}
         log.write("header", {"pid": os.getpid(), "script": self.name, **known})
         self._session = Session(Plan(**self._options), log, self.name)
@@ -79,6 +86,10 @@ class Watch:
         """Take the hooks back; on the first rank make the rows and write the report."""
         if self._session is None or self.rows:
             return
+        with self._held:
+            self._stop(error)
+
+    def _stop(self, error: BaseException | None) -> None:
         atexit.unregister(self.stop)
         self._session.finish()
         log = self._session.log

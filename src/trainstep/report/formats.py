@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainstep.base.errors import printable
+from trainstep.base.guards import aside, remove
 from trainstep.report.subjects import make_tables
 from trainstep.report.tables import Table
 from trainstep.rows.records import Row
@@ -68,16 +69,27 @@ WRITERS: Mapping[str, Callable[[Table], str]] = {"md": to_markdown, "tex": to_la
 """File ending → writer."""
 
 
-def write_tables(records: Sequence[Row], folder: Path) -> list[Path]:
-    """Write every table in every format into `folder`; returns the files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for table in make_tables(records):
-        for ending, writer in WRITERS.items():
-            path = folder / f"{table.name}.{ending}"
-            path.write_text(writer(table), encoding="utf-8")
-            written.append(path)
-    return written
+def write_tables(records: Sequence[Row], folder: Path) -> None:
+    """Write every table in every format into `folder`, from which those of earlier results go.
+
+    Raises:
+        UsageError: one cannot be written. Each that is there is whole.
+    """
+    if folder.is_symlink():
+        remove(folder)
+    tables = {
+        f"{table.name}.{ending}": (writer, table)
+        for table in make_tables(records)
+        for ending, writer in WRITERS.items()
+    }
+    for name, (writer, table) in tables.items():
+        with aside(folder / name) as draft:
+            draft.write_text(writer(table), encoding="utf-8")
+    for each in folder.glob("*.csv"):
+        same = {each.with_suffix(f".{ending}") for ending in WRITERS}
+        if each.name not in tables and all(path.exists() for path in same):  # else it is not ours
+            for path in same:
+                remove(path)
 
 
 def _escaped(table: Table, escapes: Mapping[str, str]) -> pandas.DataFrame:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.base.errors import UsageError
+from trainstep.base.guards import aside
 from trainstep.report.blocks import Charts
 from trainstep.report.charts import COLOURS, embedded
 from trainstep.report.findings import Finding
@@ -49,13 +50,17 @@ class Report:
         Raises:
             UsageError: the folder cannot be written.
         """
-        page = folder / "report.html"
-        try:
-            tables = write_tables(self.records, folder / "tables")
-        except OSError as error:
-            raise UsageError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
-        write_html(self.records, page)
-        return [page, *tables]
+        page, tables = folder / "report.html", folder / "tables"
+        missing = dict[str, UsageError]()
+        for path, write in ((page, write_html), (tables, write_tables)):
+            try:
+                write(self.records, path)
+            except UsageError as error:
+                missing[path.name] = error
+        if missing:
+            first = next(iter(missing.values()))
+            raise UsageError(f"{first} (missing: {', '.join(missing)})") from first
+        return [page, *sorted(tables.iterdir())]
 
 
 def render(records: Sequence[Row]) -> str:
@@ -99,13 +104,8 @@ def write_html(records: Sequence[Row], path: Path) -> None:
         UsageError: the file cannot be written.
     """
     page = render(records)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}")
-        draft.write_text(page, encoding="utf-8", errors="backslashreplace")  # names may hold half a surrogate
-        draft.replace(path)  # the page is there in full, or as it was before
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error
+    with aside(path) as draft, draft.open("x", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(page)  # names may hold half a surrogate
 
 
 def _title(records: Sequence[Row]) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import math
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from trainstep.base.errors import UsageError
+from trainstep.base.guards import aside, cannot_write
 from trainstep.rows import row_of
 from trainstep.rows.row import AnyRow as AnyRow
 from trainstep.rows.row import Row as Row
@@ -41,7 +43,7 @@ class RecordWriter:
     """Writes rows to a JSON Lines file, each at once: what was measured survives whatever comes after.
 
     With the first row, and not before, a file already there becomes `NAME.previous.jsonl`, ready for `trainstep
-    compare`; until then the rows are in `.NAME`.
+    compare`; until then the rows are in a draft.
 
     Raises:
         UsageError: the folder or the file cannot be written. The rows before are whole.
@@ -51,10 +53,10 @@ class RecordWriter:
         self.path = path
         self._written: list[Row] = []
         self._so_far: list[Row] = []
-        self._draft = path.with_name(f".{path.name}")
+        self._draft = path.with_name(f".draft-{secrets.token_hex(8)}-{path.name}")
         with self._said():
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._draft.open("wb", buffering=0)
+            self._file = self._draft.open("xb", buffering=0)
 
     @property
     def rows(self) -> list[Row]:
@@ -92,30 +94,35 @@ class RecordWriter:
     def _replace(self, written: list[Row], so_far: list[Row]) -> None:
         if not (rows := [*written, *so_far]):
             return
-        with self._draft.open("wb", buffering=0) as file:
-            for row in rows:
-                write_all(file, _line(row))
-        self._put_in_place()
+        with aside(self.path, self._advice) as draft:
+            _write_new(draft, rows)
+            self._keep_previous()
         self._file.close()
+        self._draft.unlink(missing_ok=True)
         self._file = self.path.open("ab", buffering=0)
         self._written, self._so_far = written, so_far
 
     def _put_in_place(self) -> None:
         """Give the draft its name; once it has, there is none. The first time, what was there is kept."""
-        if not self._draft.exists():
-            return
+        if self._draft.exists():
+            self._keep_previous()
+            self._draft.replace(self.path)
+
+    def _keep_previous(self) -> None:
         if not self.rows and self.path.exists() and self.path.stat().st_size:
             self.path.replace(self.path.with_suffix(".previous.jsonl"))
-        self._draft.replace(self.path)
 
     @contextlib.contextmanager
     def _said(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            kept = f"; the {len(self.rows)} rows before are there" if self.rows else ""
-            advice = "choose another folder with --out"
-            raise UsageError(f"cannot write {self.path}: {error.strerror}{kept}; {advice}") from error
+            raise cannot_write(self.path, error, self._advice) from error
+
+    @property
+    def _advice(self) -> str:
+        kept = f"the {len(self.rows)} rows before are there; " if self.rows else ""
+        return f"{kept}choose another folder with --out"
 
 
 def write_whole(path: Path, rows: Iterable[Row]) -> None:
@@ -124,15 +131,14 @@ def write_whole(path: Path, rows: Iterable[Row]) -> None:
     Raises:
         UsageError: the folder or the file cannot be written.
     """
-    draft = path.with_name(f".{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("wb", buffering=0) as file:
-            for row in rows:
-                write_all(file, _line(row))
-        draft.replace(path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error
+    with aside(path) as draft:
+        _write_new(draft, rows)
+
+
+def _write_new(path: Path, rows: Iterable[Row]) -> None:
+    with path.open("xb", buffering=0) as file:
+        for row in rows:
+            write_all(file, _line(row))
 
 
 def _line(row: Row) -> bytes:

@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import LOCK, StopSignals, held_folder
+from trainstep.base.guards import StopSignals, aside, held_folder
 from trainstep.measure.environment import device_name
 from trainstep.parallel.process import AgreedError, Process, is_restart, on_all_ranks, on_first_rank
 from trainstep.rows.records import Scalar, write_whole
@@ -92,7 +92,7 @@ def train(
     identity = config.identity(data_read)
     with ExitStack() as stack:
         on_first_rank(process, lambda: check_not_of_others(out))
-        on_first_rank(process, lambda: stack.enter_context(held_folder(out, "another process is training")))
+        on_first_rank(process, lambda: stack.enter_context(held_folder(out, "trainstep train")))
         opening = partial(open_folder, out, identity, updates=config.train.steps, resume_from=resume_from)
         # The folder is held from here on, so a second trainer cannot write between this run's checkpoints.
         start = on_first_rank(process, lambda: opening(is_restart=is_restart()))
@@ -118,7 +118,7 @@ def train(
         metrics = on_all_ranks(process, lambda: MetricsWriter(written, step=start.step, tensorboard=tensorboard))
         stack.enter_context(metrics)
         meter.again = metrics.removed
-        signals = stack.enter_context(StopSignals(signal.SIGTERM, signal.SIGINT, raises=False))
+        signals = stack.enter_context(StopSignals(raises=False))
         stack.enter_context(show.progress(config.train.steps, start.step))
         note: dict[str, Any] = {"identity": identity, **form_of(learner.step.replica)}
         note |= {"world_size": process.world_size, "resumed_from": resume_from}
@@ -129,7 +129,8 @@ def train(
             if config.train.samples and tokens.prompts is not None:
                 texts = learner.samples()
                 if process.rank == 0:
-                    (out / "samples.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+                    with aside(out / "samples.txt") as draft, draft.open("x", encoding="utf-8") as file:
+                        file.write("\n\n".join(texts) + "\n")
                 for line in ("samples, what the model wrote in ⟦⟧:", *texts):
                     show.line(line)
             elif config.train.samples and tokens.no_text:
@@ -259,7 +260,6 @@ class _Run:
 
 
 RUN = "run.json"  # what the run is: written once, at its start
-_DRAFT = f".{RUN}"
 CHECKPOINTS = "checkpoints"
 RESULTS = "results.jsonl"  # written at the run's end, and so the sign of it
 
@@ -348,7 +348,7 @@ def check_not_of_others(out: Path) -> None:
     """Raise `UsageError` where the folder holds no run but something else. It leaves the folder as it is."""
     if (out / RUN).exists() or not out.is_dir():
         return
-    if others := sorted({path.name for path in out.iterdir()} - {LOCK, _DRAFT, CHECKPOINTS}):
+    if others := sorted(path.name for path in out.glob("[!.]*") if path.name != CHECKPOINTS):
         what = f"no run but other files ({', '.join(others[:3])})"
         raise UsageError(f"{out} holds {what}; choose a new folder with --out")
 
@@ -360,13 +360,10 @@ def check_shared(out: Path) -> None:
 
 
 def _begin(out: Path, identity: Mapping[str, Scalar]) -> None:
-    try:
+    with aside(out / RUN) as draft, draft.open("x", encoding="utf-8") as file:
         (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         tidy(out / CHECKPOINTS)
-        (out / _DRAFT).write_text(json.dumps({"identity": dict(identity)}, indent=1), encoding="utf-8")
-        (out / _DRAFT).rename(out / RUN)
-    except OSError as error:
-        raise UsageError(f"cannot write to {out}: {error.strerror}; choose another folder with --out") from error
+        file.write(json.dumps({"identity": dict(identity)}, indent=1))
 
 
 def _choose(out: Path, steps: Sequence[int], resume_from: str | None, is_restart: bool) -> int | None:

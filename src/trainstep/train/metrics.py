@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainstep.base.errors import UsageError
+from trainstep.base.guards import aside, cannot_write
 from trainstep.base.hardware import find_device
 from trainstep.measure.environment import describe, device_name
 from trainstep.measure.memory import GIB
@@ -84,6 +85,9 @@ class Meter:
         return {name: value for name, value in row.items() if value is not None or name not in told}
 
 
+ROOM = "see that there is room there, then give the same command again to go on"
+
+
 class MetricsWriter(contextlib.ExitStack):
     """Appends rows to `metrics.jsonl`, each written at once, and to TensorBoard's files; a context, which closes them.
 
@@ -114,12 +118,8 @@ class MetricsWriter(contextlib.ExitStack):
         there = read_metrics(out / METRICS)
         kept = [row for row in there if row["step"] <= step]
         self.removed = len(there) - len(kept)
-        draft = out / f".{METRICS}"
-        try:
-            draft.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-            draft.replace(out / METRICS)
-        except OSError as error:
-            raise _not_written(out / METRICS, error) from error
+        with aside(out / METRICS, ROOM) as draft, draft.open("x", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in kept))
         # Without a buffer, which would be written once more when the file is closed, and raise in an error's place.
         self._file = self.enter_context((out / METRICS).open("ab", buffering=0))
 
@@ -133,14 +133,14 @@ class MetricsWriter(contextlib.ExitStack):
             try:
                 write_all(self._file, (json.dumps(dict(row)) + "\n").encode())
             except OSError as error:
-                raise _not_written(self._file.name, error) from error
+                raise cannot_write(self._file.name, error, ROOM) from error
         if self._events is not None:
             try:
                 for name in CURVES:
                     if row.get(name) is not None:
                         self._events.add_scalar(name, row[name], row["step"])
             except OSError as error:  # of its thread, which writes later
-                raise _not_written(self._events.log_dir, error) from error
+                raise cannot_write(self._events.log_dir, error, ROOM) from error
 
     def _close_events(self, kind: type[BaseException] | None, *_: object) -> None:
         """Write the rest; what cannot be is an error only where none is on its way."""
@@ -148,14 +148,7 @@ class MetricsWriter(contextlib.ExitStack):
             self._events.close()
         except OSError as error:
             if kind is None:
-                raise _not_written(self._events.log_dir, error) from error
-
-
-def _not_written(path: str | Path, error: OSError) -> UsageError:
-    return UsageError(
-        f"{path} cannot be written ({error.strerror}). See that there is room there, then give the same command again "
-        "to go on"
-    )
+                raise cannot_write(self._events.log_dir, error, ROOM) from error
 
 
 class Show:

@@ -55,7 +55,7 @@ def _repository(monkeypatch):
 def test_eight_cases_of_which_one_crashes_and_one_runs_out_of_memory(tmp_path, monkeypatch, capsys):
     file, out = tmp_path / "eight.toml", tmp_path / "out"
     file.write_text(EIGHT)
-    assert run("sweep", str(file), "--jobs", "2", "--out", str(out)) == 0
+    assert run("sweep", str(file), "--jobs", "2", "--out", str(out)) == 1
     rows = read_records(out / "results.jsonl")
     assert Counter(row.status for row in rows) == {"ok": 6, "failed": 1, "out of memory": 1}
     assert {(row.case["mode"], row.case["seed"]) for row in rows} == {
@@ -76,7 +76,7 @@ def test_eight_cases_of_which_one_crashes_and_one_runs_out_of_memory(tmp_path, m
     assert "Step by seed" in (out / "report.html").read_text()
 
     monkeypatch.setattr(processes, "command_of", lambda case: pytest.fail("a second run runs nothing"))
-    assert run("sweep", str(file), "--out", str(out)) == 0
+    assert run("sweep", str(file), "--out", str(out)) == 1
     again = read_records(out / "results.jsonl")
     assert "8 finished before, nothing to run" in capsys.readouterr().out
     assert sorted(map(repr, again)) == sorted(map(repr, rows))
@@ -121,12 +121,12 @@ def hanging_sweep(tmp_path, *before):
     return file, out, running, int(wait_for(hanging, "the case that hangs").split(".")[0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
 def test_an_interrupted_sweep_keeps_its_rows_and_leaves_no_process(number, tmp_path):
     file, out, running, pid = hanging_sweep(tmp_path, "absent")
     running.send_signal(number)
     output, _ = running.communicate(timeout=180)
-    assert running.returncode == 130
+    assert running.returncode == (130 if number == signal.SIGINT else 143)
     assert "1 rows measured so far are kept" in output
     assert not is_alive(pid)
     (row,) = read_records(out / "results.jsonl")
@@ -321,7 +321,7 @@ def test_only_one_sweep_at_a_time_in_a_folder(tmp_path):
     file.write_text('command = "bench step"\n[axes]\nsize = ["tiny"]\n')
     with (
         held_folder(tmp_path / "out", "a test is"),
-        pytest.raises(UsageError, match=r"another sweep is running in .*out; wait for it"),
+        pytest.raises(UsageError, match=r"out is in use by .*; wait for it"),
     ):
         Sweep(file=file, out=tmp_path / "out").run()
 

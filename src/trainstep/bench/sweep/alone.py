@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from trainstep.base.guards import remove
 from trainstep.bench.step import StepCase
 from trainstep.bench.sweep.cases import Case
 from trainstep.bench.sweep.run import run_here
@@ -29,7 +30,10 @@ def step_alone(settings: Mapping[str, Scalar], out: Path, number: int) -> StepRo
         out: the folder of the whole command. The run's output and rows stay below it.
         number: of the run, from 0.
     """
-    case = Case("bench step", settings, out.resolve() / "runs" / str(number))
+    runs = out.resolve() / "runs"
+    if runs.is_symlink():
+        remove(runs)
+    case = Case("bench step", settings, runs / str(number))
     (_,) = run_here([case])
     ended = case.finished()
     assert ended, "a case that has ended has a row"

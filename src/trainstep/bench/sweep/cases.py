@@ -126,7 +126,7 @@ class Case:
 
     def clear(self) -> None:
         """Forget an earlier run, so that nothing of it can pass for this one's."""
-        for name in ("rows.jsonl", "results.jsonl"):
+        for name in ("rows.jsonl", "results.jsonl", "stdout.txt", "stderr.txt"):
             (self.folder / name).unlink(missing_ok=True)
 
 

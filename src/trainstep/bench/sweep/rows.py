@@ -15,7 +15,7 @@ from trainstep.bench.sweep.cases import ROW_KINDS, Case
 from trainstep.rows import FINAL, SweepRow
 from trainstep.rows.records import Row, Scalar, Status, make_row, of_kind, read_records
 
-NOTHING_RAN = 1  # exit code of a command whose rows all say why they have no result; also Python's after a traceback
+CASE_FAILED = 1  # exit code of a command that has a row which says why it has no result; also after a traceback
 _ERROR = re.compile(r"(trainstep: |Fatal Python error|terminate called|[\w.]*(Error|Exception)\b)")
 _RANK = re.compile(r"^\[(rank|default)\d+\]: ?")
 _LONGEST = 240
@@ -34,7 +34,7 @@ def rows_of(case: Case, code: int | None, seconds: float, timeout_s: float | Non
     for row, told in zip(found, _told_apart(found), strict=True):
         same = {"samples": row.samples, "status": row.status, "reason": row.reason, "environment": row.environment}
         rows.append(make_row(SweepRow, case.columns() | {"row": told}, {**row.values, **values}, **same))
-    is_told = code == NOTHING_RAN and rows and all(row.status != "ok" for row in rows)
+    is_told = code == CASE_FAILED and any(row.status != "ok" for row in rows)
     last, has_error = _said(case.folder / "stderr.txt")
     if not rows or (code != 0 and (has_error or not is_told)):
         status, reason = _failure(code, last.removeprefix("trainstep: "), timeout_s)

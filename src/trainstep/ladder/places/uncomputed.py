@@ -23,7 +23,7 @@ _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloa
 CASTS = ("to", "type_as", *_CASTS)
 """Names of functions that `cast_to` knows."""
 KNOWN = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")} | {
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point)
 }
 """Functions whose answer is known of what is not computed."""
 
@@ -80,10 +80,7 @@ class State(NamedTuple):
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Calls are made in it."""
-        with (
-            torch.set_grad_enabled(self.has_grad),
-            torch.autocast(self.device, self.narrow, enabled=self.has_autocast),
-        ):
+        with torch.set_grad_enabled(self.has_grad), torch.autocast(self.device, self.narrow, enabled=self.has_autocast):
             yield
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainstep.base.errors import UsageError
+from trainstep.base.guards import aside
 from trainstep.measure.allocations.history import FREES, History
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
 
@@ -113,9 +113,5 @@ def snapshot_of(timeline: Timeline) -> dict[str, Any]:
 def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
     """Write the two parts of a snapshot that viewers read; those that versions of torch add may hold other values."""
     plain = {name: snapshot[name] for name in ("segments", "device_traces")}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            pickle.dump(plain, file, protocol=4)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error
+    with aside(path) as draft, draft.open("xb") as file:
+        pickle.dump(plain, file, protocol=4)

@@ -25,6 +25,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from trainstep.base.config import PhaseContext, together
+from trainstep.base.guards import aside
 from trainstep.measure.memory import module_calls
 from trainstep.measure.timing import DeviceClock, Timing, time_steps
 from trainstep.step.blocks import is_called
@@ -183,14 +184,18 @@ def profiler_of_steps(steps: int, trace: Path, *, on_gpu: bool, shapes: bool) ->
     """
     if not on_gpu:  # torch 2.13's profiler says on stderr when it starts and stops; where a GPU is, it may say more
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    trace.parent.mkdir(parents=True, exist_ok=True)
+
+    def export(done: profile) -> None:
+        with aside(trace) as draft:
+            done.export_chrome_trace(str(draft))
+
     return profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
         schedule=schedule(wait=0, warmup=WARMUP, active=steps, repeat=1),
         record_shapes=shapes,
         experimental_config=_all_threads() if not on_gpu else None,
         acc_events=True,  # there is one cycle; without it torch warns of others
-        on_trace_ready=lambda done: done.export_chrome_trace(str(trace)),
+        on_trace_ready=export,
     )
 
 
