@@ -12,7 +12,8 @@ from tests.check import is_plain, source_of, verdict_of
 from tools.trust.planted.right import RIGHT
 from tools.trust.planted.step import BASE, BF16, PLAIN, WRONG, in_bf16_alone
 from trainstep.base.config import StepConfig
-from trainstep.check.step import ONE_MORE, StepCheck, plain_form
+from trainstep.check.step import StepCheck, plain_form
+from trainstep.check.verdict import Deviation, Part, Verdict
 from trainstep.checkpointing.policies import Policy
 from trainstep.checkpointing.updating import UpdatesInBackward
 from trainstep.step.workload import Workload, WorkloadSource
@@ -186,17 +187,63 @@ def test_the_step_is_timed_from_its_initial_weights(judge):
     assert all(torch.equal(value, untouched[name]) for name, value in step.module.state_dict().items())
     assert not step.optimizer.state
     losses = [float(step(step.next_batch())) for _ in range(3)]
-    trained = copy.deepcopy(step.module.state_dict())
-    for _ in range(ONE_MORE + 1):
-        judge.look()
-    assert judge._passes.taken == 1 + ONE_MORE + 2, "the first before it is timed, and two at once among the others"
-    assert all(torch.equal(value, trained[name]) for name, value in step.module.state_dict().items())
     before = copy.deepcopy(verdict)
     assert judge.end(step, verdict).is_right
     assert verdict == before
     without = dataclasses.replace(verdict, notes={"compared": "without dropout"})
     assert judge.end(step, without).notes == without.notes, "of both places it is told where one was"
     assert losses[2] != losses[1]
+
+
+def deviation(share, name="w"):
+    return Deviation(share / 100, 0.01, share / 100, 0.01, 0.0, 0.01, share / 100, 0.01, name)
+
+
+RIGHT_ONE, WRONG_ONE = deviation(0.5), deviation(1.2345, "head.weight")
+UPDATES = "12 updates of w from equal gradients"
+UPDATED, NOT_UPDATED = Part(1e-6, 2e-6, UPDATES), Part(0.12345, 0.0023456, UPDATES)
+
+
+def verdict(own, update, float32=None, **notes):
+    return Verdict(own, float32, {"update": update}, notes=notes)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (verdict(RIGHT_ONE, UPDATED), ""),
+        (verdict(RIGHT_ONE, UPDATED, RIGHT_ONE), ""),
+        (verdict(WRONG_ONE, UPDATED, RIGHT_ONE), str(WRONG_ONE)),
+        (verdict(RIGHT_ONE, UPDATED, WRONG_ONE), f"in float32, {WRONG_ONE}"),
+        (verdict(RIGHT_ONE, NOT_UPDATED), "12 updates of w from equal gradients off by 0.12 of 0.0023"),
+        (verdict(WRONG_ONE, NOT_UPDATED, WRONG_ONE), f"in float32, {WRONG_ONE}; {WRONG_ONE}; 12 updates of w from "
+                                                     "equal gradients off by 0.12 of 0.0023"),
+    ],
+)  # fmt: skip
+def test_a_verdict_says_each_part_that_is_wrong_and_no_other(found, said):
+    assert found.is_right is (said == "")
+    assert str(found) == said
+
+
+def test_a_verdict_s_columns():
+    own, exact = deviation(0.5), deviation(0.25)
+    alone = verdict(own, UPDATED).columns()
+    assert (alone["gradient_error"], alone["float32_error"], alone["float32_allowed"]) == (0.005, 0.005, 0.01)
+    assert (alone["not_checked"], {"not_in_float32", "compared", "batches"} & alone.keys()) == (None, set())
+    both = verdict(own, UPDATED, exact, compared="without dropout").columns()
+    assert (both["gradient_error"], both["float32_error"], both["compared"]) == (0.005, 0.0025, "without dropout")
+    assert (both["update_error"], both["update_allowed"], both["worst_parameter"]) == (1e-6, 2e-6, "w")
+    none = verdict(own, UPDATED, not_in_float32="out of memory: no room").columns()
+    assert (none["float32_error"], none["float32_allowed"]) == (None, None)
+    assert none["not_in_float32"] == "out of memory: no room"
+
+
+def test_what_is_within_a_budget_that_says_nothing_is_not_told():
+    vague = verdict(dataclasses.replace(deviation(0.5), gradient_allowed=0.567), UPDATED)
+    assert vague.not_told == "rounding alone takes its gradients off by so much that 0.57 would be allowed"
+    assert vague.columns()["not_checked"] == vague.not_told
+    assert verdict(dataclasses.replace(deviation(200), gradient_allowed=0.567), UPDATED).not_told == "", "it is wrong"
+    assert verdict(deviation(0.5), UPDATED).not_told == verdict(deviation(200), UPDATED).not_told == ""
 
 
 def test_the_plain_form_trains_alike_by_the_plainest_means():

@@ -9,9 +9,6 @@ may be as far off as the worst row of its parameter was in the plain computation
 On top come `headroom` and the rule of every check, twice the plain error plus one rounding (`base.tolerance`).
 
 Buffers that the pass changes are held against the reference's in the same way (`check.buffers`).
-
-Of further passes from the same weights a checksum is enough (`Sums`): the loss, and of each gradient the norm and a
-random projection uᵀGv. A difference E moves the norm by ‖E‖ at most and the projection by ‖E‖ in the root mean square.
 """
 
 from __future__ import annotations
@@ -85,47 +82,6 @@ class Gradients:
                 f"in {precision}, the loss of {which} is {self.loss:.4g}{where}: there is nothing to hold other "
                 f"settings against; look at {look}"
             )
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Checksums of one pass."""
-
-    loss: float
-    by_name: Mapping[str, tuple[float, float]]
-    """‖G‖ and uᵀGv of each gradient."""
-
-    @staticmethod
-    def of(found: Gradients) -> Sums:
-        """Take them where the gradients are."""
-        return Sums(found.loss, {name: (norm(each), _projection(each)) for name, each in found.by_name.items()})
-
-    def differ(self, other: Sums, reference: Gradients, plain: Rounding, rounding: float) -> str:
-        """Say how another pass differs by more than `compare` allows; empty where none does."""
-        if not abs(self.loss - other.loss) <= 2 * headroom(1) * plain.loss + rounding * abs(reference.loss):
-            return f"the loss is {other.loss:.6g}, and {self.loss:.6g} in the first"
-        if missing := self.by_name.keys() ^ other.by_name.keys():
-            return f"the gradient of {min(missing)} is there in one of two passes"
-        tolerated = tolerances(reference, plain, rounding)
-        for name in tolerated.keys() & self.by_name.keys():
-            allowed, size = tolerated[name]
-            for most, own, first in zip((1, PROJECTED), other.by_name[name], self.by_name[name], strict=True):
-                if not abs(own - first) <= most * allowed:
-                    return f"the gradient of {name} is off by {abs(own - first) / (size or 1):.2g} of its norm"
-        return ""
-
-
-PROJECTED = 10
-"""Times ‖E‖ that a projection of E is off by at most; by as much in less than one of 10,000."""
-
-
-def _projection(gradient: Tensor) -> float:
-    rows = as_rows(gradient)
-    left, right = (
-        torch.randn(length, generator=torch.Generator().manual_seed(side)).to(rows.device)
-        for side, length in enumerate(rows.shape)
-    )
-    return float(left @ (rows @ right))
 
 
 @dataclass(frozen=True)
@@ -214,8 +170,9 @@ def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: f
             a key projection's bias, are nothing but rounding, so that no gradient counts as smaller than `rounding`
             times as many typical elements.
     """
-    square, tolerated = sum(reference.squares.values()), tolerances(reference, plain, rounding)
-    floor = rounding * _typical(reference)
+    elements = sum(gradient.numel() for gradient in reference.by_name.values())
+    square = sum(reference.squares.values())
+    typical = math.sqrt(square / elements) if elements else 0.0
     error_square = allowed_square = product = 0.0
     worst = (0.0, 0.0, 1.0, "")  # share of what is allowed, error, allowed, name
     for name in sorted(reference.by_name.keys() | found.by_name.keys()):
@@ -230,7 +187,10 @@ def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: f
         error, known = Error.between(own, expected), plain.by_name.get(name)
         length, count = math.sqrt(reference.squares[name]), expected.numel()
         product += error.product
-        (allowed, size), usual = tolerated[name], known.norm if known else 0.0
+        floor = rounding * typical
+        size = max(length, floor * math.sqrt(count))
+        usual = known.norm if known else 0.0
+        allowed = 2 * headroom(count) * usual + rounding * size
         error_square, allowed_square = error_square + error.norm**2, allowed_square + usual**2
         worst = max(worst, _share(error.norm, allowed, size, name), key=_nan_first)
         if known is not None and error.rows.numel() > 1:
@@ -260,22 +220,6 @@ def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: f
         worst_allowed=worst_allowed,
         worst_name=worst_name,
     )
-
-
-def tolerances(reference: Gradients, plain: Rounding, rounding: float) -> dict[str, tuple[float, float]]:
-    """The error that each gradient may have, as a norm, and the norm that it is relative to; arguments as `compare`."""
-    found, floor = {}, rounding * _typical(reference)
-    for name, gradient in reference.by_name.items():
-        known, count = plain.by_name.get(name), gradient.numel()
-        size = max(math.sqrt(reference.squares[name]), floor * math.sqrt(count))
-        found[name] = 2 * headroom(count) * (known.norm if known else 0.0) + rounding * size, size
-    return found
-
-
-def _typical(gradients: Gradients) -> float:
-    """The root mean square of all elements."""
-    elements = sum(gradient.numel() for gradient in gradients.by_name.values())
-    return math.sqrt(sum(gradients.squares.values()) / elements) if elements else 0.0
 
 
 def _share(error: float, allowed: float, size: float, name: str) -> tuple[float, float, float, str]:

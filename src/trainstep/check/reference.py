@@ -26,7 +26,7 @@ from trainstep.base.config import EVERY_BLOCK, StepConfig
 from trainstep.base.precision import PrecisionName
 from trainstep.base.tolerance import DRAWS, FLOAT32_AT_MOST, FLOAT32_LOSES, MORE_DRAWS, REPEATS, one_rounding
 from trainstep.check.buffers import Watched, unlike
-from trainstep.check.gradients import Gradients, Rounding, Sums, compare
+from trainstep.check.gradients import Gradients, Rounding, compare
 from trainstep.check.reproducible import check_same_gradients, check_same_weights
 from trainstep.check.rounding import RandomRounding
 from trainstep.check.updates import take_updates
@@ -250,12 +250,6 @@ class Reference:
             found = found.on_host()
             known[place] = self._draw(self._rounded_step(*form), self.places[place], known[place])
         return deviation
-
-    def differ(self, first: Sums, found: Sums, precision: PrecisionName) -> str:
-        """Say how two passes of a step differ with the initial weights, which was compared there; empty where they do
-        not."""
-        known = self._measured[precision, False][0].most.times(FLOAT32_LOSES if precision == "fp32" else 1)
-        return first.differ(found, self.places[0].gradients, known, one_rounding(precision))
 
     def _with_plain(
         self, deviation: Deviation, found: Gradients, place: int, form: tuple[PrecisionName, bool], known: _Measured

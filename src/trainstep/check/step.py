@@ -13,9 +13,7 @@ A step that updates in backward is judged in a backward pass that spoils what it
 makes in one.
 
 Gradients are compared with the initial weights before the step is timed, and again with trained weights afterwards, in
-the very step that was timed. Between timed passes there are as many untimed ones (`look`), with the initial weights and
-the first batch again: their checksums must stay the same. After `ONE_MORE` of them there is one more, so that what goes
-wrong in every other pass, or every tenth, meets an untimed one too.
+the very step that was timed.
 
 A model with dropout has other gradients under other masks. Every computation starts from one seed, which gives eager
 code of one precision the same masks. Compiled code draws other numbers, so it is compiled once more for the check, with
@@ -32,7 +30,7 @@ import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -40,14 +38,14 @@ from torch import nn
 from trainstep.base.config import EVERY_BLOCK, FORM, StepConfig, settings_with
 from trainstep.base.precision import PRECISIONS
 from trainstep.check.dropout import drops_otherwise, eager_random, without_dropout
-from trainstep.check.gradients import Gradients, Sums
-from trainstep.check.reference import TRAINED_STEPS, Place, Reference, gradients_at
+from trainstep.check.gradients import Gradients
+from trainstep.check.reference import TRAINED_STEPS, Reference, gradients_at
 from trainstep.check.reproducible import NotReproducibleError
 from trainstep.check.updates import compare_updates, named, take_updates
 from trainstep.check.verdict import Deviation, Part, Verdict
 from trainstep.measure.outcome import Failure, attempt
 from trainstep.step.training_step import TrainingStep, build_step
-from trainstep.step.weights import copied_to_host, load, tensors_of
+from trainstep.step.weights import load
 from trainstep.step.workload import WorkloadSource
 
 Compared = Literal["as it is", "with eager code's random numbers", "without dropout"]
@@ -62,8 +60,6 @@ FITTING = "the first step that fits"
 OTHER_BATCHES = "other ones in every build; gradients are compared on the reference's"
 START, TRAINED = 0, 1
 """The places of a `Reference`."""
-ONE_MORE = 6
-"""Untimed passes after which one follows another."""
 
 
 def plain_form(config: StepConfig) -> StepConfig:
@@ -97,8 +93,6 @@ class StepCheck:
         """Reason why the plain step is not the reference; empty where it is."""
         self._plain_drops: dict[int, dict[float, int]] = {}
         """Elements that the plain step drops in each place, as `Seen.elements`."""
-        self._passes: _Passes | None = None
-        """Further passes of the step that was started last."""
 
     @property
     def reference(self) -> Reference:
@@ -174,16 +168,10 @@ class StepCheck:
                 float32 = tried
         step = build_step(self.source, config)
         own, compared = self._judge_compiled(step, START)
-        self._passes = None
         update = self._update(step)
         if float32 is not None:
             update = max(update, float32.parts["update"], key=lambda each: each.share)
             notes |= float32.notes
-        if own.is_right:
-            held = reference if compared != "without dropout" else self._references[1]
-            first = Sums.of(reference.places[START].gradients) if compared == "as it is" else None
-            self._passes = _Passes(step, held, first)
-            self._passes.take()
         if reference.batches_differ:
             notes["batches"] = OTHER_BATCHES
         notes |= _how(compared)
@@ -194,16 +182,8 @@ class StepCheck:
         """Judge the same step, after it was timed, with trained weights."""
         load(step.module, self.reference.places[TRAINED].state)
         own, compared = self._judge_compiled(step, TRAINED)
-        if self._passes is not None and self._passes.step is step:
-            own = dataclasses.replace(own, fault=own.fault or self._passes.fault)
         worst = max(filter(None, (verdict.gradients, own)), key=lambda each: each.severity)
         return dataclasses.replace(verdict, gradients=worst, notes={**verdict.notes, **_how(compared)})
-
-    def look(self) -> None:
-        """Take an untimed pass of the step that was started, or two; its weights and buffers stay as they are."""
-        if (passes := self._passes) is not None:
-            for _ in range(2 if passes.taken == ONE_MORE else 1):
-                passes.take()
 
     def judge(self, config: StepConfig) -> Verdict:
         """Judge a step that is not timed: start, some training, end."""
@@ -211,7 +191,6 @@ class StepCheck:
         if verdict.is_right:
             for _ in range(TRAINED_STEPS):
                 step(step.next_batch())
-                self.look()
             verdict = self.end(step, verdict)
         return verdict
 
@@ -255,7 +234,12 @@ class StepCheck:
     def _gradients(self, step: TrainingStep, reference: Reference, place: int) -> Gradients:
         is_own = place == START and not reference.batches_differ  # its own data first
         batch = step.next_batch() if is_own else step.place(reference.places[place].batch)
-        return _gradients_of(step, batch, reference.places[place])
+        in_backward = step.updates_in_backward
+        with nullcontext() if in_backward is None else in_backward.on(_spoil):
+            found = gradients_at(step, batch)
+        if in_backward is not None:
+            load(step.module, reference.places[place].state)
+        return found
 
     def _build(self, config: StepConfig, reference: Reference, place: int) -> TrainingStep:
         """A step of its own, in one of the places."""
@@ -298,42 +282,6 @@ class StepCheck:
 
 def _how(compared: Compared) -> dict[str, str]:
     return {} if compared == "as it is" else {"compared": compared}
-
-
-def _gradients_of(step: TrainingStep, batch: Any, place: Place) -> Gradients:
-    """Differentiate this batch with the weights of the place, which the step has and keeps."""
-    in_backward = step.updates_in_backward
-    with nullcontext() if in_backward is None else in_backward.on(_spoil):
-        found = gradients_at(step, batch)
-    if in_backward is not None:
-        load(step.module, place.state)
-    return found
-
-
-class _Passes:
-    """Further passes of a step with the initial weights and the first batch: their loss and gradients must not change.
-
-    Args:
-        reference: what roundings may do is known of it.
-        first: checksums of a right pass; None: those of the step's own first one.
-    """
-
-    def __init__(self, step: TrainingStep, reference: Reference, first: Sums | None) -> None:
-        self.step, self._reference, self._first = step, reference, first
-        self.taken = 0
-        self.fault = ""
-
-    def take(self) -> None:
-        """Take one more; weights and buffers are put back."""
-        step, place = self.step, self._reference.places[START]
-        own = copied_to_host(tensors_of(step.module))
-        load(step.module, place.state)
-        found = Sums.of(_gradients_of(step, step.place(place.batch), place))
-        load(step.module, own)
-        self._first, self.taken = self._first or found, self.taken + 1
-        differs = self._reference.differ(self._first, found, step.config.precision)
-        if differs and not self.fault:
-            self.fault = f"pass {self.taken} of those between timed ones is not like the first: {differs}"
 
 
 def _spoil(parameters: Iterable[nn.Parameter]) -> None:

@@ -180,8 +180,7 @@ class StepRunner:
         step, check = self.judge.start(config)
         found = Found(check, time.perf_counter() - start)
         if check.is_right:
-            measure = partial(measure_training_step, between=self.judge.look)
-            found.alone.append(measure(step, self.source, "step", self.warmup, self.steps))
+            found.alone.append(measure_training_step(step, self.source, "step", self.warmup, self.steps))
             start = time.perf_counter()
             found.check = self.judge.end(step, check)
             found.check_s += time.perf_counter() - start

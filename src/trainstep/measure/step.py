@@ -120,26 +120,16 @@ class BatchedStep:
 
 
 def measure_training_step(
-    step: TrainingStep,
-    source: WorkloadSource,
-    mode: StepMode,
-    warmup: int,
-    steps: int,
-    *,
-    sustained: bool = False,
-    between: Callable[[], object] = lambda: None,
+    step: TrainingStep, source: WorkloadSource, mode: StepMode, warmup: int, steps: int, *, sustained: bool = False
 ) -> StepMeasurement:
     """Measure a step that is already built; every step takes the next batch, so it trains as it goes.
-
-    Args:
-        between: called after each step, outside of its time, unless `sustained`; it leaves the step as it is.
 
     Raises:
         WrongError: making a batch changes weights or optimizer state.
     """
     runner = BatchedStep(step, mode)
     clock = device_clock(step.device)
-    preparing = Preparing(runner.prepare_next, clock, between)
+    preparing = Preparing(runner.prepare_next, clock)
     if sustained:
         timing = time_window(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
     else:
@@ -243,21 +233,15 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Preparing:
-    """Makes the next batch ready, and times it until the device has it; for `time_steps` to call after each step.
+    """Makes the next batch ready, and times it until the device has it; for `time_steps` to call after each step."""
 
-    Before that it calls `first`, untimed.
-    """
-
-    def __init__(
-        self, prepare_next: Callable[[], object], device: DeviceClock, first: Callable[[], object] = lambda: None
-    ) -> None:
-        self._prepare_next, self._device, self._first = prepare_next, device, first
+    def __init__(self, prepare_next: Callable[[], object], device: DeviceClock) -> None:
+        self._prepare_next, self._device = prepare_next, device
         self.ms: list[float] = []
         """Milliseconds of the host's clock, one per step."""
 
     def __call__(self, _: object) -> None:
         """After a step."""
-        self._first()
         start = time.perf_counter()
         self._prepare_next()
         self._device.synchronize()

@@ -213,9 +213,9 @@ def test_the_seconds_of_a_check_are_those_before_and_after_the_measurement(monke
     monkeypatch.setattr(ladder, "StepCheck", Slow)
     original = ladder.measure_training_step
 
-    def measure(*arguments, **options):
+    def measure(*arguments):
         clock[0] += 3.0
-        return original(*arguments, **options)
+        return original(*arguments)
 
     monkeypatch.setattr(ladder, "measure_training_step", measure)
     monkeypatch.setattr(ladder, "time", SimpleNamespace(perf_counter=lambda: clock[0]))

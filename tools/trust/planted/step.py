@@ -8,8 +8,6 @@ after ten steps. A wrong optimizer takes the place of the fused one.
 from __future__ import annotations
 
 import functools
-import itertools
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -159,32 +157,21 @@ def first_unseen(mask: Tensor) -> Tensor:
     return mask
 
 
-def passes(
-    when: Callable[[int], bool], names: str = "blocks.1.", factor: float = 0.0, rows: slice = slice(None)
-) -> Callable[[Workload], None]:
-    """Do the same as `gradient` in some passes alone, which are counted from 1."""
+def late(apply_after: int = 10) -> Callable[[Workload], None]:
+    """The gradients of one block times 1.5, once forward has run ten times with gradients."""
 
     def apply(workload: Workload) -> None:
-        calls = itertools.count()
-        now = [0]
+        calls = 0
 
         def count(*_: Any) -> None:
-            if torch.is_grad_enabled():
-                now[0] = next(calls) + 1
+            nonlocal calls
+            calls += torch.is_grad_enabled()
 
         workload.module.register_forward_pre_hook(count)
-        found = [parameter for name, parameter in workload.module.named_parameters() if names in name]
-        assert found, names
-        for parameter in found:
-            parameter.register_hook(lambda grad: _scaled(grad, factor, rows) if when(now[0]) else grad)
+        for parameter in workload.module.blocks[1].parameters():  # type: ignore[union-attr, index]
+            parameter.register_hook(lambda grad: grad * 1.5 if calls > apply_after else grad)
 
     return apply
-
-
-def by_chance(share: float) -> Callable[[int], bool]:
-    """Say True in a share of the passes, drawn from a seed."""
-    drawn = random.Random(7)
-    return lambda number: drawn.random() < share
 
 
 class FromEleventh(torch.optim.AdamW):
@@ -301,15 +288,7 @@ WRONG: dict[str, Planted] = {
     "loss right, gradient × 1.03": Planted(loss(lambda value: value.detach() + 1.03 * (value - value.detach()))),
     "targets one token late": Planted(batches(lambda x, y: (x, y.roll(1, -1)))),
     "half the batch twice": Planted(batches(lambda x, y: (x[:1].repeat(2, 1), y[:1].repeat(2, 1)))),
-    "one block's gradients × 1.5 after ten steps": Planted(passes(lambda n: n > 10, factor=1.5)),
-    "a gradient missing in every tenth pass": Planted(passes(lambda n: n % 10 == 0, "blocks.1.attention.query")),
-    "in every tenth, from the fifth on": Planted(passes(lambda n: n % 10 == 5, "embedding")),
-    "in passes four to eight": Planted(passes(lambda n: 4 <= n <= 8, "norm")),
-    "by chance in one pass of five": Planted(passes(by_chance(0.2), "head")),
-    "in the fourteenth pass and its neighbours": Planted(passes(lambda n: n in (13, 14), "blocks.2.feed_forward.up")),
-    "one row of it in every seventh pass": Planted(passes(lambda n: n % 7 == 3, "head", rows=slice(32, 33))),
-    "one block's gradients × 1.1 in every third pass": Planted(passes(lambda n: n % 3 == 0, factor=1.1)),
-    "the first block's gradients × 2 in one pass of six": Planted(passes(by_chance(1 / 6), "blocks.0.", 2.0)),
+    "one block's gradients × 1.5 after ten steps": Planted(late()),
     "an optimizer that updates nothing": Planted(optimizer(functools.partial(Idle, lr=3e-4)), OPTIMIZER),
     "one that ascends": Planted(optimizer(adamw(maximize=True)), OPTIMIZER),
     "learning rate × 10": Planted(optimizer(adamw(lr=3e-3)), OPTIMIZER),
