@@ -14,10 +14,11 @@ from tests.workers import Workers
 
 
 def pytest_configure() -> None:
-    """A shell that starts a run in its background hands it an ignored Ctrl-C, and so would every command that tests
-    start and interrupt."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell that starts a run in its background hands it an ignored Ctrl-C, and `nohup` an ignored SIGHUP. So would
+    every command that tests start and interrupt."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import resource
 
 import pytest
@@ -115,3 +116,12 @@ def test_what_an_error_interrupts_is_removed_and_says_what_is_missing(tmp_path):
     with pytest.raises(UsageError, match=r"cannot write .*report\.html: Is a directory.* \(missing: report\.html\)$"):
         Report([ROW]).write(tmp_path)
     assert (tmp_path / "tables").is_dir(), "the rest is there"
+
+
+@pytest.mark.parametrize("name", ["pipe", "/dev/shown"])
+def test_a_pipe_or_a_device_is_not_replaced(name, tmp_path):
+    """As root, that would take /dev/null from the machine."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="is no regular file"), aside(tmp_path / name) as draft:
+        draft.write_text("")
+    assert (tmp_path / "pipe").is_fifo()

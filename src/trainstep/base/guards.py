@@ -168,8 +168,11 @@ def aside(path: Path, advice: str = "choose another folder with --out") -> Itera
     Otherwise it is removed, and what was there stays. A link in the place of `path` is replaced, and never followed.
 
     Raises:
-        UsageError: it cannot be written; the message ends with the advice.
+        UsageError: it cannot be written, or is a device or a pipe; the message ends with the advice.
     """
+    is_known = not path.exists() or path.is_file() or path.is_dir() or path.is_symlink()
+    if not is_known or path.parent.resolve() == Path("/dev"):
+        raise UsageError(f"{path} is no regular file; {advice}")
     draft = path.with_name(f".draft-{secrets.token_hex(8)}-{path.name}")  # the name's end may say how it is packed
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +181,8 @@ def aside(path: Path, advice: str = "choose another folder with --out") -> Itera
     except OSError as error:
         raise cannot_write(path, error, advice) from error
     finally:
-        remove(draft)
+        if os.path.lexists(draft):
+            remove(draft)
 
 
 def remove(path: Path) -> None:

@@ -34,8 +34,9 @@ class LogWriter:
         self.rank = rank
         if isinstance(place, Path):
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.unlink(missing_ok=True)  # of an earlier launch, or a link
-            place = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            if place.is_file() or place.is_symlink():
+                place.unlink()  # of an earlier launch, or a link
+            place = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._descriptor, self._file = place, _identity(place)
         self._process = os.getpid()
 
