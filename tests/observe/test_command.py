@@ -196,6 +196,7 @@ def test_a_script_knows_its_place_as_python_tells_it(tmp_path):
         ("train.py", "a file that is there and no diff"),
         ("missing/out.diff", "where no file can be written"),
         (".", "where no file can be written"),
+        ("/dev/null", "where no file can be written"),
     ],
 )
 def test_a_patch_is_written_over_nothing_of_the_user_s(place, said, tmp_path):

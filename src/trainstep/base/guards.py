@@ -170,8 +170,7 @@ def aside(path: Path, advice: str = "choose another folder with --out") -> Itera
     Raises:
         UsageError: it cannot be written, or is a device or a pipe; the message ends with the advice.
     """
-    is_known = not path.exists() or path.is_file() or path.is_dir() or path.is_symlink()
-    if not is_known or path.parent.resolve() == Path("/dev"):
+    if not is_replaceable(path):
         raise UsageError(f"{path} is no regular file; {advice}")
     draft = path.with_name(f".draft-{secrets.token_hex(8)}-{path.name}")  # the name's end may say how it is packed
     try:
@@ -183,6 +182,12 @@ def aside(path: Path, advice: str = "choose another folder with --out") -> Itera
     finally:
         if os.path.lexists(draft):
             remove(draft)
+
+
+def is_replaceable(path: Path) -> bool:
+    """False for a device or a pipe, and for all in /dev: nothing may take its place."""
+    is_known = not path.exists() or path.is_file() or path.is_dir() or path.is_symlink()
+    return is_known and path.parent.resolve() != Path("/dev")
 
 
 def remove(path: Path) -> None:

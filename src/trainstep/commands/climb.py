@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import StopSignals, aside, code_of
+from trainstep.base.guards import StopSignals, aside, code_of, is_replaceable
 from trainstep.commands.output import CASE_FAILED, console_for_output, show_report
 
 if TYPE_CHECKING:
@@ -116,7 +116,8 @@ def _check_place(path: Path) -> None:
     Raises:
         UsageError: another file is there, such as the script itself, or nothing can be.
     """
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
+    is_folder_open = path.parent.is_dir() and os.access(path.parent, os.W_OK)
+    if not is_folder_open or path.is_dir() or not is_replaceable(path):
         raise UsageError(f"--patch is {path}, where no file can be written; expected one in a folder that is there")
     if path.exists() and path.stat().st_size:
         with path.open("rb") as file:
