@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import aside
+from trainstep.base.files import aside
 from trainstep.checkpointing.policies import BlockPolicy, Policy
 from trainstep.ladder.ranks import _write
 from trainstep.measure.allocations.snapshot import write_snapshot

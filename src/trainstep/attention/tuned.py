@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainstep.base.config import check_value
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import aside
+from trainstep.base.files import aside
 from trainstep.base.operators import ATTENTION
 
 if TYPE_CHECKING:

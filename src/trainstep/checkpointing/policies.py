@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import aside
+from trainstep.base.files import aside
 
 FORMAT = "trainstep checkpointing 1"
 """Value of the file's `format`."""

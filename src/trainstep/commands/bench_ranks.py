@@ -45,18 +45,14 @@ class BenchCollectives(Common):
 
     def run(self) -> int:
         from trainstep.bench.collectives import run_cases
-        from trainstep.parallel.process import AgreedError, join_group
+        from trainstep.parallel.process import join_group
 
         axes = axes_of({**COLLECTIVE_AXES, **self.axes}, CollectiveCase())
         with join_group(self.device, timeout_s=self.timeout) as process:
             cases = collective_cases(axes, process.world_size)
-            try:
-                with folder_of_ranks(self, process) as out:
-                    records = run_cases(cases, process, warmup=self.warmup, steps=self.steps)
-                    return first_rank_reports(process, records, out, "bench collectives", len(cases))
-            except AgreedError as error:  # all ranks have it, so they leave the group in order
-                mistake = error
-        raise mistake
+            with folder_of_ranks(self, process) as out:
+                records = run_cases(cases, process, warmup=self.warmup, steps=self.steps)
+                return first_rank_reports(process, records, out, "bench collectives", len(cases))
 
 
 FIRST_LOOK = ("single", "naive", "bucketed-25", "sharded-optimizer", "fsdp", "torch-ddp")
@@ -114,32 +110,23 @@ class BenchParallel(OneModel):
     def run(self) -> int:
         from trainstep.bench.parallel import ParallelCase
         from trainstep.bench.parallel.run import run_cases
-        from trainstep.parallel.process import AgreedError, join_group, on_all_ranks
+        from trainstep.parallel.process import join_group, on_all_ranks
 
         with join_group(self.step_config().device, timeout_s=self.timeout) as process:
-            try:
-                source = on_all_ranks(process, self.source)
-                config = on_all_ranks(process, lambda: self.own_step(source))
-                schemes = on_all_ranks(process, lambda: self.schemes(process))
-                steps = [dataclasses.replace(config, compile=each) for each in (config.compile, *self.also_compile)]
-                cases = [
-                    ParallelCase(source, step, scheme, self.warmup, self.steps, sustained=self.sustained)
-                    for step in dict.fromkeys(steps)
-                    for scheme in schemes
-                ]
-                with folder_of_ranks(self, process) as out:
-                    how: dict[str, Any] = {"gathers": self.gathers, "rounds": self.rounds}
-                    measure = partial(run_cases, cases, process, out if self.trace else None, **how)
-                    return first_rank_reports(
-                        process,
-                        lambda on_part: measure(on_part=on_part),
-                        out,
-                        "bench parallel",
-                        len(cases) * (1 + self.trace),
-                    )
-            except AgreedError as error:  # all ranks have it, so they leave the group in order
-                mistake = error
-        raise mistake
+            source = on_all_ranks(process, self.source)
+            config = on_all_ranks(process, lambda: self.own_step(source))
+            schemes = on_all_ranks(process, lambda: self.schemes(process))
+            steps = [dataclasses.replace(config, compile=each) for each in (config.compile, *self.also_compile)]
+            cases = [
+                ParallelCase(source, step, scheme, self.warmup, self.steps, sustained=self.sustained)
+                for step in dict.fromkeys(steps)
+                for scheme in schemes
+            ]
+            with folder_of_ranks(self, process) as out:
+                how: dict[str, Any] = {"gathers": self.gathers, "rounds": self.rounds}
+                measure = partial(run_cases, cases, process, out if self.trace else None, **how)
+                total = len(cases) * (1 + self.trace)
+                return first_rank_reports(process, lambda told: measure(on_part=told), out, "bench parallel", total)
 
     def step_config(self) -> StepConfig:
         step = super().step_config()

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import StopSignals, aside, code_of, is_replaceable
+from trainstep.base.files import aside, is_replaceable
+from trainstep.base.guards import StopSignals, code_of
 from trainstep.commands.output import CASE_FAILED, console_for_output, show_report
 
 if TYPE_CHECKING:

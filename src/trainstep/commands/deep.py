@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import remove
+from trainstep.base.files import remove
 from trainstep.commands.output import console_for_output
 
 if TYPE_CHECKING:

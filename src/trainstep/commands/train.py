@@ -47,7 +47,7 @@ class Train(AnyModel):
         if self.launch:
             print(self.launch_file(), end="")
             return 0
-        from trainstep.parallel.process import AgreedError, join_group_or_alone
+        from trainstep.parallel.process import join_group_or_alone
         from trainstep.train.history import Pages
         from trainstep.train.loop import train
         from trainstep.train.metrics import Show
@@ -57,18 +57,12 @@ class Train(AnyModel):
 
         config = self.run_config()
         data = self.data if self.workload is None else self.source()
-        mistake: AgreedError | None = None
         with join_group_or_alone(config.step.device, timeout_s=self.timeout) as process:
             console = console_for_output() if process.rank == 0 else None
             show = Show(console, log_every=config.train.log_every)
-            try:
-                pages = Pages(self.out if process.rank == 0 else None, self.page_every)
-                with memory_as_mistake():
-                    outcome = train(config, data, self.out, process, show, resume_from=self.resume_from, pages=pages)
-            except AgreedError as error:  # all ranks have it, so they leave the group in order
-                mistake = error
-        if mistake is not None:
-            raise mistake
+            pages = Pages(self.out if process.rank == 0 else None, self.page_every)
+            with memory_as_mistake():
+                outcome = train(config, data, self.out, process, show, resume_from=self.resume_from, pages=pages)
         if pages.draws:
             pages.close()
             self._draw_page(show)

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import STOPS, aside
+from trainstep.base.files import aside
+from trainstep.base.guards import STOPS
 from trainstep.ladder.trial.capture import FILE
 from trainstep.ladder.trial.in_memory import InMemory
 from trainstep.observe.supervise import GRACE_S, Command, Rank, run_script

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainstep.base.errors import OUT_OF_MEMORY
-from trainstep.base.guards import remove
+from trainstep.base.files import remove
 from trainstep.base.precision import PrecisionName
 from trainstep.ladder.change import Change
 from trainstep.ladder.ranks import Failed, Leader, Order

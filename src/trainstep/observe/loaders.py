@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
-STARTED_BY = " started by "
-"""In the words for a loader whose workers are not forked: the observer is not in them."""
-
-
 class Loaders:
     """Told of each loader that is iterated over, and of each batch."""
 
@@ -98,7 +94,7 @@ def main_loader(found: Sequence[Mapping[str, Any]]) -> str | None:
         return None
     most = most_used(found)
     workers = f"{most['workers'] or 'no'} worker{'s' * (most['workers'] != 1)}"
-    workers += f"{STARTED_BY}{most['start']}" if "start" in most else ""
+    workers += f" started by {most['start']}" if "start" in most else ""
     return f"{most['line']}, {workers}, memory {'pinned' if most['is_pinned'] else 'not pinned'}"
 
 

@@ -110,6 +110,7 @@ def _step_row(
     taken = [_times_of(step) for step in kept]
     phases = list(dict.fromkeys(phase for each in taken for phase in each))
     samples = {phase: [each.get(phase, 0.0) for each in taken] for phase in phases}
+    loaders = log.facts.get("loaders", ())
     return ScriptRow(
         **own,
         **how,
@@ -133,7 +134,8 @@ def _step_row(
         first_step_ms=sum(steps[0].host),
         peak_gib=peak / 2**30 if (peak := log.facts.get("peak_bytes")) else None,
         waits=sum(calls for step in kept for calls, _ in step.waits.values()) / len(kept) if kept else None,
-        loader=main_loader(log.facts.get("loaders", ())),
+        loader=main_loader(loaders),
+        worker_start=most_used(loaders).get("start") if loaders else None,
         kept_at=tuple(_kept(log)) or None,
         status="ok" if kept else "failed",
         reason="" if kept else f"no step of {len(steps)} could be timed: {_most_common(counts)}",

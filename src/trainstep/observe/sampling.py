@@ -80,9 +80,8 @@ class Sampler:
         until.acquire()
         told = map(self._own.append, starmap(_thread.get_native_id, repeat((), 1)))
         samples = chain(filter(None, told), _samples(_thread.get_ident(), until))
-        before = signal.pthread_sigmask(
-            signal.SIG_BLOCK, signal.valid_signals()
-        )  # signals are for the script's threads
+        # Signals are for the script's threads.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             _thread.start_new_thread(self._take, (samples,))
         except RuntimeError:  # the system has no room for one

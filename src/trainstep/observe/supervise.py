@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import aside, cannot_write
+from trainstep.base.files import aside, cannot_write
 from trainstep.observe.log import log_path
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun", "horovodrun", "lightning")

@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import cannot_write, launch_folder
+from trainstep.base.files import cannot_write
+from trainstep.base.guards import launch_folder
 from trainstep.observe.log import LogWriter, log_path, read_logs
 from trainstep.observe.rows import kernel_records, script_records
 from trainstep.observe.supervise import Rank

@@ -137,7 +137,8 @@ def joined(
 ) -> Iterator[Process]:
     """Join a group by a rendezvous of one's own (torch.distributed's `init_method` or `store`); leave it in the end.
 
-    After an error the connections are broken off instead, so that ranks waiting for this one fail too. `backend` is
+    After an error the connections are broken off instead, so that ranks waiting for this one fail too. With an
+    `AgreedError`, which every rank has, they leave in order. `backend` is
     torch.distributed's; by default Gloo for tensors on the CPU and, on a GPU, NCCL for those on it.
 
     Raises:
@@ -160,8 +161,11 @@ def joined(
         )
     rollcall = Rollcall(PrefixStore("rollcall", _get_default_store()), rank, world_size)
     process = Process(rank, world_size, device, resolve_group(None), timeout_s, hosts, rollcall)
+    mistake: AgreedError | None = None
     try:
         yield process
+    except AgreedError as error:
+        mistake = error
     except BaseException as error:
         named = rollcall.failed(error) if is_of_a_collective(error) else None
         if named is None:
@@ -172,6 +176,8 @@ def joined(
         raise
     rollcall.leave()
     dist.destroy_process_group()
+    if mistake is not None:
+        raise mistake
 
 
 @contextmanager

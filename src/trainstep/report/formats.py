@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainstep.base.errors import printable
-from trainstep.base.guards import aside, remove
+from trainstep.base.files import aside, remove
 from trainstep.report.subjects import make_tables
 from trainstep.report.tables import Table
 from trainstep.rows.records import Row

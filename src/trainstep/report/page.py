@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import aside
+from trainstep.base.files import aside
 from trainstep.report.blocks import Charts
 from trainstep.report.charts import COLOURS, embedded
 from trainstep.report.findings import Finding

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import aside, cannot_write
+from trainstep.base.files import aside, cannot_write
 from trainstep.rows import row_of
 from trainstep.rows.row import AnyRow as AnyRow
 from trainstep.rows.row import Row as Row

@@ -46,6 +46,7 @@ class ScriptRow(OfScript, Timed, kind="script"):
     deep_copies_ms: float | None = None  # per step of the deep run, from host to device
     deep_communication_ms: float | None = None  # per step of the deep run, in collectives that Python calls too
     loader: str | None = None  # that most batches came from: its line, workers, and whether it pins memory
+    worker_start: str | None = None  # how that loader's workers start, if not by a fork: the observer is not in them
     kept_at: tuple[str, ...] | None = None  # lines that evaluate with gradients, for no backward pass
     notes: tuple[str, ...] | None = None  # what an instrument could not do, as sentences
     ended: str | None = None  # how the script ended

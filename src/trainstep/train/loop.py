@@ -24,7 +24,8 @@ from typing import Any
 import torch.distributed as dist
 
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import StopSignals, aside, held_folder
+from trainstep.base.files import aside
+from trainstep.base.guards import StopSignals, held_folder
 from trainstep.measure.environment import device_name
 from trainstep.parallel.process import AgreedError, Process, is_restart, on_all_ranks, on_first_rank
 from trainstep.rows.records import Scalar, write_whole

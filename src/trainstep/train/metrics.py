@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainstep.base.errors import UsageError
-from trainstep.base.guards import aside, cannot_write
+from trainstep.base.files import aside, cannot_write
 from trainstep.base.hardware import find_device
 from trainstep.measure.environment import describe, device_name
 from trainstep.measure.memory import GIB

@@ -127,7 +127,7 @@ def test_lines_are_named_where_their_phase_is_much_of_the_step(phases, phase, li
     assert all(f"{line} in work (100%)" in each.sentence for each in found)
 
 
-@pytest.mark.parametrize(("start", "is_said"), [(" started by spawn", True), ("", False)])
+@pytest.mark.parametrize(("start", "is_said"), [("spawn", True), (None, False)])
 def test_workers_that_were_not_looked_into_are_said(start, is_said):
-    step = dataclasses.replace(EVEN, loader=f"train.py:7, 2 workers{start}, memory pinned")
+    step = dataclasses.replace(EVEN, loader="train.py:7, 2 workers, memory pinned", worker_start=start)
     assert ("not looked into" in said(run.data_bound, step)[0]) == is_said

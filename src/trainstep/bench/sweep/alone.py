@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from trainstep.base.guards import remove
+from trainstep.base.files import remove
 from trainstep.bench.step import StepCase
 from trainstep.bench.sweep.cases import Case
 from trainstep.bench.sweep.run import run_here

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainstep.base.guards import aside
+from trainstep.base.files import aside
 from trainstep.measure.allocations.history import FREES, History
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
 

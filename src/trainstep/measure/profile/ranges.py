@@ -25,7 +25,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from trainstep.base.config import PhaseContext, together
-from trainstep.base.guards import aside
+from trainstep.base.files import aside
 from trainstep.measure.memory import module_calls
 from trainstep.measure.timing import DeviceClock, Timing, time_steps
 from trainstep.step.blocks import is_called

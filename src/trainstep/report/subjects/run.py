@@ -240,7 +240,7 @@ def data_bound(rows: Sequence[Row]) -> Iterator[Finding]:
                 f"A step waits {{data_ms:ms}} on average for its batch{where}, {{share:share}} of it: more workers in "
                 "the DataLoader, or less work per sample, would shorten it by up to that."
             )
-            if row.loader and " started by " in row.loader:
+            if row.worker_start:
                 said += " Lines in workers of this start method were not looked into."
             data, workers = mean_of(row.times["data"]), advice.LOADER_WORKERS
             claim = Claim("Steps wait for their batch", ("script",), data, verdict="DATA-BOUND", action=workers)
