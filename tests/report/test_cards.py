@@ -26,6 +26,7 @@ from trainstep.report.summary import cards
 from trainstep.rows import (
     AttentionRow,
     ChangeRow,
+    DtypeRow,
     LineRow,
     ParallelRow,
     ParallelTraceRow,
@@ -64,6 +65,7 @@ SIMT = family("FP32 SIMT matmul", 0.5)
 TOP = {"_family": "matmul", "_share": 0.5, "_ms": 4.0, "_calls": 2.0}
 TOP = {"top_step_kernel": "mm"} | {f"top_step_kernel{name}": value for name, value in TOP.items()}
 IN_MATH = replace(WRITTEN_OUT[1], operator="aten::_scaled_dot_product_attention_math", share=0.0)
+RETURNING = DtypeRow(module="blocks.0.attention", class_name="MultiheadAttention")
 ASIDE, APART = {"severity": "aside"}, {"is_part": False}
 
 
@@ -119,8 +121,12 @@ def of(rows, **settings):
          {"ms": pytest.approx(4.0), "action": advice.FUSED_ATTENTION}),
         ("formulas.attention-not-fused", [replace(WRITTEN_OUT[0], kernels_ms=20.0), *WRITTEN_OUT[1:], IN_MATH],
          {"ms": pytest.approx(4.0)}),
+        ("formulas.attention-returns-weights", [replace(WRITTEN_OUT[0], kernels_ms=20.0), *WRITTEN_OUT[1:], RETURNING],
+         {"ms": pytest.approx(4.0),
+          "action": advice.Line("attention(q, k, v, …, need_weights=False)", "where nn.MultiheadAttention is called")}),
         ("formulas.cross-entropy-written-out", [replace(WRITTEN_OUT[0], kernels_ms=20.0), *WRITTEN_OUT[1:]],
-         {"ms": pytest.approx(6.0), "action": advice.Line("F.cross_entropy(logits.flatten(0, 1), targets.flatten())")}),
+         {"ms": pytest.approx(6.0),
+          "action": advice.Line("F.cross_entropy(logits.flatten(0, -2), targets.flatten())")}),
         ("parallel.hidden", TRACES, {"ms": 3.0} | APART),
         ("parallel.hidden", TRACES[:1], APART),
         ("memory.peak", [step()], {"gib": 2.5}),

@@ -25,8 +25,8 @@ class Line:
 
 TF32 = Line('torch.set_float32_matmul_precision("high")', "once, before the first step")
 FUSED_ATTENTION = Line(
-    "F.scaled_dot_product_attention(q, k, v, is_causal=…)",
-    "in place of attention that is written out; is_causal as your model has it",
+    "F.scaled_dot_product_attention(q, k, v, attn_mask=…)",
+    "in place of attention that is written out; is_causal=True in place of its mask only if that is causal",
 )
 FUSED_OPTIMIZER = Line(
     "torch.optim.AdamW(model.parameters(), …, fused=True)", "Adam, SGD and Adagrad take the argument too"

@@ -4,7 +4,9 @@ did."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 
 from trainstep.base import advice
 from trainstep.base.precision import PRECISIONS
@@ -12,7 +14,7 @@ from trainstep.base.stats import RUN_SPREAD
 from trainstep.report.findings import Claim, Finding, found, listed, literal
 from trainstep.report.numbers import as_float, numeric
 from trainstep.report.subjects.climbs import advised
-from trainstep.rows import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow
+from trainstep.rows import CeilingRow, DtypeRow, FamilyRow, KernelRow, PieceRow, ProfileRow
 from trainstep.rows.records import Row, Scalar, belonging, of_kind
 
 NEEDED_COVERAGE = 0.98  # Share of kernel time that must be in a known phase and module
@@ -354,18 +356,24 @@ def _communication(profile: ProfileRow) -> list[Finding]:
 
 FORMULA = 0.05  # share of the step's kernel time from which a formula that is written out is remarked on
 _LOSS = "(loss)"
+_CROSS_ENTROPY = advice.Line("F.cross_entropy(logits.flatten(0, -2), targets.flatten())")
 _MATH_FORM = "aten::_scaled_dot_product_attention_math"
 _ATTENTION = {
     "attention-written-out": (
-        False,
         "Attention is written out",
         advice.FUSED_ATTENTION,
         "Attention is written out in {modules:list}: products, mask and softmax are kernels of their own there, and "
-        "take {share:.0%} of the kernel time. torch.nn.functional.scaled_dot_product_attention(q, k, v, "
-        "is_causal=True) computes the same in one kernel, without a score matrix in memory.",
+        "take {share:.0%} of the kernel time. F.scaled_dot_product_attention(q, k, v, attn_mask=mask) computes the "
+        "same in one kernel, without a score matrix in memory. Leave attn_mask out if you have no mask. Write "
+        "is_causal=True in its place only if your mask is causal. A boolean attn_mask is True where a query may look.",
+    ),
+    "attention-returns-weights": (
+        "nn.MultiheadAttention computes weights to return them",
+        advice.Line("attention(q, k, v, …, need_weights=False)", "where nn.MultiheadAttention is called"),
+        "In {modules:list}, nn.MultiheadAttention returns its weights, so products, mask and softmax are kernels of "
+        "their own, and take {share:.0%} of the kernel time. Call it with need_weights=False if you do not use them.",
     ),
     "attention-not-fused": (
-        True,
         "Attention runs in its math form",
         None,
         "In {modules:list}, scaled_dot_product_attention runs in its math form, as products, mask, softmax and "
@@ -374,7 +382,12 @@ _ATTENTION = {
         "torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION) around the call makes torch say which.",
     ),
 }
-"""Form of attention → whether SDPA runs it, the claim, the line to write, and the sentence."""
+"""Form of attention → the claim, the line to write, and the sentence, which is right for any mask."""
+_OF_LOSSES = ("softmax", "elementwise", "reduction")
+_LOG_LIKELIHOOD = re.compile(r"aten::_?(softmax|log|neg|mean|div_|add|clamp(_min)?|(fill|zero)_|nll_loss\w*)")
+"""Operators of a written-out cross-entropy, of the families before; a mean on a CPU divides."""
+_GATHERED = {"aten::gather", "aten::index", "aten::scatter_", "aten::nll_loss_forward"}
+"""Operators of which one picks the targets' log-probabilities; the third makes ones and zeros to multiply by."""
 
 
 def formula_findings(rows: Sequence[Row]) -> list[Finding]:
@@ -383,38 +396,50 @@ def formula_findings(rows: Sequence[Row]) -> list[Finding]:
     if profile is None:
         return []
     kernels = belonging(rows, KernelRow, profile)
-    own = () if belonging(rows, PieceRow, profile) else _attention(profile, kernels)  # ours has a flag for it
+    own = () if belonging(rows, PieceRow, profile) else _attention(profile, kernels, rows)  # ours has a flag for it
     return [*own, *_cross_entropy(profile, kernels)]
 
 
-def _attention(profile: ProfileRow, kernels: Sequence[KernelRow]) -> Iterator[Finding]:
+def _attention(profile: ProfileRow, kernels: Sequence[KernelRow], rows: Sequence[Row]) -> Iterator[Finding]:
     """Modules whose own forward makes batched products and a softmax, by themselves or in SDPA's math form."""
-    named = {
-        module: operators
-        for module in dict.fromkeys(row.module for row in kernels)
-        if module != _LOSS and {"aten::bmm", "aten::_softmax"} <= (operators := _operators(kernels, module, "forward"))
-    }
-    for form, (is_math, claimed, action, said) in _ATTENTION.items():
-        modules = tuple(name for name, operators in named.items() if (_MATH_FORM in operators) is is_math)
-        share = sum(row.share or 0 for row in kernels if row.module in modules)
+    returning = [row.module for row in of_kind(rows, DtypeRow) if row.class_name == "MultiheadAttention"]
+    forms: dict[str, list[str]] = {form: [] for form in _ATTENTION}
+    for module in dict.fromkeys(row.module for row in kernels if row.module != _LOSS):
+        operators = _operators(kernels, module, "forward")
+        if {"aten::bmm", "aten::_softmax"} <= operators:
+            returns = any(fnmatchcase(each, module) for each in returning)  # `blocks.*.attention` is one row of kernels
+            form = "not-fused" if _MATH_FORM in operators else "returns-weights" if returns else "written-out"
+            forms[f"attention-{form}"].append(module)
+    for form, (claimed, action, said) in _ATTENTION.items():
+        share = sum(row.share or 0 for row in kernels if row.module in forms[form])
         if share >= FORMULA:
             claim = Claim(claimed, _KERNELS, _of_kernels(profile, share), action=action)
-            yield found(f"formulas.{form}", said, claim, modules=modules, share=share)
+            yield found(f"formulas.{form}", said, claim, modules=tuple(forms[form]), share=share)
 
 
 def _cross_entropy(profile: ProfileRow, kernels: Sequence[KernelRow]) -> list[Finding]:
-    """A loss that takes a softmax, and not by way of log_softmax as F.cross_entropy does."""
+    """A loss that is the mean of a softmax's logarithm at the targets. With other arithmetic it is another one, such as
+    an entropy, a focal loss, a distillation or a likelihood with weights."""
     operators = _operators(kernels, _LOSS, "loss")
     share = sum(row.share or 0 for row in kernels if row.module == _LOSS)
-    if share < FORMULA or "aten::_softmax" not in operators or "aten::_log_softmax" in operators:
+    own = Counter[str]()
+    for row in kernels:
+        if row.module == _LOSS and row.phase == "loss" and (row.family in _OF_LOSSES or row.operator in _GATHERED):
+            own[str(row.operator)] += round(row.calls or 1)
+    ones = own["aten::scatter_"]
+    most = {"aten::mul": ones, "aten::sum": ones + own["aten::mean"] / 2}  # a mean on a CPU is seen twice, and sums
+    others = own.keys() - _GATHERED - {each for each in own if _LOG_LIKELIHOOD.fullmatch(each)}
+    is_mean = {"aten::_softmax", "aten::log"} <= operators and operators & {"aten::mean", "aten::nll_loss_forward"}
+    is_other = any(own[each] > most.get(each, 0) for each in others)
+    if share < FORMULA or not is_mean or not operators & _GATHERED or is_other:
         return []
     said = (
         "Cross-entropy is written out: the loss and its backward take {share:.0%} of the kernel time, over tensors "
-        "as large as the logits. torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) makes two "
-        "passes over them, and cannot overflow or take the logarithm of zero."
+        f"as large as the logits. {_CROSS_ENTROPY.code} makes two passes over them where classes are their last "
+        "dimension, and cannot overflow or take the logarithm of zero."
     )
-    line = advice.Line("F.cross_entropy(logits.flatten(0, 1), targets.flatten())")
-    claim = Claim("Cross-entropy is written out", _KERNELS, _of_kernels(profile, share), action=line)
+    claimed, ms = "Cross-entropy is written out", _of_kernels(profile, share)
+    claim = Claim(claimed, _KERNELS, ms, action=_CROSS_ENTROPY)
     return [found("formulas.cross-entropy-written-out", said, claim, modules=(_LOSS,), share=share)]
 
 
