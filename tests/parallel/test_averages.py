@@ -102,11 +102,11 @@ def test_by_copies_there_are_sixteen_buckets_by_default(two):
         assert found == {"collectives": [1024] * 64, "peer-copies": [4 * 1024] * 16}
 
 
-SETTINGS = ["accumulated, bucketed", "clipped, kept at zero", "sent in bf16"]
+SETTINGS = ["accumulated, bucketed", "clipped, kept at zero"]
 
 
 def _otherwise(process):
-    """With accumulation, zeros and a narrower type, in one bucket after backward, and with gradients that some lack."""
+    """With accumulation and zeros, in one bucket after backward, and with gradients that some lack."""
     flat = test_ddp.train(process, "Plain", "AdamW", "bucketed", overlap=False, **COPIES)
     unused = test_optimizer.train(process, "Unused", *OPTIMIZERS["SGD"], True, **COPIES)
     return flat, unused, [test_ddp.train_how(process, name, **COPIES) for name in SETTINGS]

@@ -78,29 +78,23 @@ def test_late_ranks_and_layers_change_nothing(two, scheme):
         assert not any(differing(each, expected) for each in results)
 
 
-BF16, FP16 = torch.bfloat16, torch.float16
-HOW = {  # how both train, settings of the wrapper alone, and how far apart they may then be
-    **{f"accumulated, {scheme}": ({"accumulate": 3}, {"scheme": scheme}, 0.0) for scheme in SCHEMES},
-    "autocast-bf16": ({"autocast": BF16}, {}, 0.0),
-    "bf16": ({"dtype": BF16}, {}, 0.0),
-    "autocast-fp16": ({"autocast": FP16}, {}, 0.0),
-    "clipped, kept at zero": ({"clip": 0.1}, {}, 0.0),
-    "sent in bf16": ({}, {"reduce_dtype": BF16}, 4 * 2**-8),
-    "summed in fp32, then rounded": ({"dtype": BF16}, {"reduce_dtype": torch.float32}, 2**-6),
+HOW = {  # how both train, and the scheme
+    **{f"accumulated, {scheme}": ({"accumulate": 3}, scheme) for scheme in SCHEMES},
+    "autocast-bf16": ({"autocast": torch.bfloat16}, "bucketed"),
+    "bf16": ({"dtype": torch.bfloat16}, "bucketed"),
+    "autocast-fp16": ({"autocast": torch.float16}, "bucketed"),
+    "clipped, kept at zero": ({"clip": 0.1}, "bucketed"),
 }
 
 
 def train_how(process, name, **more):
-    how, settings, _ = HOW[name]
+    how, scheme = HOW[name]
     how = how | {"set_to_none": "kept at zero" not in name}
-    return train(process, "Plain", "SGD", **{"scheme": "bucketed"} | settings | more, how=how)
+    return train(process, "Plain", "SGD", **{"scheme": scheme} | more, how=how)
 
 
 def check_how(name, found):
-    how, settings, apart = HOW[name]
-    expected = reference("Plain", "SGD", 2, **how)
-    assert not differing(found, expected, relative=apart), name
-    assert differing(found, expected) or settings.get("reduce_dtype") != BF16, "what is sent in bfloat16 is rounded"
+    assert not differing(found, reference("Plain", "SGD", 2, **HOW[name][0])), name
 
 
 @pytest.mark.parametrize("name", HOW)
@@ -132,13 +126,11 @@ def _calls(process, schemes):
 def test_each_scheme_makes_the_calls_it_says(two):
     sizes = {name: 4 * p.numel() for name, p in build("Plain").named_parameters()}
     assert list(sizes.values()) == [512, 64, 448, 28, 448, 64, 64, 512, 32]
-    schemes = SCHEMES | {"bf16": {"bucket_mb": INF, "reduce_dtype": torch.bfloat16}}
-    for found in two.run(_calls, schemes):
+    for found in two.run(_calls, SCHEMES):
         for scheme, (steps, in_no_sync) in found.items():
             assert in_no_sync == 0, scheme
-            total = sum(sizes.values()) // (2 if scheme == "bf16" else 1)
             for during, calls, _ in steps:
-                assert sum(size for _, _, size in calls) == total, scheme
+                assert sum(size for _, _, size in calls) == sum(sizes.values()), scheme
                 assert during == (0 if scheme in ("naive", "flat") else len(calls)), scheme
         assert all(calls == [("all-reduce", 9, 2172)] for _, calls, _ in found["flat"][0])
         assert all(len(calls) == 9 for _, calls, _ in found["naive"][0] + found["overlapped"][0])
@@ -229,7 +221,6 @@ def _mistakes(process):
             "wrap the plain module once": lambda: wrap(wrap()),
             "bucket_mb is -1": lambda: wrap(bucket_mb=-1),
             "bucket_mb is nan": lambda: wrap(bucket_mb=float("nan")),
-            "reduce_dtype is torch.int8": lambda: wrap(reduce_dtype=torch.int8),
             "no parameter that requires a gradient": lambda: wrap(build("Plain").requires_grad_(False)),
             "weight is on the meta device": lambda: wrap(nn.Linear(2, 2, device="meta")),
         }

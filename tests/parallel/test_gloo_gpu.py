@@ -12,7 +12,7 @@ from tests.parallel.fsdp.training import error
 from tests.parallel.nets import batch, loss_of, train_alone
 from tests.parallel.nets import build as build_net
 from tests.parallel.training import OPTIMIZERS, differing, reference
-from tests.parallel.zero import test_hybrid, test_optimizer
+from tests.parallel.zero import test_optimizer
 from tests.workers import Workers
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.collectives import all_reduce_mean
@@ -182,16 +182,6 @@ def test_hybrid_of_two_ranks_trains_as_one_process(ranks, shape):
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
 def test_hybrid_of_four_ranks_trains_as_one_process(four_ranks, shape, transport):
     _check_hybrid(four_ranks, shape, transport)
-
-
-@pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
-def test_sharded_optimizer_over_a_mesh_trains_as_one_process(four_ranks, shape, scattered):
-    by_rank = four_ranks.run(test_hybrid._train, shape, scattered, {"clip": 0.05})
-    for name in ("Plain", "Uneven"):
-        assert not any(differing(found[name][0], by_rank[0][name][0]) for found in by_rank), name
-        expected = reference(name, "AdamW", 4, clip=0.05, device="cuda")
-        assert not differing(by_rank[0][name][0], expected, relative=2e-5), name
 
 
 def _in_another_order(process):

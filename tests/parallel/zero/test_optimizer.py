@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.meshes import mesh_of
 from tests.parallel.mistakes import check, told
 from tests.parallel.training import (
     EXCHANGE_MB,
@@ -48,14 +47,14 @@ EVERY = {
 }
 
 
-def wrap(process, name, optimizer_cls, options, scattered, *, seed=None, shape=None, **settings):
+def wrap(process, name, optimizer_cls, options, scattered, *, seed=None, **settings):
     """A model whose ranks start from other weights, or those of `seed`, and its sharded optimizer."""
     model = build(name, process.rank if seed is None else seed, process.rank).to(process.device)
-    mesh = mesh_of(*shape, device=process.device.type) if shape else None
-    of_ddp = {key: settings.pop(key) for key in ("transport", "reduce_dtype") if key in settings}
-    of_ddp = {"bucket_mb": 600e-6, "allow_unused": name == "Unused"} | of_ddp
-    ddp = DistributedDataParallel(model, mesh=mesh, process_group=None if shape else process.group, **of_ddp)
-    ours = {"ddp": ddp} if scattered else {"mesh": mesh}
+    of_ddp = {"bucket_mb": 600e-6, "allow_unused": name == "Unused"}
+    if "transport" in settings:
+        of_ddp["transport"] = settings.pop("transport")
+    ddp = DistributedDataParallel(model, process_group=process.group, **of_ddp)
+    ours = {"ddp": ddp} if scattered else {}
     return ddp, ShardedOptimizer(
         ddp.parameters(), optimizer_cls, exchange_mb=EXCHANGE_MB, **ours, **settings, **options
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainstep.parallel.collectives import MB, as_reals
-from trainstep.parallel.ranks import Ranks
 from trainstep.parallel.side_stream import Pending, SideStream
 from trainstep.parallel.transport.by_collectives import Layout, TransportName
 from trainstep.parallel.transport.by_copies import INBOX_BYTES, PeerCopies, Transport, choose_transport
@@ -25,16 +25,14 @@ def default_bucket_mb(nbytes: int, by_copies: bool) -> float:
 
 
 def carrier_of(
-    sizes: Sequence[int], bucket_mb: float | None, asked: TransportName, ranks: Ranks, device: torch.device
+    sizes: Sequence[int], bucket_mb: float | None, asked: TransportName, group: dist.ProcessGroup, device: torch.device
 ) -> Transport:
-    """Transport of gradients of so many bytes each, in buckets, within a replica. All ranks call it."""
+    """Transport of gradients of so many bytes each, in buckets. All ranks call it."""
     bucket_mb = default_bucket_mb(sum(sizes), by_copies=True) if bucket_mb is None else bucket_mb
     every = [size + _PLACE_BYTES for size in sizes]
     most = min(sum(every), int(min(bucket_mb * MB, sum(every))) + max(every), INBOX_BYTES)
-    slices = -(-most // ranks.shard.size())
-    return choose_transport(
-        asked, ranks.shard, device, slice_bytes=slices, exchange_bytes=most, everyone=ranks.everyone
-    )
+    slices = -(-most // group.size())
+    return choose_transport(asked, group, device, slice_bytes=slices, exchange_bytes=most, everyone=group)
 
 
 def averages_by_copies(

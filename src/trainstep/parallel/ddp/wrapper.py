@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import assign_buckets, broadcast_from_first, weak_hook
@@ -20,8 +19,7 @@ from trainstep.parallel.ddp.averages import averages_by_copies, carrier_of, defa
 from trainstep.parallel.ddp.bucket import GradientBucket
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.partial import Known, before_optimizer_steps
-from trainstep.parallel.process import check_ranks_agree
-from trainstep.parallel.ranks import ranks_of
+from trainstep.parallel.process import check_ranks_agree, resolve_group
 from trainstep.parallel.side_stream import SideStream
 from trainstep.parallel.slices import check_dense, is_lazy, laid_out_as, resolved
 from trainstep.parallel.transport.by_collectives import TransportName
@@ -33,17 +31,13 @@ def contents_of(module: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(map(id, module._parameters.values())), tuple(map(id, module._modules.values()))
 
 
-def check_arguments(
-    module: nn.Module, bucket_mb: float | None, reduce_dtype: torch.dtype | None, wrapper: type[nn.Module]
-) -> None:
+def check_arguments(module: nn.Module, bucket_mb: float | None, wrapper: type[nn.Module]) -> None:
     """Raise `UsageError` for a module that has `wrapper` already, or that has nothing to average, or an option that is
     out of range."""
     if any(isinstance(part, wrapper) for part in module.modules()):
         raise UsageError("the module is, or contains, a DistributedDataParallel already; wrap the plain module once")
     if bucket_mb is not None and not bucket_mb >= 0:
         raise UsageError(f"bucket_mb is {bucket_mb}; expected 0 (one call per parameter) up to inf (one call)")
-    if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-        raise UsageError(f"reduce_dtype is {reduce_dtype}; expected a floating-point type")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UsageError("the module has no parameter that requires a gradient; there is nothing to average")
     tensors = [*module.named_parameters(), *module.named_buffers()]
@@ -66,10 +60,6 @@ class DistributedDataParallel(nn.Module):
             By default 25, or by copies a sixteenth of all if that is more.
         overlap: start a bucket during backward, as soon as it is full; otherwise all of them after backward.
         process_group: the ranks; by default all.
-        mesh: the ranks, in place of `process_group`: of one dimension, or of two, ("replicate", "shard"). Gradients are
-            averaged over all of them; a `ShardedOptimizer` divides its work among those of a row.
-        reduce_dtype: cast gradients to this type to send them (bfloat16 halves the bytes and rounds each gradient
-            twice more); by default they are sent as they are.
         transport: what carries gradients, see `TransportName`. Copies are staged in memory of their own: as much as a
             bucket and its largest gradient, 512 MiB at most, and once more divided by the ranks.
         allow_unused: parameters without a gradient on some rank count as zero there, and those without one on every
@@ -87,25 +77,23 @@ class DistributedDataParallel(nn.Module):
         bucket_mb: float | None = None,
         overlap: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        reduce_dtype: torch.dtype | None = None,
         transport: TransportName = "auto",
         allow_unused: bool = False,
     ) -> None:
         super().__init__()
-        self.ranks = ranks_of(process_group, mesh)
-        self.process_group = group = self.ranks.everyone
-        check_arguments(module, bucket_mb, reduce_dtype, DistributedDataParallel)
+        self.process_group = group = resolve_group(process_group)
+        check_arguments(module, bucket_mb, DistributedDataParallel)
         check_name(transport)
         tensors = [*module.named_parameters(), *module.named_buffers()]
-        settings: dict[str, object] = {"bucket_mb": bucket_mb, "overlap": overlap, "reduce_dtype": reduce_dtype}
-        settings |= {"allow_unused": allow_unused, "mesh": self.ranks.layout, "transport": transport}
+        settings: dict[str, object] = {"bucket_mb": bucket_mb, "overlap": overlap}
+        settings |= {"allow_unused": allow_unused, "transport": transport}
         check_ranks_agree(type(self).__name__, tensors, group, settings=settings)
         broadcast_from_first([tensor for _, tensor in tensors], group)
-        self.bucket_mb, self.overlap = bucket_mb, overlap
-        self.reduce_dtype, self.allow_unused = reduce_dtype, allow_unused
+        self.bucket_mb, self.overlap, self.allow_unused = bucket_mb, overlap, allow_unused
         self.asked_transport: TransportName = transport
-        self._carrier: Transport | None = None
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        sizes = [parameter.nbytes for parameter in trained]
+        self._carrier: Transport = carrier_of(sizes, bucket_mb, transport, group, trained[0].device)
         self._beside = SideStream(next(module.parameters()).device)  # for copies
         self._attach(module)
 
@@ -113,8 +101,6 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._names, self._trained = [name for name, _ in named], [parameter for _, parameter in named]
-        if self._carrier is None and self.ranks.replicate is None:
-            self._carrier = self._choose_carrier()
         self._slices: dict[int, nn.Parameter] = {}  # number → this rank's slice, where gradients are scattered
         self._scattered_for: WeakKeyDictionary[object, dict[int, nn.Parameter]] = WeakKeyDictionary()  # by optimizer
         self._stand_ins: dict[int, ScatteredGradient] = {}  # for the same ones, what their `grad` is then
@@ -122,7 +108,6 @@ class DistributedDataParallel(nn.Module):
         self._may_be_old: Callable[[nn.Parameter], bool] | None = None
         self._synchronizing = True
         self._order: list[int] | None = None  # as gradients came in the first step
-        self._between = SideStream(self._trained[0].device)  # for what goes between replicas
         self._make_buckets(list(reversed(range(len(named)))))
         for number, parameter in enumerate(self._trained):
             parameter.register_post_accumulate_grad_hook(
@@ -201,8 +186,8 @@ class DistributedDataParallel(nn.Module):
     def scatter_gradients(self, optimizer: object, slices: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """From now on give each rank only its slice of these parameters' mean gradients, at half the bytes.
 
-        Slices are those of a replica's ranks, and are then averaged between replicas. Several optimizers may have some,
-        each of its own parameters; those of one that is gone are forgotten when the next one calls this.
+        Several optimizers may have some, each of its own parameters; those of one that is gone are forgotten when the
+        next one calls this.
 
         After `finish_gradient_synchronization()`, `slice.grad` is this rank's slice (see `collectives.slice_of`), to
         which later ones are added, and `param.grad` a `ScatteredGradient`: the rest of it would be no gradient of
@@ -211,8 +196,6 @@ class DistributedDataParallel(nn.Module):
         """
         assert not self._since.came, "called between backward and finish_gradient_synchronization()"
         self._check_unchanged()
-        if self._carrier is None:
-            self._carrier = self._choose_carrier()
         numbers = {id(parameter): number for number, parameter in enumerate(self._trained)}
         self._scattered_for[optimizer] = {numbers[id(parameter)]: own for parameter, own in slices.items()}
         self._slices = {number: own for each in self._scattered_for.values() for number, own in each.items()}
@@ -225,12 +208,12 @@ class DistributedDataParallel(nn.Module):
     @property
     def transport(self) -> TransportName:
         """Transport of gradients: the one that was asked for, or that auto has chosen."""
-        return "collectives" if self._carrier is None else self._carrier.name
+        return self._carrier.name
 
     @property
     def uncounted_bytes(self) -> int:
         """Bytes of the transport's buffers on this rank beyond `torch.cuda.memory_allocated`."""
-        return 0 if self._carrier is None else self._carrier.uncounted_bytes
+        return self._carrier.uncounted_bytes
 
     def check_arrived(self, may_be_old: Callable[[nn.Parameter], bool]) -> None:
         """From now on a gradient of a parameter that `may_be_old` is an error: forward used it before it was there."""
@@ -249,8 +232,8 @@ class DistributedDataParallel(nn.Module):
         twin = type(self).__new__(type(self))
         nn.Module.__init__(twin)
         memo[id(self)] = twin
-        settings = ("ranks", "process_group", "bucket_mb", "overlap", "reduce_dtype", "allow_unused")
-        for name in (*settings, "asked_transport", "_carrier", "_beside"):  # copies of both take turns on one stream
+        settings = ("process_group", "bucket_mb", "overlap", "allow_unused", "asked_transport")
+        for name in (*settings, "_carrier", "_beside"):  # copies of both take turns on one stream
             setattr(twin, name, getattr(self, name))
         twin._attach(copy.deepcopy(self.module, memo))
         return twin.train(self.training)
@@ -258,8 +241,7 @@ class DistributedDataParallel(nn.Module):
     def _make_buckets(self, order: list[int]) -> None:
         items = []
         for number, parameter in ((number, self._trained[number]) for number in order):
-            size = parameter.numel() * self._item_bytes(parameter)
-            items.append((number, size, (parameter.dtype, parameter.device, number in self._slices)))
+            items.append((number, parameter.nbytes, (parameter.dtype, parameter.device, number in self._slices)))
         by_default = default_bucket_mb(sum(size for _, size, _ in items), isinstance(self._carrier, PeerCopies))
         bucket_mb = by_default if self.bucket_mb is None else self.bucket_mb
         self._buckets = [self._bucket(tuple(numbers)) for numbers in assign_buckets(items, bucket_mb)]
@@ -268,22 +250,12 @@ class DistributedDataParallel(nn.Module):
 
     def _bucket(self, numbers: tuple[int, ...]) -> GradientBucket:
         scattered, copies = numbers[0] in self._slices, None
-        within_one_host = scattered or self.ranks.replicate is None  # what is whole goes to every replica
         parameters = [self._trained[number] for number in numbers]
         is_there = parameters[0].device == self._trained[0].device  # where the carrier is
-        if isinstance(self._carrier, PeerCopies) and within_one_host and is_there:
+        if isinstance(self._carrier, PeerCopies) and is_there:
             sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
             copies = averages_by_copies(self._carrier, sizes, self._beside, scattered=scattered)
-        return GradientBucket(numbers, scattered, self.ranks, self._between, copies)
-
-    def _choose_carrier(self) -> Transport:
-        """Choose the transport of gradients within a replica; all ranks call it."""
-        sizes = [parameter.numel() * self._item_bytes(parameter) for parameter in self._trained]
-        return carrier_of(sizes, self.bucket_mb, self.asked_transport, self.ranks, self._trained[0].device)
-
-    def _item_bytes(self, parameter: nn.Parameter) -> int:
-        """Bytes of an element of its gradient on the way."""
-        return (self.reduce_dtype or parameter.dtype).itemsize
+        return GradientBucket(numbers, scattered, self.process_group, copies)
 
     def _reset(self) -> None:
         self._since = _Since()
@@ -315,13 +287,10 @@ class DistributedDataParallel(nn.Module):
             self._start_next()
 
     def _start_next(self) -> None:
-        position = self._since.next
-        bucket = self._buckets[position]
+        bucket = self._buckets[self._since.next]
         gradients = [self._gradient(number) for number in bucket.numbers]
         bucket.versions = self._versions(bucket)
-        if position:
-            self._buckets[position - 1].go_on()
-        bucket.start(gradients, self.reduce_dtype)
+        bucket.start(gradients)
         self._since.next += 1
 
     def _gradient(self, number: int) -> Tensor:

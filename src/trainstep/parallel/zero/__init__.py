@@ -12,10 +12,6 @@ The schedule of a step:
   group's own stream, while the next bucket is being updated. At the end the current stream waits for the last of them.
 - With `overlap_gather` it does not: gathers go on beside the next forward, which waits for what it needs (`arrivals`).
 
-With replicas (a mesh of two dimensions, see `trainstep.parallel.ranks`) state and work are divided among the ranks of a
-replica, and parameters are exchanged among them alone. Every replica makes the same updates, of gradients that were
-averaged over all ranks: reduce-scattered within replicas and then, as slices, all-reduced between them.
-
 `pieces` cuts parameters, exchanges them, and writes and reads their state; `arrivals` is where a forward waits for
 them; `optimizer` is the optimizer.
 """

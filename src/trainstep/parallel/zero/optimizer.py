@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import MB, assign_buckets, clip_gradients_
@@ -19,8 +18,7 @@ from trainstep.parallel.ddp.scattered import NO_SCALING, ScatteredGradient
 from trainstep.parallel.ddp.wrapper import DistributedDataParallel
 from trainstep.parallel.gloo import Waitable
 from trainstep.parallel.partial import is_elementwise
-from trainstep.parallel.process import check_ranks_agree
-from trainstep.parallel.ranks import Ranks, ranks_of
+from trainstep.parallel.process import check_ranks_agree, resolve_group
 from trainstep.parallel.side_stream import SideStream
 from trainstep.parallel.transport.by_copies import choose_transport
 from trainstep.parallel.zero.arrivals import Arrivals
@@ -55,8 +53,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             `is_elementwise = True`) update slices; any other is given whole parameters. LBFGS is refused: it couples
             all parameters.
         process_group: the ranks; by default all, or those of `ddp`.
-        mesh: the ranks, in place of `process_group`; with two dimensions, ("replicate", "shard"), state and work are
-            divided among the ranks of a row, and every row does the same. By default that of `ddp`.
         ddp: the wrapper that makes the gradients. It then reduce-scatters them: after
             `finish_gradient_synchronization()` a sliced parameter's `grad` only says so, and raises if it is used;
             clipping is done by `clip_grad_norm_` of this optimizer.
@@ -81,14 +77,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_cls: type[torch.optim.Optimizer],
         *,
         process_group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
         ddp: DistributedDataParallel | None = None,
         exchange_mb: float | None = None,
         overlap_gather: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._ranks = _ranks_of(process_group, mesh, ddp)
-        self.process_group = self._ranks.everyone
+        self.process_group = _group_of(process_group, ddp)
         _check_class(optimizer_cls)
         groups = _as_groups(params)
         if exchange_mb is None:
@@ -97,7 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not exchange_mb >= 0:
             raise UsageError(f"exchange_mb is {exchange_mb}; expected 0 (one parameter at a time) up to inf")
         self._optimizer_cls, self._options, self._exchange_mb, self._ddp = optimizer_cls, kwargs, exchange_mb, ddp
-        self._loads = [0] * self._ranks.shard.size()
+        self._loads = [0] * self.process_group.size()
         self._buckets: list[ParameterBucket] = []
         self._arrivals: Arrivals | None = None
         self._beside: GathersBeside | None = None
@@ -167,8 +161,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for own, asked in beside:
             own.update(hyper_parameters(asked))
         for bucket in self._buckets:
-            bucket.update(self._ranks.shard)
-            calls = bucket.exchange(self._ranks.shard, self._beside)
+            bucket.update(self.process_group)
+            calls = bucket.exchange(self.process_group, self._beside)
             if self._arrivals is not None:
                 self._arrivals.start([piece.parameter for piece in bucket.pieces], calls)
             else:
@@ -212,8 +206,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         self._ddp.check_finished("clip_grad_norm_()")
-        settings: dict[str, Any] = {"group": self.process_group, "replicas": self._ranks.replicas}
-        settings |= {"device": self.param_groups[0]["params"][0].device, "norm_type": norm_type}
+        device = self.param_groups[0]["params"][0].device
+        settings: dict[str, Any] = {"group": self.process_group, "device": device, "norm_type": norm_type}
         return clip_gradients_(self.local_gradients(), [], max_norm=max_norm, **settings)
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,14 +224,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "torch's get_state_dict and set_state_dict do not know ShardedOptimizer; pass the optimizer itself to "
                 "torch.distributed.checkpoint's save and load, or use full_state_dict()"
             )
-        return dump(self._buckets, self.param_groups, self._ranks, self._twin)
+        return dump(self._buckets, self.param_groups, self.process_group, self._twin)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state dict that the undivided optimizer would have, on CPU, on rank 0 of the group; empty on others.
 
         All ranks must call it.
         """
-        return consolidate(self._buckets, self.param_groups, self._ranks)
+        return consolidate(self._buckets, self.param_groups, self.process_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state over from `state_dict()`, or from a full one: ours, or that of the undivided optimizer.
@@ -260,13 +254,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key, value in hyper_parameters(group).items()
             if isinstance(value, (int, float, str, tuple))
         }
-        settings |= {"mesh": self._ranks.layout, "overlap_gather": self._arrivals is not None}
+        settings["overlap_gather"] = self._arrivals is not None
         what = f"{type(self).__name__} of {self._optimizer_cls.__name__}"
         check_ranks_agree(what, named, self.process_group, settings=settings)
         self._divided = len(self.param_groups)
         trained = [item for item in numbered if item[2].requires_grad]
         sliced = is_elementwise(self._optimizer_cls)
-        pieces = cut(trained, rank=self._ranks.shard.rank(), loads=self._loads, sliced=sliced)
+        pieces = cut(trained, rank=self.process_group.rank(), loads=self._loads, sliced=sliced)
         if (arrivals := self._arrivals) is not None:
             pieces.sort(key=lambda piece: arrivals.first_use(piece.parameter))
         whats = [(piece.parameter, piece.owner is None) for piece in pieces]
@@ -289,10 +283,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert self._ddp is not None, "asked for with `overlap_gather`"
         most = max(bucket.slice_bytes for bucket in self._buckets)
         device = next(parameter.device for bucket in self._buckets for parameter, _ in bucket.slices())
-        asked, everyone = self._ddp.asked_transport, self._ranks.everyone
-        carrier = choose_transport(
-            asked, self._ranks.shard, device, slice_bytes=most, exchange_bytes=0, everyone=everyone
-        )
+        asked, group = self._ddp.asked_transport, self.process_group
+        carrier = choose_transport(asked, group, device, slice_bytes=most, exchange_bytes=0, everyone=group)
         return GathersBeside(carrier, SideStream(device), device)
 
     def _bucket(self, pieces: list[Piece]) -> ParameterBucket:
@@ -324,7 +316,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [piece for bucket in self._buckets for piece in bucket.pieces]
 
     def _check(self) -> None:
-        rank, world_size = self._ranks.shard.rank(), self._ranks.shard.size()
+        rank, world_size = self.process_group.rank(), self.process_group.size()
         divided = set()
         for piece in self.pieces():
             divided.add(id(piece.parameter))
@@ -346,18 +338,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
 
-def _ranks_of(
-    process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, ddp: DistributedDataParallel | None
-) -> Ranks:
+def _group_of(process_group: dist.ProcessGroup | None, ddp: DistributedDataParallel | None) -> dist.ProcessGroup:
     if ddp is None:
-        return ranks_of(process_group, mesh)
+        return resolve_group(process_group)
     if not isinstance(ddp, DistributedDataParallel):
         raise UsageError(f"ddp is a {type(ddp).__name__}; expected a trainstep.parallel.DistributedDataParallel")
     if process_group is not None and process_group is not ddp.process_group:
         raise UsageError("process_group is not the group of ddp; leave it out")
-    if mesh is not None and mesh != ddp.ranks.given:
-        raise UsageError("mesh is not that of ddp; give it to DistributedDataParallel, and leave it out here")
-    return ddp.ranks
+    return ddp.process_group
 
 
 def _check_class(optimizer_cls: type[torch.optim.Optimizer]) -> None:

@@ -22,13 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from trainstep.base.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, broadcast
 from trainstep.parallel.ddp.scattered import ScatteredGradient
 from trainstep.parallel.gloo import Waitable
-from trainstep.parallel.ranks import Ranks, placements
 from trainstep.parallel.side_stream import Pending, SideStream
 from trainstep.parallel.slices import flat, is_lazy, laid_out_as, slice_of
 from trainstep.parallel.transport.by_collectives import Start
@@ -186,7 +185,7 @@ def _broadcast(tensors: list[Tensor], owner: int, process_group: dist.ProcessGro
 def dump(
     buckets: list[ParameterBucket],
     groups: list[dict[str, Any]],
-    ranks: Ranks,
+    process_group: dist.ProcessGroup,
     twin: Callable[[ParameterBucket], ParameterBucket],
 ) -> dict[str, Any]:
     """This rank's part. `fresh` marks parameters without state yet; they have that of the bucket's `twin`.
@@ -195,7 +194,7 @@ def dump(
     """
     state: dict[str, dict[str, Any]] = {}
     fresh: dict[str, bool] = {}
-    mesh = functools.cache(ranks.mesh)
+    mesh = functools.cache(functools.partial(DeviceMesh.from_group, process_group))
     for bucket in buckets:
         own = bucket.states()
         stand_ins = twin(bucket).states() if any(values is None for _, values in own) else own
@@ -206,10 +205,11 @@ def dump(
     return {"state": state, "fresh": fresh, "param_groups": _numbered(groups)}
 
 
-def consolidate(buckets: list[ParameterBucket], groups: list[dict[str, Any]], ranks: Ranks) -> dict[str, Any]:
+def consolidate(
+    buckets: list[ParameterBucket], groups: list[dict[str, Any]], process_group: dist.ProcessGroup
+) -> dict[str, Any]:
     """The undivided optimizer's state dict, on CPU on the first of all ranks; empty on the others."""
-    process_group = ranks.shard
-    is_first = process_group.rank() == 0  # of its replica
+    is_first = process_group.rank() == 0
     state: dict[int, dict[str, Any]] = {}
     whole: dict[int, dict[str, Any]] = {}
     for piece, values in (each for bucket in buckets for each in bucket.states() if each[1]):
@@ -224,7 +224,7 @@ def consolidate(buckets: list[ParameterBucket], groups: list[dict[str, Any]], ra
             }
     received: list[Any] | None = [None] * process_group.size() if is_first else None
     dist.gather_object(whole, received, group=process_group, group_dst=0)
-    if received is None or ranks.everyone.rank() != 0:
+    if received is None:
         return {}
     for owned in received:
         state |= owned
@@ -278,8 +278,7 @@ def _portable(value: Any, piece: Piece, mesh: Callable[[str], DeviceMesh]) -> An
     if piece.owner is not None:
         return flat(value)
     shape, own_mesh = torch.Size([piece.parameter.numel()]), mesh(piece.parameter.device.type)
-    where = placements(own_mesh, cut=True)
-    return DTensor.from_local(value, own_mesh, where, run_check=False, shape=shape, stride=(1,))
+    return DTensor.from_local(value, own_mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
 
 
 def _gathered(value: Any, piece: Piece, process_group: dist.ProcessGroup) -> Any:
