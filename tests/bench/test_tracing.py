@@ -11,7 +11,7 @@ from trainstep import Workload
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.bench.memory import checkpointing_records, measure_peaks, peak_records
-from trainstep.bench.tracing import _KEPT_GROUPS, _groups, trace_step
+from trainstep.bench.tracing import _KEPT_GROUPS, _groups, trace_step, traced_cases
 from trainstep.parallel.fsdp.checks import MAX_PREFETCH
 from trainstep.parallel.fsdp.shards import plan_groups
 from trainstep.plan.memory import peak_bytes
@@ -252,3 +252,14 @@ def test_rows_say_why_there_is_no_prediction(monkeypatch):
     assert any("cannot be traced" in cell for cell in line), line
     own = make_table(PEAKS, list(peak_records(OWN, [CPU], ["forward"])), "terminal")
     assert "not predicted" not in own.columns
+
+
+def test_policies_are_traced_as_far_as_they_can_be():
+    found = traced_cases(OWN, StepConfig(device="cpu", precision="bf16"))
+    assert list(found) == ["none", "every-1", "selective"]
+    assert found["every-1"].step.peak < found["selective"].step.peak < found["none"].step.peak
+    assert found["none"].sharded.weights == found["none"].step.weights // 2
+    without_blocks = source_of(lambda: nn.Linear(16, 16))
+    assert list(traced_cases(without_blocks, CPU)) == ["none"]
+    with pytest.raises(UnsupportedError, match="needs blocks"):
+        traced_cases(without_blocks, CPU, ["every-1"])

@@ -133,10 +133,6 @@ def done(traced, monkeypatch):
         raise SystemExit(0)
 
     group = contextlib.nullcontext(SimpleNamespace(rank=0, world_size=4, hosts=1, device="cpu"))
-    timed = dataclasses.replace(
-        traced, operators=[dataclasses.replace(each, seconds=1e-3) for each in traced.operators]
-    )
-    ceilings = SimpleNamespace(matmul_tflops={"fp32": 1.0, "bf16": 2.0}, copy_gb_s=3.0)
     monkeypatch.chdir(Path(__file__).parents[2])
     monkeypatch.setattr("tyro._docstrings.get_field_docstring", lambda *_: None)  # half of the time
     monkeypatch.setattr("gc.collect", lambda: 0)  # after every trace, though nothing was traced
@@ -156,9 +152,7 @@ def done(traced, monkeypatch):
     monkeypatch.setattr("trainstep.commands.options.launch_folder", lambda out, *_, **__: contextlib.nullcontext(out))
     replace("measure.profile.nsys.require_nsys", stop)
     monkeypatch.setattr("trainstep.plan.rows.plan_records", planned)
-    replace("bench.planning.trace_step", traced)
-    replace("bench.planning.timed_here", (timed, None))
-    replace("bench.planning.measure_ceilings", ceilings)
+    replace("bench.tracing.trace_step", traced)
     replace("train.loop.train", SimpleNamespace(is_finished=True))
     replace("train.history.Pages", SimpleNamespace(draws=False))
 

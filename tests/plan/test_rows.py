@@ -11,7 +11,7 @@ import pytest
 from trainstep.base.config import SIZES, StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.base.hardware import require_device
-from trainstep.bench import planning
+from trainstep.bench import tracing
 from trainstep.commands.cli import main
 from trainstep.plan.communication import Link
 from trainstep.plan.machine import GIB, NETWORK_HOP_S, Cluster, machine_of
@@ -22,7 +22,6 @@ from trainstep.report.subjects import TABLES, findings
 from trainstep.report.tables import make_table
 from trainstep.rows import (
     CeilingRow,
-    PlanCheckRow,
     PlanLimitRow,
     PlanMachineRow,
     PlanMemoryRow,
@@ -366,20 +365,9 @@ def test_a_users_model_is_planned_from_a_traced_step(tmp_path, capsys):
     assert tables
 
 
-@pytest.mark.thorough
-def test_a_users_model_is_timed_by_its_operators(tmp_path):
-    records = own_plan(tmp_path, "--measure", "--precision", "fp32", "--policies", "none")
-    (plan,) = of_kind(records, PlanRow)
-    (check,) = of_kind(records, PlanCheckRow)
-    assert plan.step_ms == pytest.approx(check.predicted_ms)
-    assert abs(check.memory_error) < 1e-3
-    (machine,) = of_kind(records, PlanMachineRow)
-    assert "its operators were timed alone" in machine.basis
-
-
 @pytest.mark.parametrize("flag", ["--tensor-parallel", "--blocks-per-group"])
 def test_what_takes_the_shapes_of_a_model_is_refused_before_a_step_is_traced(flag, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(planning, "traced_cases", lambda *_, **__: pytest.fail("it takes a while"))
+    monkeypatch.setattr(tracing, "traced_cases", lambda *_, **__: pytest.fail("it takes a while"))
     with pytest.raises(SystemExit) as stop:
         main(["plan", "--workload", "examples.own_model:workload", flag, "2", "--out", str(tmp_path)])
     assert stop.value.code == 2

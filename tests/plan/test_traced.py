@@ -138,7 +138,6 @@ def test_seconds_of_operators():
     assert operator_seconds(dataclasses.replace(fused, name="aten::convolution"), MACHINE, "bf16") == pytest.approx(1.0)
     wide = dataclasses.replace(fused, name="aten::convolution", is_half=False)
     assert operator_seconds(wide, MACHINE, "bf16") == pytest.approx(rate / MACHINE.matmul_flops["fp32"])
-    assert operator_seconds(dataclasses.replace(fused, seconds=0.25), MACHINE, "bf16") == 0.25, "as it was timed"
 
 
 def test_plans():

@@ -6,10 +6,12 @@ real ones instead, and `TracedStep.basis` says so. Compiled code has no operator
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainstep.base.config import StepConfig, StepMode
 from trainstep.base.errors import UnsupportedError, UsageError
+from trainstep.base.precision import PRECISIONS
 from trainstep.checkpointing.policies import policy_of
 from trainstep.measure.flops import counted_flops
-from trainstep.measure.outcome import one_line
+from trainstep.measure.outcome import Failure, attempt, one_line
 from trainstep.measure.step import WARMUP
-from trainstep.measure.tracing import GRADIENTS, OTHER, STATE, WEIGHTS, OperatorCall, StepTracer
-from trainstep.plan.traced import TracedOperator, TracedStep
+from trainstep.measure.tracing import GRADIENTS, OTHER, STATE, WEIGHTS, StepTracer
+from trainstep.plan.traced import TracedCase, TracedStep
 from trainstep.step.batches import count_tokens, map_tensors, tensors_of
 from trainstep.step.blocks import find_blocks
 from trainstep.step.training_step import TrainingStep
@@ -37,16 +40,7 @@ REAL_BYTES_SHARE = 0.5
 def trace_step(
     source: WorkloadSource, config: StepConfig, mode: StepMode = "step", *, only_shapes: bool = False
 ) -> TracedStep:
-    """The step that `trace_calls` traces."""
-    return trace_calls(source, config, mode, only_shapes=only_shapes)[0]
-
-
-def trace_calls(
-    source: WorkloadSource, config: StepConfig, mode: StepMode = "step", *, only_shapes: bool = False
-) -> tuple[TracedStep, list[OperatorCall]]:
     """Trace one step, its optimizer's state in place, on the kind of device that the configuration names.
-
-    The calls are those of the traced step's operators, in their order.
 
     Args:
         only_shapes: the model may be larger than this machine's memory, and is then built of fake tensors too. That
@@ -76,6 +70,31 @@ def trace_calls(
     return _traced(workload, config, mode, None, f"{_REAL} ({why})")
 
 
+def traced_cases(source: WorkloadSource, config: StepConfig, policies: Sequence[str] = ()) -> dict[str, TracedCase]:
+    """The step under the policy of `config`, which comes first, and others: by default none and, as far as they can be
+    traced, every-1 and selective.
+
+    Raises:
+        UnsupportedError: a step that cannot be traced; of the policies by default those that cannot be are left out.
+    """
+    trace = partial(trace_step, source, only_shapes=True)
+    cases: dict[str, TracedCase] = {}
+    for policy in dict.fromkeys([config.checkpointing, *(policies or ("none", "every-1", "selective"))]):
+        each = dataclasses.replace(config, checkpointing=policy)
+        if policies or policy == config.checkpointing:
+            step = trace(each)
+        else:
+            found = attempt(partial(trace, each))
+            if isinstance(found, Failure):
+                continue
+            step = found
+        sharded: TracedStep | Failure = step
+        if PRECISIONS[config.precision].is_autocast:
+            sharded = attempt(partial(trace, dataclasses.replace(each, precision="bf16-pure")))
+        cases[policy] = TracedCase(step, config.precision, step if isinstance(sharded, Failure) else sharded)
+    return cases
+
+
 def _without_room(source: WorkloadSource, config: StepConfig, fakes: FakeTensorMode) -> Workload | None:
     """The workload built of fake tensors, if real ones would have no room."""
     try:
@@ -102,14 +121,14 @@ _REAL = "one step was run and traced, as it cannot be traced without data"
 
 def _traced(
     workload: Workload, config: StepConfig, mode: StepMode, fakes: FakeTensorMode | None, basis: str
-) -> tuple[TracedStep, list[OperatorCall]]:
+) -> TracedStep:
     with torch.compiler.set_stance("force_eager"):  # what the model's author compiled: fake tensors would crash it
         return _traced_eagerly(workload, config, mode, fakes, basis)
 
 
 def _traced_eagerly(
     workload: Workload, config: StepConfig, mode: StepMode, fakes: FakeTensorMode | None, basis: str
-) -> tuple[TracedStep, list[OperatorCall]]:
+) -> TracedStep:
     device = resolve_device(config.device)
     if fakes is not None:
         make_fake(workload.module, fakes, device)
@@ -129,7 +148,7 @@ def _traced_eagerly(
         owned = {WEIGHTS: [*module.parameters(), *module.buffers()], STATE: state, OTHER: tensors}
         with StepTracer(owned, trained) as tracer:
             step(batch, mode=mode, phase=tracer.phase)
-        if fakes is not None and (unknown := {call.name for call, _ in tracer.operators()} & _WORKSPACES):
+        if fakes is not None and (unknown := {each.name for each in tracer.operators()} & _WORKSPACES):
             raise UnsupportedError(f"the workspace of {unknown.pop()} is not known without running it")
         flops = None
         if config.checkpointing == "none":
@@ -137,7 +156,7 @@ def _traced_eagerly(
                 step(batch, mode="forward" if mode == "forward" else "forward-backward")
             flops = count() or None
     groups = _groups(module)
-    traced = TracedStep(
+    return TracedStep(
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         parameter_bytes=sum(parameter.nbytes for parameter in module.parameters()),
         trained_bytes=sum(parameter.nbytes for parameter in trained),
@@ -150,17 +169,11 @@ def _traced_eagerly(
         groups=len(groups),
         kept_groups=sum(groups[-_KEPT_GROUPS:]),
         moments={name: tuple(moments) for name, moments in tracer.moments().items()},
-        operators=tuple(_operator(call, count) for call, count in tracer.operators()),
+        operators=tracer.operators(),
         flops=flops,
         tokens=count_tokens(batch),
         basis=basis,
     )
-    return traced, [call for call, _ in tracer.operators()]
-
-
-def _operator(call: OperatorCall, count: int) -> TracedOperator:
-    is_half = call.dtype.itemsize == 2
-    return TracedOperator(call.phase, call.name, count, call.flops, call.bytes, is_half, call.product)
 
 
 _KEPT_GROUPS = 3

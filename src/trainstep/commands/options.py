@@ -53,7 +53,10 @@ DEFAULTS = {"cwd-copy": "in-place"}
 """Flags of the version before that are the default today → the flag for the opposite."""
 
 
-GONE = {"executor": "a sweep runs where it is started; on Slurm give its command to sbatch (docs/sweep.md)"}
+GONE = {
+    "executor": "a sweep runs where it is started; on Slurm give its command to sbatch (docs/sweep.md)",
+    "measure": "analyze measures rates for --calibration, and bench step a whole step",
+}
 """Flags that no command has any more → what to do instead."""
 
 

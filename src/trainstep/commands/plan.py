@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tyro.conf import FlagCreatePairsOff
-
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.commands.options import VARIED, Common, commas, flags_of, preset, short_name, sources
 from trainstep.commands.output import run_and_report
 
 if TYPE_CHECKING:
-    from trainstep.plan.machine import Cluster, Machine
+    from trainstep.plan.machine import Machine
+    from trainstep.plan.rows import PlanRequest
     from trainstep.rows.records import Row
 
 DEFAULT_SIZE = "2.7B"
@@ -39,9 +38,6 @@ class Plan(Common):
     """Your own model instead: package.module:factory, a function returning a trainstep.Workload. One step of it is
     traced, on tensors without data where that is possible. Precision is bf16 by default, all else as the workload has
     it; tensor parallelism and larger batches are planned for the built-in sizes alone."""
-    measure: FlagCreatePairsOff[bool] = False
-    """With --workload, where its device is here: time every operator of the traced step alone, in place of a
-    datasheet's rates, and hold the prediction against the whole step."""
     config: Path | None = None
     """TOML file with [model] and [step] tables, as defaults for the flags; by default a step in bf16 with fused
     attention and fused optimizer."""
@@ -81,7 +77,7 @@ class Plan(Common):
     """Folder for results.jsonl, tables/ and report.html. The default has a new folder for each launch."""
 
     def run(self) -> int:
-        from trainstep.plan.rows import PlanRequest, plan_records
+        from trainstep.plan.rows import plan_records
 
         if self.feed_forward:
             return self._feed_forward()
@@ -89,17 +85,12 @@ class Plan(Common):
         if self.workload is not None:
             with self.in_folder(self.workload) as own:
                 return run_and_report(self._own_records(self.workload), own.out, f"plan of {self.workload}")
-        if self.measure:
-            raise UsageError("--measure times the operators of a --workload; leave it out, or name one")
         model, step = preset(self.size, self.config, DEFAULT_SIZE, DEFAULT_STEP)
-        request = PlanRequest(
+        request = self._request(
+            self._machine(),
             name=short_name(self.size or self.config or DEFAULT_SIZE),
             model=dataclasses.replace(model, **self.model),
             step=dataclasses.replace(step, **self.step),
-            cluster=self._cluster(self._machine(), self.gpus_per_node, self.nodes),
-            tensor_parallel=self.tensor_parallel,
-            replicas=self.replicas,
-            blocks_per_group=self.blocks_per_group,
             policies=self.policies,
         )
         records = list(plan_records(request))  # complete, or an error, before anything is written
@@ -124,61 +115,39 @@ class Plan(Common):
 
     def _own_records(self, workload: str) -> Iterator[Row]:
         """The plan of a user's model. Complete, or an error, before its first row."""
-        from trainstep.bench.planning import machine_here, timed_here, traced_cases
+        from trainstep.bench.tracing import traced_cases
         from trainstep.measure.step import case_columns
-        from trainstep.plan.rows import PlanRequest, plan_records, refuse_for_own_models
+        from trainstep.plan.rows import plan_records, refuse_for_own_models
         from trainstep.step.workload import resolve_device
 
         refuse_for_own_models(self.tensor_parallel, self.blocks_per_group)
         (source,) = sources([self.size] if self.size else [], workload, None, list(self.model))
         own_step = preset(None, self.config, DEFAULT_SIZE, StepConfig(precision="bf16"))[1]
         step = dataclasses.replace(own_step, **self.step)
-        device = resolve_device(step.device)
-        check = None
-        if self.measure:
-            if self.device is not None or self.calibration:
-                raise UsageError("--measure takes the device that is here; leave out --device and --calibration")
-            machine = self._with_memory(machine_here(device, step.precision))
-        else:
-            machine = self._machine()
-        cases = traced_cases(source, step, self.policies, only_shapes=not self.measure)
-        if self.measure:
-            timed, check = timed_here(source, step)
-            cases[step.checkpointing] = dataclasses.replace(cases[step.checkpointing], step=timed)
-            how = f"{timed.basis}; its operators were timed alone on this device"
-        else:
-            how = f"{cases[step.checkpointing].step.basis}, with {device.type.upper()} kernels"
+        cases, machine = traced_cases(source, step, self.policies), self._machine()
+        how = f"{cases[step.checkpointing].step.basis}, with {resolve_device(step.device).type.upper()} kernels"
         machine = dataclasses.replace(machine, basis=f"{machine.basis}; {how}")
-        nodes = (self.gpus_per_node, self.nodes) if machine.is_connected else (1, 1)
         columns = case_columns(source, step)
-        request = PlanRequest(
-            name=source.name,
-            model=None,
-            step=step,
-            cluster=self._cluster(machine, *nodes),
-            tensor_parallel=self.tensor_parallel,
-            replicas=self.replicas,
-            blocks_per_group=self.blocks_per_group,
-            traced=cases,
-            own=[name for name in ("batch", "context", "attention", "optimizer") if columns[name] is None],
-        )
+        own = [name for name in ("batch", "context", "attention", "optimizer") if columns[name] is None]
+        request = self._request(machine, name=source.name, model=None, step=step, traced=cases, own=own)
         yield from list(plan_records(request))
-        if check is not None:
-            yield check
 
-    def _cluster(self, machine: Machine, gpus_per_node: int, nodes: int) -> Cluster:
+    def _request(self, machine: Machine, **case: Any) -> PlanRequest:
         from trainstep.plan.machine import Cluster
+        from trainstep.plan.rows import PlanRequest
 
-        if not machine.is_connected:
-            alone = f"{machine.name} is planned alone, as its connections are unknown"
-            flags = ("gpus_per_node", "nodes", "network_gb_s", "replicas")
-            self.refuse(f"{alone}, so {{flag}} has nothing to change; leave it out", *flags)
         if self.network_gb_s is not None:
             machine, rate = dataclasses.replace(machine, network={}), self.network_gb_s * 1e9
         else:
             measured = machine.network.get("all-reduce") or next(iter(machine.network.values()), None)
             rate = NETWORK_GB_S * 1e9 if measured is None else measured.bus_bytes_per_s
-        return Cluster(machine, gpus_per_node, nodes, rate)
+        return PlanRequest(
+            cluster=Cluster(machine, self.gpus_per_node, self.nodes, rate),
+            tensor_parallel=self.tensor_parallel,
+            replicas=self.replicas,
+            blocks_per_group=self.blocks_per_group,
+            **case,
+        )
 
     def _machine(self) -> Machine:
         from trainstep.base.hardware import require_device
@@ -191,9 +160,6 @@ class Plan(Common):
             machine = calibrated([row for path in self.calibration for row in read_records(path)], spec)
         else:
             machine = machine_of(spec or require_device("NVIDIA H200"))
-        return self._with_memory(machine)
-
-    def _with_memory(self, machine: Machine) -> Machine:
         if self.memory_gib is None:
             return machine
         if not 0 < self.memory_gib < 1e6:

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from trainstep.measure.costs import Tensors, operator_cost
 from trainstep.measure.memory import LiveStorages, StorageLife, storages_of
-from trainstep.plan.traced import Moment
+from trainstep.plan.traced import Moment, TracedOperator
 
 WEIGHTS, GRADIENTS, STATE, OTHER = "weights", "gradients", "optimizer state", "activations"
 
@@ -34,29 +35,6 @@ _DTYPE_NAMES = {
     torch.uint8: "unsigned char", torch.bool: "bool",
 }  # fmt: skip
 """dtype → what the profiler, and so `operator_cost`, calls it."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Remains of a tensor argument."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class OperatorCall:
-    """An operator with one kind of arguments."""
-
-    phase: str
-    name: str  # aten::mm
-    operator: Any  # the `OpOverload`
-    arguments: tuple[Any, Any]  # args and kwargs, with a `TensorSpec` for every tensor
-    dtype: torch.dtype  # of its first result
-    flops: float  # of a product, a convolution or fused attention; else 0
-    bytes: float
-    product: tuple[int, int, int, int] | None  # (batch, m, n, k) of a matrix product
 
 
 class StepTracer(LiveStorages):
@@ -71,8 +49,7 @@ class StepTracer(LiveStorages):
         self._owners: dict[int, str] = {}  # of a life, by its id
         self._noted: list[StorageLife] = []
         self._trained = list(trained)
-        self.calls: dict[Any, int] = {}
-        self._seen: dict[Any, OperatorCall] = {}
+        self._calls: Counter[TracedOperator] = Counter()
         self.spans: list[tuple[str, int, int]] = []  # phase, first and last state
         self._phase = ""
         super().__init__(on_new=lambda life, storage: self._noted.append(life))
@@ -108,15 +85,11 @@ class StepTracer(LiveStorages):
         new = [each for each in made if not before.issuperset(storages_of(each))]
         if not new and not changes:  # a view, or a question
             return
-        specs = tree_map(lambda each: _spec(each) if isinstance(each, Tensor) else each, (args, kwargs))
-        key = (self._phase, func, repr(specs))
-        if key not in self._seen:
-            self._seen[key] = _call(self._phase, func, specs, args, kwargs, given, new)
-        self.calls[key] = self.calls.get(key, 0) + 1
+        self._calls[_call(self._phase, func, args, kwargs, given, new)] += 1
 
-    def operators(self) -> list[tuple[OperatorCall, int]]:
-        """Operators that were called, and how often."""
-        return [(self._seen[key], count) for key, count in self.calls.items()]
+    def operators(self) -> tuple[TracedOperator, ...]:
+        """Operators that were called, in the order of their first calls."""
+        return tuple(replace(each, count=count) for each, count in self._calls.items())
 
     def owned_bytes(self, owner: str) -> int:
         """Bytes of what was there before, or, for gradients, at the end of backward."""
@@ -156,13 +129,7 @@ def _largest(moments: Iterable[Moment]) -> list[Moment]:
     return kept
 
 
-def _spec(tensor: Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-
-def _call(
-    phase: str, func: Any, specs: Any, args: Any, kwargs: Any, given: list[Tensor], new: list[Tensor]
-) -> OperatorCall:
+def _call(phase: str, func: Any, args: Any, kwargs: Any, given: list[Tensor], new: list[Tensor]) -> TracedOperator:
     schema = func._schema
     filled = [*args, *(kwargs.get(each.name, each.default_value) for each in schema.arguments[len(args) :])]
     changed = [
@@ -172,16 +139,8 @@ def _call(
     ]
     written = [*new, *(each for each in tree_leaves(changed) if isinstance(each, Tensor))]
     flops, product = _flops(schema.name, filled, given, new)
-    return OperatorCall(
-        phase=phase,
-        name=schema.name,
-        operator=func,
-        arguments=specs,
-        dtype=(written or given)[0].dtype,
-        flops=flops,
-        bytes=float(sum(map(_moved, given)) + sum(map(_moved, written))),
-        product=product,
-    )
+    moved = float(sum(map(_moved, given)) + sum(map(_moved, written)))
+    return TracedOperator(phase, schema.name, 1, flops, moved, (written or given)[0].dtype.itemsize == 2, product)
 
 
 def _moved(tensor: Tensor) -> int:

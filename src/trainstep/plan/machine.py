@@ -65,11 +65,6 @@ class Machine:
     interference: float = INTERFERENCE  # seconds that computing loses for each second of communication hidden behind it
     basis: str = ""  # where these figures come from, in a sentence
 
-    @property
-    def is_connected(self) -> bool:
-        """True if it is one of several; a CPU that was measured alone has no connection."""
-        return self.link.bus_bytes_per_s > 0
-
     def scheme_launch_seconds(
         self, strategy: Strategy, compiled: str, precision: str, blocks: int, blocks_per_group: int = 1
     ) -> float:

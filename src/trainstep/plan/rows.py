@@ -170,9 +170,7 @@ def refuse_for_own_models(tensor_parallel: int | None, blocks_per_group: int) ->
 
 
 def _strategies(request: PlanRequest) -> Sequence[Strategy]:
-    """All but tensor parallelism, which needs a mesh; one alone where nothing connects the devices."""
-    if not request.cluster.machine.is_connected:
-        return STRATEGIES[:1]
+    """All but tensor parallelism, which needs a mesh."""
     hybrid = _replicas(request, request.cluster) is not None
     return [each for each in STRATEGIES[:-1] if hybrid or each != "hsdp"]
 
@@ -295,7 +293,7 @@ def _limit_rows(request: PlanRequest, *, with_tensor: bool) -> Iterator[PlanLimi
 
 def _scaling_rows(request: PlanRequest, layouts: Sequence[Layout]) -> Iterator[PlanScalingRow]:
     """Throughput with the same batch on every GPU, up to `MOST_GPUS`: a row per number of GPUs and strategy."""
-    for gpus in gpu_counts() if request.cluster.machine.is_connected else (1,):
+    for gpus in gpu_counts():
         cluster = scaled(request.cluster, gpus)
         for layout in layouts:
             if gpus % layout.tensor or (layout.strategy == "single") != (gpus == 1):

@@ -6,8 +6,7 @@ frozen parameters included: they have no gradient and no state, and FSDP shards 
 
 Seconds come from the operators. A matrix product takes what `plan.roofline.product_seconds` says, a convolution its
 FLOPs at the rate of a large product, fused attention at `FUSED_ATTENTION` of it, none less than its bytes at the rate
-of a large copy; all else takes its bytes. Where operators were timed one by one (`trainstep plan --measure`), their
-times take the place of these. Tensor parallelism has no general form and is left out. Imports no torch.
+of a large copy; all else takes its bytes. Tensor parallelism has no general form and is left out. Imports no torch.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class TracedOperator:
     bytes: float
     is_half: bool  # whether its results have 16 bits per element
     product: tuple[int, int, int, int] | None = None  # (batch, m, n, k)
-    seconds: float | None = None  # of one call, where it was timed
 
 
 @dataclass(frozen=True)
@@ -206,8 +204,6 @@ class TracedCase:
 
 def operator_seconds(operator: TracedOperator, machine: Machine, precision: PrecisionName) -> float:
     """Seconds of one call."""
-    if operator.seconds is not None:
-        return operator.seconds
     moving = operator.bytes / machine.copy_bytes_per_s
     if not operator.flops:
         return moving

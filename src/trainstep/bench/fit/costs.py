@@ -37,8 +37,7 @@ from trainstep.checkpointing.policies import BlockPolicy, Policy
 from trainstep.checkpointing.recomputing import Checkpointing
 from trainstep.checkpointing.repeating import Block, Repeated
 from trainstep.measure.memory import LiveStorages, casts_parameter, storages_of
-from trainstep.measure.operators import quiet_clock
-from trainstep.measure.timing import DeviceClock, device_clock
+from trainstep.measure.timing import DeviceClock, device_clock, quiet_clock
 from trainstep.plan.fit import BlockCost, Result, Stored
 from trainstep.step.batches import map_tensors, tensors_of
 from trainstep.step.blocks import find_blocks
