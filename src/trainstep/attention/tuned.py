@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainstep.base.config import check_value
 from trainstep.base.errors import UsageError
-from trainstep.base.files import aside
+from trainstep.base.files import aside, read_json
 from trainstep.base.operators import ATTENTION
 
 if TYPE_CHECKING:
@@ -132,10 +132,8 @@ class Table(Generic[Case, Value]):
     def _users(self) -> dict[Case, Value]:
         path = self.user_file()
         try:
-            return self._read(path)
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            return self._read(path) if path.exists() else {}
+        except (ValueError, TypeError) as error:
             raise UsageError(
                 f"{path} is not a table of `trainstep tune attention` ({type(error).__name__}: {error}); delete it to "
                 "have the values that are shipped, and run `trainstep tune attention` to measure this GPU again"
@@ -144,7 +142,7 @@ class Table(Generic[Case, Value]):
     def _read(self, path: Path) -> dict[Case, Value]:
         names, kinds = typing.get_type_hints(self._case), typing.get_type_hints(self._value)
         entries = {}
-        for row in json.loads(path.read_text(encoding="utf-8")):
+        for row in read_json(path, list[dict[str, Any]]):
             _check_types(row, names | kinds)
             case = self._case(*(row[name] for name in names))
             entries[case] = self._value(**{name: _as_tuple(row[name]) for name in kinds})

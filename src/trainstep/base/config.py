@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from trainstep.base.errors import UsageError
+from trainstep.base.files import read_toml
 from trainstep.base.operators import AttentionImpl as AttentionImpl
 from trainstep.base.precision import PrecisionName
 
@@ -82,7 +82,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if (value := getattr(self, field.name)) <= 0:
+            if not 0 < (value := getattr(self, field.name)) < math.inf:
                 raise UsageError(f"{field.name} is {value}; expected a positive number")
         if self.d_model % self.num_heads:
             raise UsageError(
@@ -261,17 +261,16 @@ def load_toml(path: Path) -> FileConfig:
     Raises:
         UsageError: unreadable file, invalid TOML, an unknown key, or a value of the wrong type.
     """
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"cannot read the configuration {path}: {error}") from error
+    tables = read_toml(path, dict[str, Any], "the configuration ")
     if unknown := sorted(set(tables) - {"model", "step", "train"}):
         raise UsageError(f"{path}: unknown table or key {unknown[0]!r}; expected [model], [step] and [train]")
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise UsageError(f"{path}: {name} is {table!r}; expected a table, written [{name}]")
     model = dict(tables.get("model", {}))
-    base = resolve_size(str(model.pop("size", "tiny")))
+    if (size := str(model.pop("size", "tiny"))).endswith(".toml"):
+        raise UsageError(f"{path} [model]: size is {size!r}; expected a named size, not another file")
+    base = resolve_size(size)
     return FileConfig(
         model=replace_checked(base, model, where=f"{path} [model]"),
         step=replace_checked(StepConfig(), tables.get("step", {}), where=f"{path} [step]"),
@@ -304,4 +303,4 @@ def check_value(hint: Any, value: object, where: str) -> None:
     # Python takes True for 1: a truth value passes only where one is asked for.
     kinds = (int, float) if hint is float else hint
     if not isinstance(value, kinds) or isinstance(value, bool) is not (hint is bool):
-        raise UsageError(f"{where} is {value!r}; expected a value of type {hint.__name__}")
+        raise UsageError(f"{where} is {value!r}; expected a value of type {getattr(hint, '__name__', hint)}")

@@ -1,15 +1,139 @@
-"""Files that appear whole: written beside their place, and put there in one step. No link is followed."""
+"""Files that appear whole, and the reader of every JSON and TOML file that a user may have made or damaged.
+
+A file is written beside its place and put there in one step; no link is followed. The reader takes regular files
+alone, and has limits of size, of nesting and of numbers: its errors are one line with file, place, value and type.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
+import re
 import secrets
 import shutil
+import stat
+import tomllib
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
+from typing import Any, TypeVar
 
 from trainstep.base.errors import UsageError
+
+LARGEST = {"TOML": 2**20, "JSON": 2**26, "JSON Lines": 2**32}
+"""Bytes of a file. A row in memory takes three to five times its line."""
+DEEPEST = 32
+"""Levels of lists, tables and dotted keys."""
+_LONG = re.compile(rb"\d{20}")  # digits of a number that may need more than 64 bits
+_TEXTS = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'')
+_DOTTED = re.compile(rf"(?<![\w-])(?:[\w-]+[ \t]*\.[ \t]*){{{DEEPEST}}}")
+Shape = TypeVar("Shape")
+
+
+def open_regular(path: Path, what: str = "") -> BufferedReader:
+    """Open a file for reading, never a pipe, which may wait for ever, nor a device, which may never end.
+
+    Args:
+        what: "the configuration ", for the error.
+
+    Raises:
+        UsageError: it cannot be read, or is no regular file.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UsageError(f"cannot read {what}{path}: expected a regular file, not a folder, a pipe or a device")
+        return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except (OSError, ValueError) as error:  # a name may hold a zero
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"cannot read {what}{path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def read_lines(path: Path, what: str = "") -> Iterator[bytes]:
+    """The lines of a file of JSON Lines, each with its end; names may hold other ends of lines.
+
+    Raises:
+        UsageError: as `open_regular`, or the file is too large.
+    """
+    with open_regular(path, what) as file:
+        _check_size(file, path, "JSON Lines")
+        file.seek(3 * (file.peek(3)[:3] == b"\xef\xbb\xbf"))  # editors may put a mark before the first line
+        yield from file
+
+
+def read_json(path: Path, shape: type[Shape], what: str = "") -> Shape:
+    """The content of a JSON file, of a type that msgspec knows.
+
+    Raises:
+        UsageError: as `open_regular`; too large, no JSON, nested too deep, or of another type.
+    """
+    return _read(path, "JSON", shape, what)
+
+
+def read_toml(path: Path, shape: type[Shape], what: str = "") -> Shape:
+    """The content of a TOML file, of a type that msgspec knows; raises as `read_json`."""
+    return _read(path, "TOML", shape, what)
+
+
+def _read(path: Path, language: str, shape: type[Shape], what: str) -> Shape:
+    import msgspec  # here: a command's help needs no files
+
+    with open_regular(path, what) as file:
+        _check_size(file, path, language)
+        try:
+            return msgspec.convert(_parse(file.read(), language), shape)
+        except msgspec.ValidationError as error:
+            expected, _, place = str(error).partition(" - at ")
+            raise UsageError(f"{path}: {place.strip('`$.') or 'the whole file'}: {expected}") from error
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read {what}{path}: {error}") from error
+
+
+def _check_size(file: BufferedReader, path: Path, language: str) -> None:
+    if (size := os.fstat(file.fileno()).st_size) > LARGEST[language]:
+        raise UsageError(f"{path} has {size / 2**20:,.0f} MiB; at most {LARGEST[language] / 2**20:,.0f} are read")
+
+
+def parse_line(text: bytes) -> Any:
+    """The value of one line of JSON.
+
+    Raises:
+        ValueError: no JSON, nested too deep, or a number that is not finite or has more than 64 bits.
+    """
+    import msgspec
+
+    # msgspec is twice as fast, but refuses lone surrogates, which names may have.
+    with contextlib.suppress(msgspec.MsgspecError, RecursionError, ValueError):
+        if not _LONG.search(text):
+            return msgspec.json.decode(text)
+    return _parse(text, "JSON")
+
+
+def _parse(text: bytes, language: str) -> Any:
+    try:
+        content = text.decode("utf-8-sig")
+        if language == "TOML" and _DOTTED.search(_TEXTS.sub("text", content)):
+            raise RecursionError
+        value = (tomllib if language == "TOML" else json).loads(content)
+        _check_plain(value, "", 0, has_infinity=language == "TOML")
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"not {language}: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"values nested more than {DEEPEST} deep") from error
+    return value
+
+
+def _check_plain(value: Any, place: str, depth: int, has_infinity: bool) -> None:
+    if depth > DEEPEST:
+        raise RecursionError
+    if isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_plain(each, f"{place}.{key}".lstrip("."), depth + 1, has_infinity)
+    is_long = isinstance(value, int) and abs(value) >= 2**64  # no size, count or address is larger
+    if is_long or (isinstance(value, float) and not (has_infinity or math.isfinite(value))):
+        raise ValueError(f"{place} is {f'{value}'[:40]}; expected a finite number of 64 bits")
 
 
 @contextlib.contextmanager

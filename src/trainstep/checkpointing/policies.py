@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainstep.base.errors import UsageError
-from trainstep.base.files import aside
+from trainstep.base.files import aside, read_json
 
 FORMAT = "trainstep checkpointing 1"
 """Value of the file's `format`."""
@@ -85,10 +85,7 @@ class Policy:
         Raises:
             UsageError: no such file, or another content than `save` writes.
         """
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"cannot read the checkpointing policy {path}: {error}") from error
+        content = read_json(path, Any, "the checkpointing policy ")
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             said = f"trainstep memory --fit writes one, with {FORMAT!r} as its format"
             raise UsageError(f"{path} is no checkpointing policy; {said}")

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from trainstep.base.errors import UsageError
+from trainstep.base.files import open_regular
 
 METADATA = ".metadata"
 
@@ -75,7 +76,7 @@ def read_metadata(folder: Path) -> Metadata:
     Raises:
         UsageError: it asks for a name, or points to a file, that no checkpoint of torch does.
     """
-    with (folder / METADATA).open("rb") as file:
+    with open_regular(folder / METADATA) as file:
         found = _MetadataUnpickler(file).load()
     if not isinstance(found, Metadata):
         raise UsageError(f"{METADATA} holds no description of a checkpoint")

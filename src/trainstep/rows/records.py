@@ -7,14 +7,13 @@ import gc
 import json
 import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from trainstep.base.errors import UsageError
-from trainstep.base.files import aside, cannot_write
+from trainstep.base.files import aside, cannot_write, parse_line, read_lines
 from trainstep.rows import row_of
 from trainstep.rows.row import AnyRow as AnyRow
 from trainstep.rows.row import Row as Row
@@ -199,22 +198,24 @@ def read_records(path: Path) -> list[Row]:
     """
     if path.is_dir():
         raise UsageError(f"{path} is a folder; expected its {path / 'results.jsonl'}")
-    try:
-        # Editors may put a mark before the first line; names may hold other line ends.
-        with collection_paused(), path.open(encoding="utf-8-sig", newline="\n") as file:
-            rows = [_row_of_line(path, number, line) for number, line in enumerate(file, start=1) if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read results from {path}: {error}") from error
+    with collection_paused():
+        lines = enumerate(read_lines(path, "results from "), start=1)
+        rows = [_row_of_line(path, number, line) for number, line in lines if line.strip()]
     if not rows:
         raise UsageError(f"{path} holds no results; expected the results.jsonl of a trainstep run")
     return rows
 
 
-def _row_of_line(path: Path, number: int, line: str) -> Row:
+def _row_of_line(path: Path, number: int, line: bytes) -> Row:
     place = f"{path}, line {number}"
     try:
         columns = parse_line(line)
-        if not {"kind", "case"} <= set(columns) <= {"kind", "status", "reason", *SECTIONS}:
+        if not isinstance(columns, dict) or not {"kind", "case"} <= set(columns) <= {
+            "kind",
+            "status",
+            "reason",
+            *SECTIONS,
+        }:
             raise ValueError("not a row")
         if not all(isinstance(columns.get(name, {}), dict) for name in SECTIONS) or type(columns["kind"]) is not str:
             raise ValueError("a row with a section of the wrong type")
@@ -227,35 +228,6 @@ def _row_of_line(path: Path, number: int, line: str) -> Row:
         commit = columns.get("environment", {}).get("commit", "unknown")
         advice = f"Measure again, or read the file with the version that wrote it (commit {commit})"
         raise UsageError(f"{place}: {error}; expected a row of this version of trainstep. {advice}") from error
-
-
-def _finite(kind: Callable[[str], float], digits: str) -> float:
-    value = kind(digits)
-    if not abs(value) < (2**64 if kind is int else math.inf):  # no size, count or address is larger
-        raise ValueError(f"{digits[:40]}, which is no finite number of 64 bits")
-    return value
-
-
-_DECODER = json.JSONDecoder(
-    parse_constant=partial(_finite, float), parse_float=partial(_finite, float), parse_int=partial(_finite, int)
-)
-
-
-def parse_line(line: str) -> dict[str, Any]:
-    """Parse one JSON object of finite numbers. msgspec's own parser refuses lone surrogates, which names may have.
-
-    Raises:
-        ValueError: anything else.
-    """
-    try:
-        row = _DECODER.decode(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg})") from error
-    except RecursionError as error:
-        raise ValueError("values nested too deep") from error
-    if not isinstance(row, dict):
-        raise ValueError("not a row")
-    return row
 
 
 def of_kind(rows: Iterable[Row], kind: type[AnyRow]) -> list[AnyRow]:

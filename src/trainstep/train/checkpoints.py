@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainstep.base.errors import UsageError
+from trainstep.base.files import read_json
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
 from trainstep.parallel.checkpoint_files import Part, checksums, damaged_file, load_files, read_metadata
 from trainstep.parallel.fsdp.checkpoint import empty_optimizer, load_state_by_name, state_by_name
@@ -89,11 +90,11 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
     if older := [name_of(each) for each in steps_in(folder) if each < step]:
         instead = f"to go on from an older one, give --resume-from {older[-1]}"
     try:
-        note = json.loads((path / NOTE).read_text(encoding="utf-8"))
+        note = read_json(path / NOTE, dict[str, Any])
         files, sums = dict(note["files"]), dict(note.get("sha256", {}))
         if sums and note["note_sha256"] != _sum_of_note(note):
             raise ValueError("its content is not what was written")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"checkpoint {path} is damaged: {NOTE} cannot be read ({error}); {instead}") from error
     for name, size in files.items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
@@ -112,7 +113,7 @@ def _sum_of_note(note: Mapping[str, Any]) -> str:
 
 def tidy(folder: Path) -> None:
     """Remove what a killed process left half-written or half-removed."""
-    for path in folder.iterdir():
+    for path in folder.glob("*"):
         if _HIDDEN.fullmatch(path.name):
             shutil.rmtree(path)
 

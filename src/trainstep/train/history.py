@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from trainstep.base.errors import UsageError
+from trainstep.base.files import parse_line, read_lines
 from trainstep.base.schemes import SCHEMES
 from trainstep.base.stats import summarize
 from trainstep.rows import TrainRow
-from trainstep.rows.records import Scalar, Times, parse_line
+from trainstep.rows.records import Scalar, Times
 from trainstep.rows.row import decode_row
 
 DRAW = ("-m", "trainstep", "report")
@@ -37,21 +38,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         UsageError: the file cannot be read, or another line is damaged. Nothing is removed.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(read_lines(path) if path.exists() else (), start=1):
         try:
-            row = json.loads(line.decode())
+            row = parse_line(line)
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):
                 raise ValueError("not the row of an update")
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                break  # what stands after the last line's end: nothing, or half a row
+        except ValueError as error:
+            if not line.endswith(b"\n"):
+                break  # half a row
             raise UsageError(
                 f"{path}, line {number} is damaged ({error}); mend that line or delete it, and start again: the rows "
                 "around it are good"
@@ -78,7 +73,7 @@ def history(folder: Path) -> TrainRow:
         made = record_of(told["case"], rows, first, environment=told["environment"])
         series = dict(made.series) | _curves(rows)
         sections = {"case": made.case, "values": made.values, "series": series, "environment": made.environment}
-        row = decode_row(TrainRow, **parse_line(json.dumps(sections)))
+        row = decode_row(TrainRow, **parse_line(json.dumps(sections).encode()))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(
             f"{path} has rows that are not a training run's ({type(error).__name__}: {error}); give the --out of a run "

@@ -19,12 +19,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch.distributed as dist
 
 from trainstep.base.errors import UsageError
-from trainstep.base.files import aside
+from trainstep.base.files import aside, read_json
 from trainstep.base.guards import StopSignals, held_folder
 from trainstep.measure.environment import device_name
 from trainstep.parallel.process import AgreedError, Process, is_restart, on_all_ranks, on_first_rank
@@ -260,6 +260,10 @@ class _Run:
         )
 
 
+class _RunFile(TypedDict):
+    identity: dict[str, Any]
+
+
 RUN = "run.json"  # what the run is: written once, at its start
 CHECKPOINTS = "checkpoints"
 RESULTS = "results.jsonl"  # written at the run's end, and so the sign of it
@@ -327,10 +331,7 @@ def open_folder(
             )
         _begin(out, identity)
         return Start(is_new=True, checkpoint=None)
-    try:
-        theirs = json.loads((out / RUN).read_text(encoding="utf-8"))["identity"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{out / RUN} cannot be read ({error}); choose another --out") from error
+    theirs = read_json(out / RUN, _RunFile, "the run ")["identity"]
     _check_same(out, identity, theirs)
     checkpoint, later = None, []
     if (step := _choose(out, steps, resume_from, is_restart)) is not None:

@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from trainstep.base.config import StepConfig, load_toml, resolve_size
 from trainstep.base.errors import UsageError
+from trainstep.base.files import read_toml
 from trainstep.bench.cases import expand
 from trainstep.rows import (
     AttentionRow,
@@ -156,10 +156,7 @@ def load_grid(path: Path, parse: Parser, out: Path = Path()) -> Grid:
     Raises:
         UsageError: unreadable, no grid, or a key or value that the command does not know; the message names the key.
     """
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"cannot read the sweep {path}: {error}") from error
+    tables = read_toml(path, dict[str, Any], "the sweep ")
     try:
         return _checked(tables, parse, out.resolve() / "cases")
     except UsageError as error:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from trainstep.base.errors import UsageError
+from trainstep.base.files import open_regular
 from trainstep.measure.allocations.history import History, NotAHistory
 from trainstep.measure.allocations.timeline import Timeline
 from trainstep.rows.records import collection_paused
@@ -58,7 +59,7 @@ def load_snapshot(path: Path) -> Snapshot:
     """Read a snapshot from a pickle, running none of its code; `UsageError` if it is none, or takes too much memory."""
     try:
         size = path.stat().st_size
-        with path.open("rb") as file, _memory_fence(_FENCE + _GROWTH * size), collection_paused():
+        with open_regular(path) as file, _memory_fence(_FENCE + _GROWTH * size), collection_paused():
             if (start := file.read(1)) not in (b"", b"\x80"):
                 hint = f"; if it is a trace: trainstep profile --from {path}" if start in (b"{", b"\x1f", b"S") else ""
                 raise UsageError(f"{path} starts with {start!r}, as no pickle of torch does; {_HOW}{hint}")

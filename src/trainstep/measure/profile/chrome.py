@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainstep.base.errors import UsageError
+from trainstep.base.files import open_regular
 from trainstep.measure.costs import Tensors
 from trainstep.measure.profile.json_stream import NotAsExpected, fields_of
 from trainstep.measure.profile.ranges import RangeKind, classify_range
@@ -94,7 +95,7 @@ def _said(event: dict[str, Any] | None, error: Exception) -> str:
 
 
 def _pickle_hint(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         is_pickle = file.read(1) == b"\x80"
     return f"; if it is a memory snapshot: trainstep memory --from {path}" if is_pickle else ""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainstep.base.errors import UsageError
+from trainstep.base.files import open_regular
 
 LARGEST_VALUE = 2**22  # characters of one field, or of one element of a list
 _PIECE = 2**22  # bytes read at once
@@ -37,11 +38,10 @@ def fields_of(path: Path, listed: str) -> Iterator[tuple[str, Any]]:
         UsageError: it cannot be read, is cut short or damaged, or holds far more than its size allows.
     """
     try:
-        with path.open("rb") as file:
-            is_gzip = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rb") if is_gzip else path.open("rb") as stream:
+        with open_regular(path) as file:
+            is_gzip = file.peek(2)[:2] == b"\x1f\x8b"
             most = _ROOM + _GROWTH * path.stat().st_size if is_gzip else None
-            yield from _Reader(path, stream, most).fields(listed)
+            yield from _Reader(path, gzip.GzipFile(fileobj=file) if is_gzip else file, most).fields(listed)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UsageError(f"{path} is cut short or damaged: {error}; export it again") from error
     except OSError as error:

@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import quote
 
 from trainstep.base.errors import UsageError
+from trainstep.base.files import open_regular
 from trainstep.measure.profile.chrome import DAY_US, impossible
 from trainstep.measure.profile.ranges import classify_range
 from trainstep.measure.profile.trace import Launch, Range, Stream, Thread, Trace, Work, WorkKind
@@ -71,11 +72,8 @@ def require_nsys(command: Sequence[str]) -> None:
 
 def is_sqlite(path: Path) -> bool:
     """True if a file begins as SQLite databases do; `UsageError` if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    with open_regular(path) as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def read_nsys(path: Path) -> Trace:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from trainstep.base.errors import UsageError
+from trainstep.base.files import read_json
 from trainstep.parallel.checkpoint_files import METADATA, checksums, damaged_file, load_files, read_metadata
 from trainstep.parallel.fsdp.extra_state import is_extra_state, set_extra_states
 from trainstep.parallel.fsdp.shards import by_identity
@@ -98,10 +99,9 @@ def _damage(folder: Path) -> str | None:
         warnings.warn(f"{folder} has no {SUMS}, so damage to it goes unnoticed; save it anew", stacklevel=3)
         return None
     try:
-        sums = dict(json.loads((folder / SUMS).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        return f"{SUMS} cannot be read ({error})"
-    return damaged_file(folder, sums)
+        return damaged_file(folder, read_json(folder / SUMS, dict[str, str]))
+    except UsageError as error:
+        return str(error)
 
 
 def state_by_name(
