@@ -96,11 +96,11 @@ def test_a_script_sees_what_plain_python_shows_it(how, tmp_path, folder):
     own = folder.parent / "own"
     own.mkdir()
     (own / "sitecustomize.py").write_text("print('sitecustomize', __file__)")
-    for env in ({}, {"PYTHONPATH": str(own), "LAST": "1"}):
+    for env in ({}, {"PYTHONPATH": ""}, {"PYTHONPATH": str(own), "LAST": "1"}):
         plain, under, log = both(tmp_path, [sys.executable, *words], env=env)
         assert under == plain
         assert plain[0] == 0, plain
-        assert ("sitecustomize" in plain[1]) is bool(env)
+        assert ("sitecustomize" in plain[1]) is ("LAST" in env)
         assert (log.has_begun, log.code, log.ended["how"]) == (True, 0, "returned")
 
 
@@ -307,7 +307,8 @@ def test_signals_at_random_moments_end_in_documented_codes(number, how, tmp_path
                 told, written = output.read(), errors.read()
             killer.wait()
             log = read_log(log_path(folder / "out", 0))
-            assert code in (0, -number), (turn, after_s, written)
+            starts = "Fatal Python error: init_" in written  # so Python dies of a Ctrl-C while it starts
+            assert code in (0, -number) or (code == 1 and starts), (turn, after_s, written)
             assert "trainstep" not in written, written
             assert [each["number"] for each in log.signals] in ([], [number])
             assert bool(log.signals) or code == 0

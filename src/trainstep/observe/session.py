@@ -51,8 +51,8 @@ class Plan:
 
 
 JOINED = (
-    "forward includes the loss where no call of a model was seen: a class of torch's such as nn.Sequential is not "
-    "observed; trainstep run --deep tells them apart"
+    "forward includes the loss and all else before backward, where no call of a model was seen: a class of torch's "
+    "such as nn.Sequential is not observed; trainstep run --deep tells them apart"
 )
 _STARTS_WORKERS = _MultiProcessingDataLoaderIter.__init__.__code__
 Mark = tuple[float, Any]  # the host's clock, and an event in the device's queue or None

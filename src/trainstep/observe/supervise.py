@@ -195,15 +195,16 @@ def run_script(
         TimeoutError: it took longer than `limit_s`, or `is_over` said so, and it was ended.
     """
     file = log_path(folder, rank.rank).absolute()
+    environment = dict(options.pop("env", os.environ))
     task = {
         "log": str(file),
         "rank": rank.rank,
         "script": command.name,
         "verbatim": is_verbatim,
+        "has_path": "PYTHONPATH" in environment,
         "plan": {**plan, "folder": str(file.parent)},
         **further,
     }
-    environment = dict(options.pop("env", os.environ))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [START, environment.get("PYTHONPATH", "")]))
     environment["TRAINSTEP_TASK"] = str(file.with_suffix(".task"))
     try:

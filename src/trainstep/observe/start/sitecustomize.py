@@ -19,14 +19,28 @@ if TYPE_CHECKING:
 STOPS = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 
 
+class _Undisturbed:
+    """A signal that comes meanwhile is sent again when no frame of ours is there, for the script's handler or as a
+    KeyboardInterrupt."""
+
+    def __enter__(self) -> None:
+        self._before = _signal.pthread_sigmask(_signal.SIG_BLOCK, STOPS)
+
+    def __exit__(self, *_: object) -> None:
+        late = [_signal.sigwait([each]) for each in _signal.sigpending() if each in STOPS]
+        _signal.pthread_sigmask(_signal.SIG_SETMASK, self._before)
+        if late:
+            _thread.start_new_thread(_send_again, (late,))
+
+
+_undisturbed = _Undisturbed()
+
+
 def _begin() -> None:
     here, loaded = os.path.dirname(__file__), set(sys.modules)
     file = os.environ.pop("TRAINSTEP_TASK", None)
     added = os.environ.get("PYTHONPATH", "").split(os.pathsep)[1:]
-    if added:
-        os.environ["PYTHONPATH"] = os.pathsep.join(added)  # in its place among the others
-    else:
-        os.environ.pop("PYTHONPATH", None)
+    os.environ["PYTHONPATH"] = os.pathsep.join(added)  # in its place among the others
     sys.path.remove(here)
     sys.path_importer_cache.pop(here, None)
     if file is None:
@@ -34,6 +48,8 @@ def _begin() -> None:
     with open(file, "rb") as opened:
         task = marshal.load(opened)
     os.unlink(file)
+    if not task["has_path"]:  # an empty one is the same to Python, and not to a script
+        del os.environ["PYTHONPATH"]
     name, folder = "trainstep.observe.imports", os.path.dirname(here)
     ours: dict[str, Any] = {"__name__": name}
     exec(type(__loader__)(name, f"{folder}/imports.py").get_code(name), ours)  # type: ignore[name-defined]
@@ -50,20 +66,14 @@ def _begin() -> None:
     def measure() -> None:
         if os.getpid() != process:
             return
-        before = _signal.pthread_sigmask(_signal.SIG_BLOCK, STOPS)
         try:
-            with beside:
+            with _undisturbed, beside:
                 if not runs:
                     run()
                 runs[0].measure()
         except Exception:  # the script goes on, and the parent sees that nothing was measured
             if "trial" in task:
                 raise
-        finally:
-            late = [_signal.sigwait([each]) for each in _signal.sigpending() if each in STOPS]
-            _signal.pthread_sigmask(_signal.SIG_SETMASK, before)
-            if late:  # the script's handler, or KeyboardInterrupt, when no frame of ours is there
-                _thread.start_new_thread(_send_again, (late,))
 
     def end() -> None:
         if os.getpid() != process:
@@ -113,7 +123,8 @@ def _high(descriptor: int) -> int:
 
 if __name__ == "sitecustomize":
     try:
-        _begin()
+        with _undisturbed:
+            _begin()
     except Exception as _error:  # the script runs without us, and the parent sees that nothing has begun
         del _error
     del sys.modules[__name__]
