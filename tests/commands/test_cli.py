@@ -302,11 +302,6 @@ def test_a_model_that_fits_no_memory_is_one_line(tmp_path):
     assert line.endswith("on more processes takes less")
 
 
-@pytest.mark.parametrize("words", [["bench", "step", "--precision", "fp8"], ["analyze", "--batch", "many"], ["fly"]])
-def test_flags_that_cannot_be_parsed(words):
-    assert main_code(words) == 2
-
-
 def test_debug_shows_the_traceback():
     with pytest.raises(UsageError, match="unknown size"):
         main(["analyze", "--size", "huge", "--debug"])

@@ -11,7 +11,8 @@ import pytest
 from tests.observe.measuring import SCRIPTS
 from trainstep.base.errors import UsageError
 from trainstep.ladder.ranks import Leader, Order, check_one_host
-from trainstep.observe.supervise import Rank, command_of
+from trainstep.observe.command import command_of
+from trainstep.observe.supervise import Rank
 from trainstep.rows import ChangeRow
 from trainstep.rows.records import of_kind, read_records
 
@@ -19,7 +20,8 @@ FOLLOW = """
 import os, sys
 from pathlib import Path
 from trainstep.ladder.ranks import follow
-from trainstep.observe.supervise import Rank, command_of
+from trainstep.observe.command import command_of
+from trainstep.observe.supervise import Rank
 sys.exit(follow(command_of([sys.argv[1]]), Rank.of(os.environ), Path(sys.argv[2])))
 """
 

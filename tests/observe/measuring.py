@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 from trainstep.ladder.ranks import Leader
+from trainstep.observe.command import command_of
 from trainstep.observe.log import LogWriter, log_path, read_log
 from trainstep.observe.rows import script_records
 from trainstep.observe.session import Plan, Session
-from trainstep.observe.supervise import Rank, command_of
+from trainstep.observe.supervise import Rank
 from trainstep.rows.records import read_records
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -4,6 +4,7 @@ import dataclasses
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,8 @@ from tests.observe.measuring import SCRIPTS, run_command, sentences
 from trainstep.base.errors import UsageError
 from trainstep.commands.cli import parse
 from trainstep.commands.run import split_script
-from trainstep.observe.supervise import Rank, command_of
+from trainstep.observe.command import command_of
+from trainstep.observe.supervise import Rank
 from trainstep.rows import ChangeRow, DtypeRow, PeakRow, ScriptRow
 from trainstep.rows.records import of_kind, read_records
 
@@ -46,10 +48,13 @@ def test_scripts_and_modules_are_told_from_the_interpreter(tmp_path):
     [
         ([], "nothing to run"),
         (["train.py"], "no script train.py"),
-        (["torchrun", "train.py"], "torchrun --nproc-per-node=8 -m trainstep run"),
-        (["accelerate", "launch", "train.py"], "put it in front"),
+        (["torchrun", "--nproc-per-node=2"], "type torchrun --nproc-per-node=2 -m trainstep run train.py"),
+        (["uv", "run", "train.py"], "type uv run trainstep run train.py"),
+        (["a program", "--lr", "3"], "type trainstep run '.*/a program' --lr 3"),
+        (["train.sh", "3"], "and type bash train.sh 3"),
+        (["env/bin/python3.9", "train.py"], "has no torch; type trainstep run python train.py"),
+        (["env/bin/python", "-m", "package.train"], "has no torch; type trainstep run python -m package.train"),
         (["python"], "python is given no script"),
-        (["python", "-c", "print()"], "-c names no script"),
         (["-m"], "-m is given no module"),
         (["/nowhere/python3", "train.py"], "there is no /nowhere/python3"),
         (["."], "without a __main__.py"),
@@ -57,6 +62,13 @@ def test_scripts_and_modules_are_told_from_the_interpreter(tmp_path):
 )
 def test_what_is_no_script_is_said(words, said, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}/env/bin")
+    Path("env/bin").mkdir(parents=True)
+    for name, text in {"a program": "#! python\n", "uv": "#!/bin/sh\n", "python": "#!/bin/sh\nexit 1"}.items():
+        Path("env/bin", name).write_text(text)
+        Path("env/bin", name).chmod(0o755)
+    Path("env/bin/python3.9").symlink_to("python")
+    Path("train.sh").touch()
     with pytest.raises(UsageError, match=said):
         command_of(words)
 

@@ -10,8 +10,9 @@ import pytest
 from tests.observe.measuring import SCRIPTS, measure, run_command, sentences
 from trainstep.commands import deep
 from trainstep.commands.deep import DeepRun
+from trainstep.observe.command import command_of
 from trainstep.observe.instruments import steps_needed
-from trainstep.observe.supervise import Rank, command_of
+from trainstep.observe.supervise import Rank
 from trainstep.rows import DtypeRow, KernelRow, PeakRow, ProfileRow, ScriptRow
 from trainstep.rows.records import of_kind, read_records
 

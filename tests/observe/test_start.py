@@ -13,9 +13,10 @@ import pytest
 
 from tests.observe.measuring import run_command, sentences
 from trainstep.base.errors import UsageError
+from trainstep.observe.command import command_of
 from trainstep.observe.log import log_path, read_log
 from trainstep.observe.rows import how_it_ended
-from trainstep.observe.supervise import Rank, _told, command_of, run_script
+from trainstep.observe.supervise import Rank, _told, run_script
 from trainstep.rows import ScriptRow
 from trainstep.rows.records import of_kind
 

@@ -227,6 +227,15 @@ def shown(compared):
     return dict(zip(table.columns, table.texts()[0], strict=True))
 
 
+def test_steps_of_a_script_are_compared_where_each_takes_as_many_samples():
+    before, after, larger = (
+        row_of("script", {"workload": "train.py"}, {"samples_per_step": count}, samples=step(ms).samples)
+        for ms, count in ((100.0, 8), (80.0, 8), (150.0, 16))
+    )
+    assert [compare([before], [row])[0].verdict for row in (after, larger)] == ["faster", "work differs"]
+    assert shown(compare([before], [larger])[0])["tokens or samples per step"] == "8 → 16"
+
+
 def test_losses_that_differ_leave_no_verdict_on_times():
     (only,) = compare([training([4.0, 2.0, 1.0], 100.0)], [training([4.0, 2.1])])
     assert only.losses.difference == pytest.approx(0.05)
@@ -257,17 +266,18 @@ def test_steps_of_other_numbers_of_tokens_get_no_verdict_on_times():
     whole, half = (replace(step(ms), tokens_per_s=96_000.0 / ms * 100) for ms in (200.0, 100.0))
     rows = [replace(whole, tokens_per_s=tokens / 0.2) for tokens in (96_000, 48_000, 96_001)]
     (other,) = compare([rows[0]], [replace(half, tokens_per_s=48_000 / 0.1)])
-    assert other.verdict == "tokens differ"
-    assert shown(other)["tokens per step"] == "96,000 → 48,000"
+    assert other.verdict == "work differs"
+    assert shown(other)["tokens or samples per step"] == "96,000 → 48,000"
     (alike,) = compare([rows[0]], [replace(half, tokens_per_s=96_001 / 0.1)])
     assert alike.verdict == "faster", "six digits are written"
-    assert "tokens per step" not in shown(alike)
+    assert "tokens or samples per step" not in shown(alike)
     (apart,) = compare([rows[0]], [replace(half, tokens_per_s=96_002.4 / 0.1)])
-    assert apart.verdict == "tokens differ"
+    assert apart.verdict == "work differs"
     table = comparison_table([other, alike], "")
-    assert [texts[table.columns.index("tokens per step")] for texts in table.texts()] == ["96,000 → 48,000", ""]
+    column = table.columns.index("tokens or samples per step")
+    assert [texts[column] for texts in table.texts()] == ["96,000 → 48,000", ""]
     later = [rows[0], replace(rows[1], repeat=1)]
-    assert [compare(*pair)[0].verdict for pair in ((later, rows[:1]), (rows[:1], later))] == ["tokens differ"] * 2
+    assert [compare(*pair)[0].verdict for pair in ((later, rows[:1]), (rows[:1], later))] == ["work differs"] * 2
 
 
 def test_no_pass_may_have_other_losses_than_the_first():

@@ -282,9 +282,14 @@ def test_reading_looks_for_no_circles_and_leaves_the_collector_as_it_was(tmp_pat
         (gc.enable if before else gc.disable)()
 
 
-def test_a_folder_is_told_its_file(tmp_path):
-    with pytest.raises(UsageError, match=r"is a folder; expected its .*results\.jsonl"):
+def test_a_folder_stands_for_the_results_in_it(tmp_path):
+    """That of all launches stands for the newest."""
+    for number in (1, 2):
+        write_whole(tmp_path / f"0{number}-train" / "results.jsonl", [record()] * number)
+    with pytest.raises(UsageError, match=r"cannot read results from .*results\.jsonl"):
         read_records(tmp_path)
+    (tmp_path / "latest").symlink_to("02-train")
+    assert [len(read_records(tmp_path / name)) for name in ("01-train", "latest", "")] == [1, 2, 2]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n\n", b"\xff\xfe"])

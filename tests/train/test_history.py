@@ -182,7 +182,7 @@ def test_the_command_draws_runs_and_results(killed, tmp_path, capsys):
     assert leave_with(["report", str(killed), str(killed)]) == 2
     assert "say where with --out" in capsys.readouterr().err
     assert leave_with(["report", str(tmp_path)]) == 2
-    assert "is not there; give the --out of a run" in capsys.readouterr().err
+    assert f"cannot read results from {tmp_path / 'results.jsonl'}" in capsys.readouterr().err
 
 
 def test_train_leaves_a_page(tmp_path, capsys):

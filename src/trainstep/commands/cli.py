@@ -7,11 +7,10 @@ that `--help` answers at once.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
-import itertools
 import logging
 import os
-import shlex
 import signal
 import sys
 import threading
@@ -30,7 +29,7 @@ from trainstep.commands.output import BAD_INPUT, output_failed, steady_outputs
 from trainstep.commands.plan import Plan
 from trainstep.commands.profile import Analyze, Dtypes, Profile
 from trainstep.commands.report import Report
-from trainstep.commands.run import Run, parse_run, split_script
+from trainstep.commands.run import Run, split_script
 from trainstep.commands.sweep import Sweep
 from trainstep.commands.train import Train
 
@@ -47,7 +46,8 @@ def parse(words: Sequence[str]) -> Common:
     if words[:1] != ["run"]:
         return parse_as(COMMANDS, words)
     own, script = split_script(words[1:])
-    return parse_run(parse_as(COMMANDS, ["run", *own]), script)
+    command: Any = parse_as(COMMANDS, ["run", *own])
+    return dataclasses.replace(command, script=script)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -63,7 +63,9 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def _run(words: Sequence[str]) -> int:
     try:
-        command = _parse_as_rank(words) if _is_rank() else parse(words)
+        is_silent = _is_rank() and os.environ["RANK"] != "0"  # the help, which is printed while words are parsed
+        with contextlib.redirect_stdout(io.StringIO()) if is_silent else contextlib.nullcontext():
+            command = parse(words)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except UsageError as error:
@@ -106,24 +108,6 @@ def _say(mistake: str) -> int:
             return 0 if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] else BAD_INPUT
     print(f"trainstep: {mistake}", file=sys.stderr)
     return BAD_INPUT
-
-
-def _parse_as_rank(words: Sequence[str]) -> Common:
-    """Parse as `parse` does; a mistake is a line, which one rank prints."""
-    told = io.TextIOWrapper(io.BytesIO(), "utf-8")
-    try:
-        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
-            return parse(words)
-    except SystemExit as error:
-        told.seek(0)
-        if not error.code:
-            if os.environ["RANK"] == "0":
-                print(told.read(), end="")
-            raise
-        _title, *box = told.read().splitlines()  # its first paragraph ends with a rule, or with an empty line
-        mistake = " ".join(itertools.takewhile(bool, (line.strip(" │─╰╯") for line in box)))
-        named = itertools.takewhile(lambda word: not word.startswith("-"), words)
-        raise SystemExit(_say(f"{mistake.rstrip('.')}; see {shlex.join(['trainstep', *named, '--help'])}")) from None
 
 
 @contextlib.contextmanager

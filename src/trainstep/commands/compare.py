@@ -16,15 +16,15 @@ from trainstep.commands.output import CASE_FAILED, console_for_output, show_tabl
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(Common):
-    """Compare two result files: a ratio with its interval per matching row, and a verdict where it is due.
+    """Compare the results of two runs: a ratio with its interval per matching row, and a verdict where it is due.
 
     The exit code is 1 where a case that the first file has times of went wrong, or failed, in the second.
     """
 
     old: Positional[Path]
-    """results.jsonl of the run before."""
+    """Folder of the run before, such as results/run/01-train, or its results.jsonl."""
     new: Positional[Path]
-    """results.jsonl of the run after."""
+    """Folder of the run after, or its results.jsonl."""
     spread: float = RUN_SPREAD
     """Relative difference by which intervals are widened where a file has one run of a case; where both have several,
     as `bench ab` writes them, the interval holds between runs and needs no widening."""

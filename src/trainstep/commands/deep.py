@@ -16,9 +16,10 @@ from trainstep.base.files import remove
 from trainstep.commands.output import console_for_output
 
 if TYPE_CHECKING:
+    from trainstep.observe.command import Command
     from trainstep.observe.copying import Copies
     from trainstep.observe.log import RankLog
-    from trainstep.observe.supervise import Command, Rank
+    from trainstep.observe.supervise import Rank
     from trainstep.rows.records import Row
 
 WAITED_S = 60.0

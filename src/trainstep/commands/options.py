@@ -5,8 +5,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import difflib
 import inspect
+import io
 import itertools
+import re
+import shlex
 import sys
 import textwrap
 import typing
@@ -23,6 +27,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from trainstep.base.config import SHAPE, SIZES, ModelConfig, StepConfig, check_value, load_toml, resolve_size
 from trainstep.base.errors import UsageError
 from trainstep.base.guards import launch_folder
+from trainstep.observe.command import script_at
 
 if TYPE_CHECKING:
     from trainstep.base.precision import PrecisionName
@@ -36,14 +41,57 @@ DESCRIPTION = "Shows where a Transformer training step spends its time and memor
 def parse_as(commands: Any, words: Sequence[str]) -> Common:
     """The words as an instance of one of the commands' classes, given as their union.
 
-    Raises SystemExit for words that cannot be parsed, when what is wrong was printed, and after --help; UsageError for
-    a flag that is gone.
+    Raises SystemExit after --help, which was printed; UsageError for other words that name no command and its flags.
     """
-    config = (OmitArgPrefixes, DisallowNone)
-    given = [_renamed(word) for word in words if not _is_default(word)]
-    parsed: Any = tyro.cli(commands, args=given, prog="trainstep", description=DESCRIPTION, config=config)
+    options: Any = {"prog": "trainstep", "description": DESCRIPTION, "config": (OmitArgPrefixes, DisallowNone)}
+    given, told = [_renamed(word) for word in words if not _is_default(word)], io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            parsed, unknown = tyro.cli(commands, args=given, return_unknown_args=True, **options)
+    except SystemExit as error:
+        if error.code:
+            raise UsageError(_mistake(given, (), told.getvalue())) from None
+        raise
     command: Common = getattr(parsed, "experiment", parsed)
+    if unknown:
+        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(told):
+            tyro.cli(type(command), args=["--help"], **options)
+        raise UsageError(_mistake(given, unknown, told.getvalue()))
     return command
+
+
+def _mistake(words: Sequence[str], unknown: Sequence[str], told: str) -> str:
+    """A mistake in one line, with the words to type where they are known.
+
+    Args:
+        words: all of them.
+        unknown: those that the parser does not take; without any, the mistake is another.
+        told: the parser's own words for that, else the command's help.
+    """
+    named = list(itertools.takewhile(str.isalpha, words))[: 2 if words[:1] == ["bench"] else 1]
+    command, commands = shlex.join(["trainstep", *named]), re.search("Expected one of {([^}]*)}", told)
+    of_script = unknown or (words if commands else ())
+    if (at := script_at(of_script)) is not None:
+        begin = words.index(of_script[at])
+        flags = OF_SCRIPTS.get(named[-1], []) if named else words[:begin]
+        return f"only trainstep run takes a script; type {shlex.join(['trainstep', 'run', *flags, *words[begin:]])}"
+    if unknown:
+        known, others = re.findall(r"--[\w-]+", told), f"{command} --help"
+        key = next((each for each in unknown if each.startswith("-")), unknown[0]).partition("=")[0]
+        what = f"{key} stands in front of the command's name" if key in known else f"unknown {key}"
+    elif commands:
+        known, key, what = re.findall(r"\w+", commands[1]), command.rpartition(" ")[2], f"{command} names no command"
+        others = ", ".join(known)
+    else:  # the first paragraph below the title of a box, between rules or empty lines
+        lines = (line.strip(" │|╰╯") for line in re.sub(r"\x1b\[[\d;]*m", "", told).splitlines()[1:])
+        parts = itertools.groupby(lines, lambda line: bool(line.strip("─-")))
+        return f"{next(' '.join(part) for is_text, part in parts if is_text).rstrip('.')}; see {command} --help"
+    close = set(difflib.get_close_matches(key, known, 1, cutoff=0.75)) - {key}
+    return f"{what}{''.join(f'; did you mean {each}?' for each in close)} ({others})"
+
+
+OF_SCRIPTS = {"ladder": ["--ladder"], "memory": ["--deep"], "profile": ["--deep"], "dtypes": ["--deep"]}
+"""Command that takes no script → flags of `run` that show of a script what it shows."""
 
 
 RENAMED = {"rungs": "changes"}

@@ -16,12 +16,13 @@ from tyro.conf import FlagCreatePairsOff, Suppress
 
 from trainstep.base.errors import UsageError
 from trainstep.base.guards import StopSignals
-from trainstep.commands.options import RENAMED, Common
+from trainstep.commands.options import RENAMED, Common, words_of
 from trainstep.commands.output import console_for_output, show_report
 
 if TYPE_CHECKING:
     from trainstep.commands.deep import DeepRun
-    from trainstep.observe.supervise import Command, Rank
+    from trainstep.observe.command import Command
+    from trainstep.observe.supervise import Rank
     from trainstep.rows.records import Row
 
 LADDER_STEPS = 30
@@ -69,13 +70,14 @@ class Run(Common):
     script: Suppress[tuple[str, ...]] = ()
 
     def run(self) -> int:
-        from trainstep.observe.supervise import Rank, command_of
+        from trainstep.observe.command import command_of
+        from trainstep.observe.supervise import Rank
 
         for name in ("steps", "profiled_steps", "profile_after"):
             least, value = int(name == "steps") * (LEAST_STEPS if self.ladder else 1), getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"{name.replace('_', '-')} is {value}; expected {least} or more")
-        command, rank = command_of(self.script), Rank.of(os.environ)
+        command, rank = command_of(self.script, words_of(self, ["script"])), Rank.of(os.environ)
         if self.ladder:
             once = ("deep", "profiled_steps", "profile_after", "memory", "verbatim")
             self.refuse("{flag} is for a run that is measured once; leave it out, or --ladder", *once)
@@ -203,9 +205,3 @@ def split_script(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
         takes_value = known is not None and not equals and not isinstance(known.default, bool)
         place += 1 + takes_value
     return list(words[:place]), tuple(words[place:])
-
-
-def parse_run(parsed: Common, script: tuple[str, ...]) -> Common:
-    """The command with its script."""
-    assert isinstance(parsed, Run), "only this command has a script"
-    return dataclasses.replace(parsed, script=script)

@@ -26,7 +26,8 @@ from trainstep.base.files import aside
 from trainstep.base.guards import STOPS
 from trainstep.ladder.trial.capture import FILE
 from trainstep.ladder.trial.in_memory import InMemory
-from trainstep.observe.supervise import GRACE_S, Command, Rank, run_script
+from trainstep.observe.command import Command
+from trainstep.observe.supervise import GRACE_S, Rank, run_script
 
 SEED = 0
 """Seed of the first rank; that of each further one is larger by one, as no two would draw the same by themselves."""

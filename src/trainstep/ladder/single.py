@@ -20,11 +20,11 @@ from trainstep.base.precision import PrecisionName
 from trainstep.ladder.change import Change
 from trainstep.ladder.ranks import Failed, Leader, Order
 from trainstep.ladder.trial.capture import FILE, Captured, of_all_ranks, read_captured
+from trainstep.observe.command import Command
 from trainstep.observe.copying import Copies, InPlace
 from trainstep.observe.loaders import begins_again
 from trainstep.observe.log import RankLog, log_path, read_log
 from trainstep.observe.rows import script_records
-from trainstep.observe.supervise import Command
 from trainstep.rows import ScriptRow
 from trainstep.rows.records import of_kind
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainstep.base.errors import UsageError
-from trainstep.observe.supervise import Command
+from trainstep.observe.command import Command
 
 LARGE = 64 * 2**20
 """Bytes from which a file is not copied for each run."""

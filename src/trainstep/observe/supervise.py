@@ -11,21 +11,19 @@ import math
 import os
 import secrets
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainstep.base.errors import UsageError
 from trainstep.base.files import aside, cannot_write
+from trainstep.observe.command import Command
 from trainstep.observe.log import log_path
 
-LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun", "horovodrun", "lightning")
 GRACE_S = 10.0
 """From SIGTERM to SIGKILL for a process whose time is up."""
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -37,106 +35,6 @@ POLL_S, LOOK_S = 0.1, 1.0
 MOST_CHILDREN = 5
 OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
 """Words of processes that a script starts without asking for them."""
-EXPECTED = "expected a script: trainstep run [options] python train.py …, train.py …, or -m module …"
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command to run."""
-
-    target: str  # the script's path, or a module's name
-    is_module: bool
-    arguments: tuple[str, ...]
-    interpreter: str
-    options: tuple[str, ...] = ()  # the interpreter's own, up to the one that begins a module, such as -m or -mname
-    called: str = ""  # the interpreter's name in `sys.orig_argv`; by default its path
-
-    @property
-    def name(self) -> str:
-        """Name of the script in reports."""
-        return self.target if self.is_module else Path(self.target).name
-
-    @property
-    def words(self) -> list[str]:
-        """Command line."""
-        is_attached = self.is_module and self.options[-1].endswith(f"m{self.target}")
-        script = [] if is_attached else [self.target]
-        return [self.called or self.interpreter, *self.options, *script, *self.arguments]
-
-
-def command_of(words: Sequence[str]) -> Command:
-    """The script that words name, as after `trainstep run` and its options.
-
-    Raises:
-        UsageError: no script, one that is not there, or a launcher, which goes in front of `trainstep run`.
-    """
-    if not words:
-        raise UsageError(f"nothing to run; {EXPECTED}")
-    first, rest = words[0], list(words[1:])
-    name = Path(first).name
-    if name in LAUNCHERS:
-        raise UsageError(
-            f"{name} starts processes, each of which is measured by itself: put it in front, as in "
-            "torchrun --nproc-per-node=8 -m trainstep run train.py …"
-        )
-    interpreter, options, called = sys.executable, list[str](), ""
-    if name.startswith("python") and not name.endswith(".py"):
-        # Without a path it is the one that has trainstep, as in an environment that is not activated.
-        found = sys.executable if first in ("python", "python3") else shutil.which(first)
-        if found is None:
-            raise UsageError(f"there is no {first}; {EXPECTED}")
-        interpreter, called = found, first if shutil.which(first) == found else ""
-        options, module, rest = _options(rest)
-        if module:
-            return Command(module, True, tuple(rest), interpreter, tuple(options), called)
-        if not rest:
-            raise UsageError(f"{first} is given no script; {EXPECTED}")
-        first, rest = rest[0], rest[1:]
-    elif sys.orig_argv[1:4] == ["-u", "-m", "trainstep"]:
-        options = ["-u"]  # torchrun starts scripts with it
-    if first == "-m":
-        if not rest:
-            raise UsageError(f"-m is given no module; {EXPECTED}")
-        return Command(rest[0], True, tuple(rest[1:]), interpreter, (*options, "-m"))
-    if not Path(first).exists():
-        raise UsageError(f"there is no script {first}; {EXPECTED}")
-    if Path(first).is_dir() and not (Path(first) / "__main__.py").exists():
-        raise UsageError(f"{first} is a folder without a __main__.py; {EXPECTED}")
-    return Command(first, False, tuple(rest), interpreter, tuple(options), called)
-
-
-def _options(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """The interpreter's options at the beginning of words, the module that they name, if any, and the words after.
-
-    Raises:
-        UsageError: an option that names no script, or one under which Python does not find the observer.
-    """
-    options, rest = list[str](), list(words)
-    while rest and rest[0].startswith("-"):
-        word = rest.pop(0)
-        if word.startswith("--"):
-            options += [word, *rest[:1]]  # --check-hash-based-pycs, the only one
-            rest = rest[1:]
-            continue
-        for at, letter in enumerate(word[1:], 1):
-            value = word[at + 1 :]
-            if letter in "IES":
-                raise UsageError(f"python -{letter} leaves out what brings the observer into a script; leave it out")
-            if letter == "m":
-                if not value and not rest:
-                    raise UsageError(f"-m is given no module; {EXPECTED}")
-                return [*options, word], value or rest[0], rest if value else rest[1:]
-            if letter == "c":
-                raise UsageError(f"-c names no script; {EXPECTED}")
-            if letter in "XW":
-                options += [word] if value else [word, *rest[:1]]
-                rest = rest if value else rest[1:]
-                break
-        else:
-            if word == "-":
-                raise UsageError(f"- names no script; {EXPECTED}")
-            options.append(word)
-    return options, "", rest
 
 
 @dataclass(frozen=True)
@@ -223,8 +121,9 @@ def run_script(
             watched = _Watched(log, is_verbatim, on_signal)
             watched.write("header", {**asdict(rank), "script": command.name})
             watched.write("task", {})
+            again = [command.interpreter, *command.words[1:]]
             process = subprocess.Popen(
-                command.words,
+                again if "cwd" in options else command.words,  # there, a path from here leads nowhere
                 executable=command.interpreter,
                 env=environment,
                 close_fds=False,  # what a shell has opened for it, such as <(…), is the script's

@@ -25,14 +25,19 @@ ACROSS = (
     "warmup",
     "timing",
 )  # The columns in which compared rows may be allowed to differ
-MATCHED_BY = {"step": ACROSS, "change": ("workload", "batch", "context", "change"), "sweep": ()}
+MATCHED_BY = {
+    "step": ACROSS,
+    "change": ("workload", "batch", "context", "change"),
+    "sweep": (),
+    "script": ("workload", "updates", "rank"),
+}
 """The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all."""
 CONDITIONS = ("device", "torch", "threads")
 """Columns of the environment that a ratio of times is a ratio of, too."""
 
 CaseKey = tuple[tuple[str, Scalar], ...]
 TIMES, LOSSES = ("old (ms)", "new (ms)", "speed-up", "95 % interval"), ("losses differ by", "allowed")
-LOSSES_DIFFER, TOKENS_DIFFER, BATCH_GREW = "losses differ", "tokens differ", "moved to batch"
+LOSSES_DIFFER, WORK_DIFFERS, BATCH_GREW = "losses differ", "work differs", "moved to batch"
 """Words in the place of a verdict on times."""
 
 
@@ -48,11 +53,11 @@ class Comparison:
     losses: Losses
     """Losses of the later rows against the first old one, in the row where they are worst."""
     tokens: tuple[float, float] | None
-    """Tokens per step, old and new, where they differ."""
+    """Tokens per step, old and new, where they differ; of a script samples."""
     batch: tuple[float, float] | None
     """Milliseconds to make the next batch, old and new, where rows have them."""
     verdict: str
-    """faster, slower or inconclusive. Where that would be of other work, "losses differ" or "tokens differ"; where the
+    """faster, slower or inconclusive. Where that would be of other work, "losses differ" or "work differs"; where the
     batch takes as much longer as the step takes less, so that nothing is left to call faster, "moved to batch"."""
 
 
@@ -94,7 +99,7 @@ def compare(
         which = "the first file" if after else "the second file" if before else "either file"
         raise UsageError(
             f"no timed step in {which}: compare reads measured rows of the kinds {', '.join(MATCHED_BY)}, which "
-            f"the commands bench, analyze and sweep write{_lost(old, new, across)}"
+            f"the commands bench, analyze, sweep and run write{_lost(old, new, across)}"
         )
     shared = [key for key in before if key in after]
     if not shared:
@@ -174,7 +179,7 @@ def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: 
         # Work that moved from the step into drawing its batch is no gain, as both are waited for.
         if said == "faster" and not _is_left(ratio, new_ms, grown_ms):
             said = BATCH_GREW
-    said = LOSSES_DIFFER if losses.differ else TOKENS_DIFFER if tokens else said
+    said = LOSSES_DIFFER if losses.differ else WORK_DIFFERS if tokens else said
     return Comparison(str(kind), dict(case), ratio, old_ms, new_ms, losses, tokens, batch, said)
 
 
@@ -230,7 +235,7 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
     names = list(dict.fromkeys(name for each in comparisons for name in each.case))
     differing = [name for name in names if len({each.case.get(name) for each in comparisons}) > 1]
     shown = differing or [name for name in ("workload",) if name in names]
-    tokens = ["tokens per step"] if any(each.tokens for each in comparisons) else []
+    tokens = ["tokens or samples per step"] if any(each.tokens for each in comparisons) else []
     batches = ["batch (ms)"] if any(each.batch for each in comparisons) else []
 
     def interval(ratio: Ratio) -> str:

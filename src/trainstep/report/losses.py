@@ -51,7 +51,9 @@ class Losses:
 
 
 def tokens_of(row: Row) -> float | None:
-    """Tokens per step, to five digits; None where a row does not say."""
+    """Tokens per step, to five digits, or a script's samples; None where a row does not say."""
+    if isinstance(samples := row.values.get("samples_per_step"), (int, float)):
+        return samples
     per_second, step_ms = row.values.get("tokens_per_s"), row.values.get("step_ms")
     if not isinstance(per_second, (int, float)) or not isinstance(step_ms, (int, float)):
         return None

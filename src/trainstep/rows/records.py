@@ -190,14 +190,14 @@ def collection_paused() -> Iterator[None]:
 
 
 def read_records(path: Path) -> list[Row]:
-    """All rows of a file.
+    """All rows of a file, or of a folder: that of a launch, such as `results/run/01-train`, or the one with all.
 
     Raises:
         UsageError: no such file, or a line that is no row of this version (the message names the line, and the commit
             that wrote it if it says so).
     """
     if path.is_dir():
-        raise UsageError(f"{path} is a folder; expected its {path / 'results.jsonl'}")
+        path = path / ("latest" if (path / "latest").is_dir() else "") / "results.jsonl"
     with collection_paused():
         lines = enumerate(read_lines(path, "results from "), start=1)
         rows = [_row_of_line(path, number, line) for number, line in lines if line.strip()]

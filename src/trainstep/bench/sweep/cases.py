@@ -6,9 +6,7 @@ files one after the other, so nothing else has to be kept to resume.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +52,7 @@ OWN_FLAGS = ("out", "debug", "help", "h", "from", "command", "row")
 """The sweep chooses each case's folder and prints its log; the last two are columns of its rows."""
 
 Parser = Callable[[Sequence[str]], object]
-"""The command line's parser: raises `UsageError`, or prints and exits, where words are wrong."""
+"""The command line's parser: raises `UsageError` where words are wrong."""
 
 
 _NAMED = {"changes": "rungs"}
@@ -219,10 +217,8 @@ def _check(where: str, command: str, name: str, value: Scalar, parse: Parser) ->
         raise UsageError(f"{where} is set by the sweep itself; leave it out")
     if not isinstance(value, (str, int, float, bool)):
         raise UsageError(f"{where} is {value!r}; expected a string, a number or true or false")
-    told = io.StringIO()
     try:
-        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
-            parse([*command.split(), *(flags({name: value}) or [f"--{name.replace('_', '-')}"])])
+        parse([*command.split(), *(flags({name: value}) or [f"--{name.replace('_', '-')}"])])
         if name == "size":
             for each in str(value).split(","):
                 resolve_size(each)
@@ -232,16 +228,3 @@ def _check(where: str, command: str, name: str, value: Scalar, parse: Parser) ->
             StepConfig(**{name: value})  # type: ignore[arg-type]
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
-    except SystemExit as error:
-        raise UsageError(f"{where} = {value!r}: {_said(told.getvalue())}") from error
-
-
-def _said(told: str) -> str:
-    """The parser's complaint: what stands between its first two rules, the title above and the help below left out."""
-    lines = [line.strip() for line in told.splitlines()]
-    rules = [index for index, line in enumerate(lines) if line and not line.strip("-")]
-    first, second = rules[:2] if len(rules) > 1 else (-1, len(lines))
-    words = " ".join(line for line in lines[first + 1 : second] if line)
-    if words.startswith("Unrecognized"):  # what another subcommand takes: the parser says after each word which took it
-        words = re.sub(r" \(applied to [^)]*\)| Arguments are applied to .*", "", words)
-    return words or "the command does not take it"
