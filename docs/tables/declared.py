@@ -12,7 +12,8 @@ from typing import Any
 from tables import plain, results, setting, where
 from tables.alone import communication
 from trainstep.base.config import SIZES
-from trainstep.bench.parallel.planned import copies_of, moments, planned_bytes, scheme_of
+from trainstep.base.schemes import SCHEMES
+from trainstep.bench.parallel.planned import moments, planned_bytes
 from trainstep.report import columns
 from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.numbers import number
@@ -63,9 +64,13 @@ def planned_anew(row: Row) -> Row:
     """A scheme's row with today's plan; rows of other kinds as they are."""
     if not isinstance(row, ParallelRow):
         return row
-    model, scheme = SIZES[str(row.workload)], scheme_of(row)
-    settings = {"precision": row.precision, "optimizer": row.optimizer}
-    plan = planned_bytes(scheme, model.num_parameters, row.world_size, model=model, **settings, **copies_of(row))
+    model, scheme = SIZES[str(row.workload)], SCHEMES[row.scheme]
+    by_copies = row.transport == "peer-copies"
+    if row.transport is None:  # FSDP's older rows do not say it
+        by_copies = (scheme.wrapper, scheme.transport) == ("fsdp", "auto")
+    scheme = dataclasses.replace(scheme, replicas=row.replicas, blocks_per_group=row.blocks_per_group or 1)
+    settings = {"precision": row.precision, "optimizer": row.optimizer, "peer_copies": by_copies}
+    plan = planned_bytes(scheme, model.num_parameters, row.world_size, model=model, **settings)
     return dataclasses.replace(row, **moments(plan))
 
 

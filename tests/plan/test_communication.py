@@ -194,25 +194,6 @@ def test_replicas_keep_and_send_what_a_walk_through_one_finds_and_their_parts_of
     assert copies.staging == (2 * 40 // ranks + 2 * 40 if ranks > 1 else 0)
 
 
-@pytest.mark.parametrize(("n", "replicas"), [(4, 2), (4, 4), (8, 2)])
-@pytest.mark.parametrize("frozen", [0, 80])
-def test_among_all_ranks_gradients_go_once_and_then_the_means_of_shared_rows(n, replicas, frozen):
-    settings = {"frozen": frozen, "replicas": replicas, "compute_bytes": 2, "reduce_bytes": 2, "largest_group": 40}
-    apart, among = (rank_bytes("hsdp", 240, n, peer_copies=True, among_all=each, **settings) for each in (False, True))
-    ranks, trained = n // replicas, 240 - frozen
-    exchanged = sum(simulate("reduce-scatter", n, n).sent) * 2 * trained / n / n
-    shared = sum(simulate("all-gather", replicas, replicas).sent) * 4 * trained / ranks / replicas / replicas
-    gathered = 2 * sum(simulate("all-gather", ranks, ranks).sent) * 2 * 240 / ranks / ranks
-    assert among.sent == exchanged + shared + gathered
-    assert among.sent < apart.sent
-    means = 4 * 40 // n  # of a group, in its own dtype, this rank's
-    assert among.staging == (2 * 40 // ranks if ranks > 1 else 0) + 2 * 40 + means
-    assert among.buffers - apart.buffers == means
-    assert dataclasses.replace(among, sent=0, buffers=0, staging=0) == dataclasses.replace(
-        apart, sent=0, buffers=0, staging=0
-    )
-
-
 @pytest.mark.parametrize("scheme", ["fsdp", "hsdp"])
 def test_what_stays_gathered_for_backward_is_sent_once(scheme):
     replicas = 2 if scheme == "hsdp" else 1

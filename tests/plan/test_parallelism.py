@@ -59,23 +59,6 @@ def test_replicas_send_what_their_ranks_do_and_parts_of_gradients(nodes, replica
     assert plan.compute.optimizer.total == inside.compute.optimizer.total
 
 
-@pytest.mark.parametrize("replicas", [2, 4, 8])
-def test_by_copies_gradients_go_among_all_ranks_and_then_means_of_parts(replicas):
-    """Sent and exposed: on slow links, all that is sent."""
-    slow = cluster(8, interference=0.0, link=Link(1e-9, 1e9))
-    plan = strategy_plan(MODEL, STEP, slow, Layout("hsdp", 8, replicas=replicas, by_copies=True))
-    ranks = 8 // replicas
-    weights = (1 + AGAIN) * ring_bytes("all-gather", 2 * MODEL.num_parameters, ranks)
-    means = ring_bytes("all-gather", 4 * MODEL.num_parameters / ranks, replicas)
-    exchanged = ring_bytes("reduce-scatter", 2 * MODEL.num_parameters, 8)
-    assert plan.sent == pytest.approx(weights + exchanged + means, rel=1e-6)
-    assert plan.communication_s == pytest.approx(plan.sent / 1e9, rel=1e-3)
-    apart = strategy_plan(MODEL, STEP, slow, Layout("hsdp", 8, replicas=replicas))
-    assert plan.communication_s < apart.communication_s
-    links, hidden = plan.communication_s, plan.compute.forward.total + plan.compute.backward.total
-    assert links - hidden < plan.exposed_s < links
-
-
 def test_what_goes_between_nodes_hides_beside_what_goes_within_them():
     """On one node it shares their links; between nodes the slower of the two decides, and the last group's follow."""
     quick, wide = {"link": Link(1e-9, 1e15), "interference": 0.0}, dataclasses.replace(STEP, precision="fp32")

@@ -117,14 +117,6 @@ def test_replicas_are_divided_and_send_as_one_and_their_parts_of_gradients():
     assert plan.compute.optimizer.total == pytest.approx(alone.compute.optimizer.total / 4)
 
 
-def test_by_copies_gradients_go_among_all_ranks_and_then_means_of_parts():
-    apart, among = (CASE.rank_bytes(Layout("hsdp", 8, replicas=4, by_copies=each)) for each in (False, True))
-    within, between = STEP.gradients // 2, 2 * 3 * (STEP.gradients // 2) // 4
-    means, exchanged = between // 2, 7 * STEP.gradients // 8
-    assert among.sent - apart.sent == exchanged + means - within - between
-    assert dataclasses.replace(among, sent=apart.sent) == apart
-
-
 def test_seconds_of_operators():
     _batch, m, n, k = PRODUCT
     by_tiles = product_seconds(m, n, k, MACHINE.matmul_flops["fp32"], MACHINE.multiprocessors, fp32=True)

@@ -161,7 +161,6 @@ def rank_bytes(
     scattered: bool = True,
     copies: bool = False,
     peer_copies: bool = False,
-    among_all: bool = False,
     largest_bucket: int = 0,
     largest_gather: int = 0,
 ) -> RankBytes:
@@ -183,8 +182,6 @@ def rank_bytes(
         copies: gradients are copied into buckets that stay allocated (as torch's DDP does), not reduced where they lie.
         peer_copies: fsdp's parameters, and gradients narrower than the weights, go through buffers of shared memory;
             with ddp and the sharded optimizer, gradients do.
-        among_all: hsdp's gradients are exchanged among the ranks of all replicas by such copies, and those that have
-            the same rows divide them, instead of averaging what each replica has.
         largest_bucket: parameters whose gradients are averaged at once, at most (ddp, sharded optimizer).
         largest_gather: parameters that go through such buffers at once, too, at most (sharded optimizer).
     """
@@ -221,17 +218,12 @@ def rank_bytes(
         # Between replicas one group's part is on its way besides.
         group = largest_group * gathered
         outbox = min(-(-group // n), OUTBOX_BYTES) if peer_copies and n > 1 else 0
-        by_copies = among_all or (outbox and on_the_way < gradients)
-        inbox = min(group, INBOX_BYTES) if by_copies else 0
+        inbox = min(group, INBOX_BYTES) if outbox and on_the_way < gradients else 0
         buffers, staging = group * (3 + 1 + 1) + (inbox or group) + outbox, outbox + inbox
         weights_gathered = (2 * num_parameters - not_again) * gathered
-        among = world_size if among_all else n
-        moved = bytes_sent("all-gather", weights_gathered, n) // n
-        moved += bytes_sent("reduce-scatter", on_the_way, among) // among
+        moved = bytes_sent("all-gather", weights_gathered, n) // n + bytes_sent("reduce-scatter", on_the_way, n) // n
         if replicas > 1:
-            part = -(-largest_group * bytes_per_parameter // n)
-            means = min(-(-part // replicas), OUTBOX_BYTES) if among_all else 0
-            buffers, staging = buffers + part + means, staging + means
-            moved += bytes_sent("all-gather" if among_all else "all-reduce", gradient_share, replicas) // replicas
+            buffers += -(-largest_group * bytes_per_parameter // n)
+            moved += bytes_sent("all-reduce", gradient_share, replicas) // replicas
         return RankBytes(share, gradient_share, state_share, buffers, moved, staging)
     raise UsageError(f"scheme is {scheme!r}; expected one of {', '.join(get_args(DataParallel))}")

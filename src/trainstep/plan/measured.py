@@ -232,10 +232,8 @@ def _seconds(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Lay
 def _layout(row: Row, strategy: Strategy, ranks: int) -> Layout:
     if not isinstance(row, ParallelRow):
         return Layout(strategy, ranks)
-    together = row.blocks_per_group or 1
-    if row.replicas is not None:
-        return Layout(strategy, ranks, replicas=row.replicas, by_copies=row.goes_among_all, blocks_per_group=together)
-    return Layout(strategy, ranks, by_copies=row.transport == "peer-copies", blocks_per_group=together)
+    by_copies, together = row.transport == "peer-copies", row.blocks_per_group or 1
+    return Layout(strategy, ranks, replicas=row.replicas or 1, by_copies=by_copies, blocks_per_group=together)
 
 
 def _step_of(row: Row) -> StepConfig:

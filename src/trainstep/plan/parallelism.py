@@ -171,16 +171,14 @@ def _sharded_seconds(layout: Layout, cluster: Cluster, compute: StepSeconds, exc
         part, gather_s = (n - 1) / n, gather.overhead_s
         gathered = part * exchange.gathered / gather.bus_bytes_per_s
         again = part * (exchange.gathered - exchange.not_again) / gather.bus_bytes_per_s
-    if (among := layout.reducing_ranks) > 1:
-        scatter = cluster.group_link("reduce-scatter", among, stride)
-        scatter_s, reduced = scatter.overhead_s, (among - 1) / among * exchange.reduced / scatter.bus_bytes_per_s
+        scatter = cluster.group_link("reduce-scatter", n, stride)
+        scatter_s, reduced = scatter.overhead_s, part * exchange.reduced / scatter.bus_bytes_per_s
         here = max(1, min(n, cluster.gpus_per_node // stride))
         if exchange.reduced < exchange.kept and n > here:  # exchanged, to be added up where it arrives
             reduced = max(reduced, (n - here) / n * exchange.reduced / cluster.network_bytes_per_s)
     if replicas > 1:
-        means = layout.between_replicas
-        link = cluster.group_link(means, replicas, stride * n)
-        reduce_s, between = link.overhead_s, bus_factor(means, replicas) * exchange.kept / n / link.bus_bytes_per_s
+        link, factor = cluster.group_link("all-reduce", replicas, stride * n), bus_factor("all-reduce", replicas)
+        reduce_s, between = link.overhead_s, factor * exchange.kept / n / link.bus_bytes_per_s
     busy = gathered + again + reduced + between + groups * (2 * gather_s + scatter_s + reduce_s)
     exposed = sticking_out_s(forward_s, gathered, groups, gather_s)
     both = gather_s + scatter_s

@@ -28,7 +28,7 @@ from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.base.precision import PRECISIONS
 from trainstep.base.schemes import DataParallel, Strategy
-from trainstep.plan.communication import CollectiveName, RankBytes, default_bucket, rank_bytes
+from trainstep.plan.communication import RankBytes, default_bucket, rank_bytes
 from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.memory import BEFORE_BACKWARD, peak_bytes
 
@@ -41,7 +41,7 @@ class Layout:
     data: int = 1
     tensor: int = 1
     replicas: int = 1
-    by_copies: bool = False  # whether gradients of all its ranks go by copies, as in rows of 2026-11-27
+    by_copies: bool = False  # whether gradients of all its ranks go by copies
     blocks_per_group: int = 1  # that fsdp and hsdp gather together
 
     @property
@@ -77,21 +77,6 @@ class Layout:
     @property
     def averages_by_copies(self) -> bool:
         return self.by_copies and self.data > 1 and self.scheme in ("ddp", "sharded optimizer")
-
-    @property
-    def exchanges_among_all(self) -> bool:
-        """True if hsdp has no second step between replicas; see `plan.communication.rank_bytes`."""
-        return self.by_copies and self.replicas > 1
-
-    @property
-    def reducing_ranks(self) -> int:
-        """Among how many ranks gradients are reduce-scattered, or exchanged, at once."""
-        return self.data if self.exchanges_among_all else self.parts
-
-    @property
-    def between_replicas(self) -> CollectiveName:
-        """Collective that replicas then use for each rank's part of the gradients."""
-        return "all-gather" if self.exchanges_among_all else "all-reduce"
 
     @property
     def updated(self) -> float:
@@ -215,7 +200,6 @@ def shared_bytes(model: ModelConfig, step: StepConfig, layout: Layout) -> RankBy
         largest_group=-(-largest_group(model, layout.blocks_per_group) // layout.tensor),
         not_again=kept_groups(model, layout.blocks_per_group) // layout.tensor,
         peer_copies=layout.averages_by_copies,
-        among_all=layout.exchanges_among_all,
         largest_bucket=bucket // precision.stored_bytes,
     )
     return found if layout.data > 1 else dataclasses.replace(found, buffers=0)

@@ -134,14 +134,13 @@ class TracedCase:
             # Backward gathers again all but the last groups, which are kept from forward on.
             again = exchange.gathered - exchange.not_again if is_fsdp else 0
             sent = bytes_sent("all-gather", int(exchange.gathered + again), n)
-            among = layout.reducing_ranks
-            sent += bytes_sent("reduce-scatter", int(exchange.reduced), among) * n // among
+            sent += bytes_sent("reduce-scatter", int(exchange.reduced), n)
             group = int(step.largest_group * narrow)
             buffers = {"sharded optimizer": 0, "zero-2": step.largest_group}.get(scheme, 6 * group)
         sent //= n
         # A hybrid scheme exchanges each rank's slice of the gradients once more, between the replicas.
         if (ranks := layout.replicas) > 1:
-            sent += bytes_sent(layout.between_replicas, gradients, ranks) // ranks
+            sent += bytes_sent("all-reduce", gradients, ranks) // ranks
             buffers += -(-step.largest_group // n)
         staging = 0
         if layout.averages_by_copies:

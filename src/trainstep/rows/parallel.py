@@ -114,11 +114,6 @@ class ParallelRow(SchemeSettings, GpuState, Timed, kind="parallel"):
     batches: str | None = None  # whose they are, where the workload gives every rank others
     share_difference: float | None = None  # of a batch's gradients from the mean of its shares', relative
 
-    @property
-    def goes_among_all(self) -> bool:
-        """True if gradients went among the ranks of all replicas at once, as in rows of 2026-11-27."""
-        return self.transport_between == "peer-copies among all"
-
 
 class ParallelRatioRow(StepSettings, kind="parallel ratio"):
     """Ratio of one of our schemes to one of torch's, in one run: its step and its peak memory.

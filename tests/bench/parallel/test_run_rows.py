@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tables.declared import planned_anew
 from tests.bench.parallel import agreement, deviation
 from trainstep.base.config import SIZES, ModelConfig, StepConfig
 from trainstep.base.schemes import BENCH_SCHEMES, SCHEMES
 from trainstep.bench.parallel import ParallelCase
-from trainstep.bench.parallel.planned import copies_of, moments, planned_bytes, scheme_of
 from trainstep.bench.parallel.ratios import ratio_rows, ratios_alike, with_speedups
 from trainstep.bench.parallel.run import RankMeasurement, Timed, parallel_row
 from trainstep.measure.collectives import Collective
@@ -188,12 +188,6 @@ def test_a_scheme_of_which_nothing_can_be_said_is_unsupported_and_one_that_is_of
     assert (wrong.status, wrong.reason) == ("wrong", "the gradients off by 0.9 of 0.5")
 
 
-@pytest.mark.parametrize(("between", "expected"), [("peer-copies among all", True), ("peer-copies", False)])
-def test_rows_of_before_say_that_gradients_went_among_all(between, expected):
-    row = ParallelRow(scheme="hsdp", world_size=4, replicas=2, transport_between=between)
-    assert row.goes_among_all is expected
-
-
 def test_a_scheme_that_failed_says_why():
     found = row("fsdp", Failure("out of memory", "tried to allocate 1 TiB"))
     assert (found.status, found.reason, found.values) == ("out of memory", "tried to allocate 1 TiB", {})
@@ -203,12 +197,9 @@ def test_a_scheme_that_failed_says_why():
 def planned_and_measured(name):
     """Of each scheme's row and each moment, in GiB."""
     for row in of_kind(read_records(RESULTS / f"{name}.jsonl"), ParallelRow):
-        model, scheme = SIZES[row.case["workload"]], scheme_of(row)
-        settings = {"precision": row.case["precision"], "optimizer": row.case["optimizer"]}
-        settings |= copies_of(row)
-        plan = planned_bytes(scheme, model.num_parameters, row.world_size, model=model, **settings)
-        for column, predicted in moments(plan).items():
-            yield row.label, column, predicted, row.values[column.removeprefix("predicted_")]
+        planned = planned_anew(row)
+        for column in ("start_gib", "before_step_gib", "after_step_gib"):
+            yield row.label, column, planned.values[f"predicted_{column}"], row.values[column]
 
 
 def test_memory_is_within_five_percent_at_three_moments_for_every_scheme():

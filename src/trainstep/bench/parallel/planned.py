@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 from trainstep.base.config import ModelConfig, OptimizerImpl
 from trainstep.base.precision import PRECISIONS, PrecisionName
-from trainstep.base.schemes import SCHEMES, Scheme
+from trainstep.base.schemes import Scheme
 from trainstep.measure.memory import GIB
 from trainstep.parallel import ShardedOptimizer
 from trainstep.parallel.collectives import MB
 from trainstep.plan.communication import RankBytes, rank_bytes
 from trainstep.plan.strategies import kept_groups, largest_group
-from trainstep.rows import ParallelRow
 from trainstep.rows.records import Scalar
 
 
@@ -27,7 +25,6 @@ def planned_bytes(
     optimizer: OptimizerImpl,
     model: ModelConfig | None = None,
     peer_copies: bool = False,
-    among_all: bool = False,
 ) -> RankBytes:
     """Memory and traffic of a rank.
 
@@ -37,7 +34,6 @@ def planned_bytes(
         optimizer: its state is two moments per parameter, or nothing.
         model: the built-in model's shape, for the sizes of groups under FSDP; None for a user's.
         peer_copies: whether ours went by them.
-        among_all: and gradients among the ranks of all replicas at once, as in rows of 2026-11-27.
     """
     assert scheme.bucket_mb is not None, "what is compared has one"
     entry = PRECISIONS[precision]
@@ -65,7 +61,6 @@ def planned_bytes(
         scattered=not scheme.copies_gradients,
         copies=scheme.copies_gradients,
         peer_copies=peer_copies,
-        among_all=among_all,
         largest_bucket=filled(scheme.bucket_mb),
         largest_gather=filled(gathered_mb) if scheme.overlap_gather else 0,
     )
@@ -76,19 +71,6 @@ def _not_again(scheme: Scheme, model: ModelConfig) -> int:
     if scheme.peer is None:
         return kept_groups(model, scheme.blocks_per_group)
     return (2 * model.vocab_size + 1) * model.d_model
-
-
-def scheme_of(row: ParallelRow) -> Scheme:
-    """A row's scheme, as it was set."""
-    scheme = SCHEMES[row.scheme]
-    return dataclasses.replace(scheme, replicas=row.replicas, blocks_per_group=row.blocks_per_group or 1)
-
-
-def copies_of(row: ParallelRow) -> dict[str, bool]:
-    """Parts of a row's scheme that went by copies, as `planned_bytes` takes them; FSDP's older rows do not say it."""
-    scheme = SCHEMES[row.scheme]
-    older = row.transport is None and (scheme.wrapper, scheme.transport) == ("fsdp", "auto")
-    return {"peer_copies": older or row.transport == "peer-copies", "among_all": row.goes_among_all}
 
 
 def moments(plan: RankBytes) -> dict[str, Scalar]:
