@@ -11,7 +11,7 @@ from bokeh.models import GlyphRenderer, HBar, HoverTool, PlainText, Scatter, Seg
 from bokeh.plotting import figure
 
 from trainstep.report.charts import COLOURS, embedded
-from trainstep.report.charts.lines import Series, dots, lines
+from trainstep.report.charts.lines import Series, curves, lines
 from trainstep.report.charts.rows import Bar, Fall, bars, waterfall
 
 FALLS = [
@@ -24,7 +24,7 @@ FALLS = [
 BARS = [Bar("a", 3.0, "3 ms", "tip a", 2.5, 3.5, second=1.0), Bar("b", None, "out of memory", "tip b")]
 LINES = [
     Series("one", [1, 2, 3], [1.0, 2.0, 4.0], "accent"),
-    Series("two", [2, 3], [2.0, 3.0], "neutral", low=[1.5, None], high=[2.5, None]),
+    Series("two", [2, 3], [2.0, 3.0], "neutral"),
 ]
 
 
@@ -54,7 +54,7 @@ def plots() -> list[figure]:
         bars(BARS, "ms"),
         waterfall(FALLS, "ms"),
         lines(LINES, "x", "y"),
-        dots(["p", "q", "r", "s"], LINES, "x", "y"),
+        curves([1, 2, 3], LINES, "x", "y"),
     ]
 
 
@@ -121,7 +121,7 @@ def test_noise_is_not_blown_up_to_fill_a_chart() -> None:
     assert balanced.y_range.start == -balanced.y_range.end < -3
 
 
-@pytest.mark.parametrize("plot", plots(), ids=["bars", "waterfall", "lines", "dots"])
+@pytest.mark.parametrize("plot", plots(), ids=["bars", "waterfall", "lines", "curves"])
 def test_charts_take_no_gestures_fill_their_column_and_have_stand_ins_for_colours(plot: figure) -> None:
     colours = set(re.findall(r"#[0-9a-fA-F]{6}\b", json.dumps(embedded(plot))))
     assert set() < colours <= set(COLOURS.values())

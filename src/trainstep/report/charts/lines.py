@@ -1,4 +1,4 @@
-"""Charts over a number: lines, dots beside one another, and curves that are logarithmic both ways."""
+"""Charts over a number: lines, and curves that are logarithmic both ways."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ class Series:
     dash: str = "solid"
     markers: bool = False
     line: bool = True
-    low: Sequence[float | None] | None = None
-    high: Sequence[float | None] | None = None
     texts: Sequence[str] | None = None  # What hovering shows for each y, where that is not y itself
     hover: bool = True  # Whether hovering shows it
 
@@ -77,14 +75,6 @@ def lines(
         plot.add_layout(Span(location=mark.x, dimension="height", **style))
     for one in series:
         colour = COLOURS[one.role]
-        spans = [
-            (x, low, high)
-            for x, low, high in zip(one.x, one.low or (), one.high or (), strict=False)
-            if low is not None and high is not None
-        ]
-        if spans:
-            x, low, high = (list(column) for column in zip(*spans, strict=True))
-            plot.segment(x, low, x, high, line_color=colour, line_width=2)
         if one.line:
             plot.line(list(one.x), list(one.y), line_color=colour, line_width=one.width, line_dash=one.dash)
         if one.markers:
@@ -96,7 +86,7 @@ def lines(
 
 def _room(series: Sequence[Series], log: bool, around_zero: bool) -> tuple[float, float]:
     """A y range with some air, no narrower than a twentieth of its values: noise is not blown up to fill it."""
-    found = [y for one in series for y in (*one.y, *(one.low or ()), *(one.high or ())) if y is not None]
+    found = [y for one in series for y in one.y]
     low, high = min(found, default=0.0), max(found, default=1.0)
     if log:
         air = (high / low) ** 0.1
@@ -107,21 +97,6 @@ def _room(series: Sequence[Series], log: bool, around_zero: bool) -> tuple[float
     lacking = max(0.0, 0.05 * abs(high) - (high - low))
     air = 0.1 * (high - low + lacking) or 1.0
     return low - lacking / 2 - air, high + lacking / 2 + air
-
-
-def dots(names: Sequence[str], series: Sequence[Series], x_axis: str, y_axis: str) -> figure:
-    """Values with their intervals over named places; series stand side by side. A series' x are indices of `names`."""
-    from bokeh.models import Range1d
-
-    moved = []
-    for index, one in enumerate(series):
-        shift = 0.14 * (index - (len(series) - 1) / 2)
-        moved.append(replace(one, x=[x + shift for x in one.x], line=False, markers=True))
-    plot = lines(moved, x_axis, y_axis, hover=False)
-    plot.x_range = Range1d(-0.5, len(names) - 0.5)
-    name_ticks(plot.xaxis, dict(enumerate(names)))
-    _hover_columns(plot, series, list(range(len(names))), [f"{name} {x_axis}" for name in names])
-    return plot
 
 
 def curves(sizes: Sequence[float], series: Sequence[Series], x_axis: str, y_axis: str) -> figure:

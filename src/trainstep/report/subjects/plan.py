@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from trainstep.base.config import CASE, settings_with
 from trainstep.report import columns
-from trainstep.report.blocks import Chart, Charts, Section, section
-from trainstep.report.charts import KINDS
-from trainstep.report.charts.lines import Series, curves, key_of
+from trainstep.report.blocks import Section, section
 from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.findings import Claim, Finding, found
-from trainstep.report.numbers import NONE, number, numeric, typeset
+from trainstep.report.numbers import NONE, number, numeric
 from trainstep.report.tables import Table, TableRow, define, page_table
 from trainstep.rows import (
     PlanCheckRow,
@@ -214,7 +210,6 @@ def _nothing_fits(rows: Sequence[PlanRow]) -> Finding:
 
 def plan(records: Sequence[Row]) -> Section | None:
     """Everything that was predicted and not measured."""
-    scaling = _scaling(of_kind(records, PlanScalingRow))
     *predicted, checks = (page_table(each, records) for each in TABLES)
     bases = dict.fromkeys(row.basis for row in of_kind(records, PlanMachineRow))
     lead = (
@@ -224,29 +219,8 @@ def plan(records: Sequence[Row]) -> Section | None:
     if of_kind(records, PlanFeedForwardRow):
         lead = "These are counts of FLOPs and bytes, divided by the given rates. Nothing here was measured."
     lead = " ".join([lead, *(f"They stand on this: {basis}." for basis in bases)])
-    blocks = (Charts([scaling] if scaling else []), *predicted, *scaling_table(records), checks)
+    blocks = *predicted, *scaling_table(records), checks
     return section("plan", "Plan", "Plan: predicted, not measured", lead, *blocks)
 
 
 SECTIONS = (plan,)
-
-
-def _scaling(rows: Sequence[PlanScalingRow]) -> Chart | None:
-    """Throughput of each strategy where it fits, with a line for perfect scaling; None where nothing ever fits."""
-    counts = [float(gpus) for gpus in dict.fromkeys(row.gpus for row in rows)]
-    series = []
-    for name, role in zip(dict.fromkeys(row.strategy for row in rows), itertools.cycle(KINDS), strict=False):
-        known = [row for row in rows if row.strategy == name and row.fits and row.tokens_per_s is not None]
-        x, y = [float(row.gpus) for row in known], [row.tokens_per_s or 0.0 for row in known]
-        texts = [typeset(f"{number(value)} tokens/s") for value in y]
-        series += [Series(f"{name} (predicted)", x, y, role, texts=texts)] if known else []
-    if not series:
-        return None
-    best = max(one.y[0] / one.x[0] for one in series)
-    ideal = [best * gpus for gpus in counts]
-    texts = [f"{number(value)} tokens/s" for value in ideal]
-    series.append(Series("perfect scaling", counts, ideal, "neutral", 1.0, "dashed", texts=texts))
-    legend = [(role, name.removesuffix(" (predicted)")) for role, name in key_of(series)]
-    plot = partial(curves, counts, series, "GPUs", "tokens/s")
-    caption = "Prediction: the same batch on every GPU. A strategy has no point where it does not fit."
-    return Chart("plan-scaling", "Throughput against GPUs (prediction)", caption, plot, legend)

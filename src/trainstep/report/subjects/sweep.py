@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
 
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Section, section
-from trainstep.report.charts import KINDS
-from trainstep.report.charts.lines import Series, curves, dots, key_of, lines
+from trainstep.report.blocks import Section, section
 from trainstep.report.columns import Cell, Column, interval_cell
 from trainstep.report.findings import Finding, found, listed, literal
 from trainstep.report.numbers import NONE, as_float, count, number, numeric, unit_of
 from trainstep.report.tables import Definition, Table, TableRow, page_table, with_shapes
 from trainstep.rows import SweepRow
 from trainstep.rows.records import Row, Scalar, of_kind
-
-if TYPE_CHECKING:
-    from bokeh.plotting import figure
-
-MOST_LINES = 8  # In one chart over numbers: as many as there are hues
-MOST_DOTS = 6  # Side by side at one name; more would reach into the next
-DECADE = 10  # Numbers that span this factor are set on logarithmic axes
 
 
 @dataclass(frozen=True)
@@ -71,11 +59,6 @@ class Axis:
     name: str
     values: Sequence[Scalar]  # Numbers ascending, names as the sweep's file has them
     lines: Sequence[Line]
-
-    @property
-    def is_numeric(self) -> bool:
-        """True if its values are numbers."""
-        return None not in map(as_float, self.values)
 
 
 def in_order(rows: Sequence[SweepRow]) -> list[SweepRow]:
@@ -158,9 +141,9 @@ TABLES = (Definition(SweepRow, "The sweep: one row per case, or per row of a cas
 
 
 def axis_tables(records: Sequence[Row]) -> list[Table]:
-    """A table per axis, of the first measure that the rows have."""
+    """A table per axis and measure that the rows have."""
     rows = in_order(of_kind(records, SweepRow))
-    return [axis_table(axis, measure) for axis in axes_of(rows) for measure in measures_of(rows)[:1]]
+    return [axis_table(axis, measure) for axis in axes_of(rows) for measure in measures_of(rows)]
 
 
 DERIVED = (axis_tables,)
@@ -183,7 +166,7 @@ def axis_table(axis: Axis, measure: Measure) -> Table:
         with_shapes(caption, sizes),
         titles,
         [TableRow([Cell(head, is_text=True), *row], head) for head, row in zip(heads, cells, strict=True)],
-        f"sweep-by-{axis.name.replace('_', '-')}",
+        f"{'memory' if measure.value == 'peak_gib' else 'sweep'}-by-{axis.name.replace('_', '-')}",
     )
 
 
@@ -217,74 +200,13 @@ RULES = (findings,)
 def sweep(records: Sequence[Row]) -> Section | None:
     """All cases of a sweep, where there are any."""
     rows = in_order(of_kind(records, SweepRow))
-    measures = measures_of(rows)
-    blocks: list[Block] = []
-    for axis in axes_of(rows):
-        blocks += [Charts([chart for measure in measures for chart in _charts(axis, measure)])]
-        blocks += [axis_table(axis, measure) for measure in measures[:1]]
     failed = sum(row.status != "ok" for row in rows)
-    says = "times are predictions" if is_predicted(rows) else "whiskers are 95 % intervals of the median"
+    says = "times are predictions" if is_predicted(rows) else "brackets are 95 % intervals of the median"
     lead = (
-        f"Each case ran in a process of its own: {len(rows)} rows, {failed} without a result. Lines are the "
-        f"combinations of all other settings; {says}."
+        f"Each case ran in a process of its own: {len(rows)} rows, {failed} without a result. A table by one "
+        f"setting has the combinations of all others; {says}."
     )
-    return section("sweep", "Sweep", "The sweep", lead, *blocks, page_table(TABLES[0], rows))
-
-
-def _charts(axis: Axis, measure: Measure) -> Iterator[Chart]:
-    most = MOST_LINES if axis.is_numeric else MOST_DOTS
-    title = f"{measure.title[:1].upper()}{measure.title[1:]} by {axis.name.replace('_', ' ')}"
-    drawn = [line for line in axis.lines if _points(line, measure)]
-    if len({value for line in drawn for value in _points(line, measure)}) < 2:
-        return
-    for place, (facet, group) in enumerate(_facets(drawn, most), start=1):
-        yield Chart(f"sweep-{axis.name}-{measure.value}-{place}", title, facet, *_drawn(axis, group, measure))
-
-
-def _points(line: Line, measure: Measure) -> Mapping[Scalar, SweepRow]:
-    sizes = {
-        value: as_float(row.values.get(measure.value)) or 0 for value, row in line.rows.items() if row.status == "ok"
-    }
-    return {value: line.rows[value] for value, size in sizes.items() if size > 0}
-
-
-def _facets(lines: Sequence[Line], most: int, apart: tuple[str, ...] = ()) -> Iterator[tuple[str, Sequence[Line]]]:
-    """The lines in groups of at most `most`, by the settings that come first; each with the group's name."""
-    names = list(dict.fromkeys(name for line in lines for name in line.settings if name not in apart))
-    if len(lines) <= most or len(names) < 2:
-        for start in range(0, len(lines), most):
-            yield named({name: lines[0].settings.get(name) for name in apart}), lines[start : start + most]
-        return
-    for value in dict.fromkeys(line.settings.get(names[0]) for line in lines):
-        own = [line for line in lines if line.settings.get(names[0]) == value]
-        yield from _facets(own, most, (*apart, names[0]))
-
-
-def _drawn(axis: Axis, drawn: Sequence[Line], measure: Measure) -> tuple[Callable[[], figure], list[tuple[str, str]]]:
-    varying = {name for line in drawn for name in line.settings if len({each.settings.get(name) for each in drawn}) > 1}
-    series = []
-    for line, role in zip(drawn, itertools.cycle(KINDS), strict=False):
-        points = {value: row for value in axis.values if (row := _points(line, measure).get(value)) is not None}
-        name = named({key: value for key, value in line.settings.items() if key in varying}) or measure.title
-        places = [numeric(value) if axis.is_numeric else axis.values.index(value) for value in points]
-        cells = [measure.cell(row) for row in points.values()]
-        low, high = (
-            [end and as_float(end.value) for end in ends]
-            for ends in zip(*((each.low, each.high) for each in cells), strict=True)
-        )
-        sizes = [numeric(cell.value) * measure.scale for cell in cells]
-        texts = [f"{cell.plain} {measure.unit}" for cell in cells]
-        series.append(Series(name, places, sizes, role, markers=True, low=low, high=high, texts=texts))
-    title, legend = axis.name.replace("_", " "), key_of(series)
-    if not axis.is_numeric:
-        names = [shown(value) for value in axis.values]
-        return partial(dots, names, series, title, measure.unit), legend
-    x = sorted({each for one in series for each in one.x})
-    if x[0] > 0 and x[-1] >= DECADE * x[0]:
-        return partial(curves, x, series, title, measure.unit), legend
-    y = [each for one in series for each in one.y]
-    log = max(y) >= DECADE * min(y)
-    return partial(lines, series, title, measure.unit, log=log), legend
+    return section("sweep", "Sweep", "The sweep", lead, *axis_tables(rows), page_table(TABLES[0], rows))
 
 
 SECTIONS = (sweep,)
