@@ -259,25 +259,6 @@ def test_profile_shows_a_step_and_then_its_trace(tmp_path):
     assert ours.values["kernels_ms"] == theirs.values["kernels_ms"]
 
 
-def test_profile_with_nsys_runs_it_or_says_the_command(tmp_path, monkeypatch, capsys):
-    words = ["profile", *QUICK, "--nsys", "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["trainstep", *words])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main_code(words) == 2
-    said = capsys.readouterr().err
-    assert "nsys (NVIDIA Nsight Systems) is not on the PATH" in said
-    assert "--capture-range=cudaProfilerApi" in said
-    shown = said.split("-m trainstep profile ")[1].split()
-    assert sorted(shown[: len(QUICK) + 1]) == sorted([*QUICK, "--nvtx"])
-    nsys = tmp_path / "nsys"
-    nsys.write_text("#!/bin/sh\nexit 3\n")
-    nsys.chmod(0o755)
-    assert main_code(words) == 2
-    assert "would run on the CPU" in capsys.readouterr().err
-    assert main_code(["profile", *QUICK, "--nvtx"]) == 2
-    assert "use a machine with a GPU" in capsys.readouterr().err
-
-
 MISTAKES = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text(encoding="utf-8"))["mistakes"]
 
 

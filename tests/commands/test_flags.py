@@ -150,7 +150,6 @@ def done(traced, monkeypatch):
     for name in ("on_all_ranks", "on_first_rank"):
         monkeypatch.setattr(f"trainstep.parallel.process.{name}", lambda process, call: call())
     monkeypatch.setattr("trainstep.commands.options.launch_folder", lambda out, *_, **__: contextlib.nullcontext(out))
-    replace("measure.profile.nsys.require_nsys", stop)
     monkeypatch.setattr("trainstep.plan.rows.plan_records", planned)
     replace("bench.tracing.trace_step", traced)
     replace("train.loop.train", SimpleNamespace(is_finished=True))

@@ -17,7 +17,7 @@ from trainstep.train.metrics import Show
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2)
 STEP = StepConfig(batch=2, context=32, learning_rate=3e-3, device="cpu")
 TRAIN = TrainConfig(
-    steps=12, global_batch=8, warmup=0.25, eval_every=6, save_every=4, samples=0, tensorboard=False,
+    steps=12, global_batch=8, warmup=0.25, eval_every=6, save_every=4, tensorboard=False,
     validation_fraction=0.1,
 )  # fmt: skip
 TEXT = Path(__file__).parents[2] / "src" / "trainstep" / "step" / "model" / "transformer.py"
@@ -26,7 +26,7 @@ TEXT = Path(__file__).parents[2] / "src" / "trainstep" / "step" / "model" / "tra
 COMMAND = [
     "train", "--vocab-size", "256", "--d-model", "32", "--d-ff", "64", "--num-layers", "2", "--num-heads", "2",
     "--batch", "2", "--context", "32", "--learning-rate", "3e-3", "--device", "cpu", "--global-batch", "8",
-    "--samples", "0", "--no-tensorboard", "--validation-fraction", "0.1", "--data", str(TEXT),
+    "--no-tensorboard", "--validation-fraction", "0.1", "--data", str(TEXT),
 ]  # fmt: skip
 """Command of the small run, without its length and schedule."""
 

@@ -24,7 +24,6 @@ from trainstep.train.config import MAY_CHANGE, TrainConfig, differences
         ({"clip_norm": 0.0}, "or inf for no clipping"),
         ({"clip_norm": math.nan}, "or inf for no clipping"),
         ({"validation_fraction": 0.0}, "between 0 and 1"),
-        ({"temperature": -1.0}, "temperature is -1.0; expected 0 or more"),
     ],
 )
 def test_values_out_of_range(changes, message):

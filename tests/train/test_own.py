@@ -207,7 +207,6 @@ def test_what_is_written_of_a_run(tmp_path):
     assert record.tokens_per_s is None, "pictures have no tokens"
     assert record.validation_loss == pytest.approx(rows(tmp_path / "run")[-1]["validation_loss"], rel=1e-5)
     assert record.n == 8
-    assert not (tmp_path / "run" / "samples.txt").exists()
 
 
 def test_flops_are_counted_once_where_a_peak_is_known(tmp_path, monkeypatch):

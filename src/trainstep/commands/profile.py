@@ -3,9 +3,6 @@ is."""
 
 from __future__ import annotations
 
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +22,6 @@ from trainstep.commands.options import (
     flags_of,
     own_precisions,
     sources,
-    words_of,
 )
 from trainstep.commands.output import run_and_report
 
@@ -75,8 +71,6 @@ class Profile(OneModel):
     """Steps before those that are timed without the profiler."""
     profiled_steps: int = 3
     """Steps that the profiler records, after as many of its own warm-ups as it needs."""
-    nsys: FlagCreatePairsOff[bool] = False
-    """Row with NVIDIA Nsight Systems instead, warm-ups left out; where it is missing, say the command to run."""
     nvtx: FlagCreatePairsOff[bool] = False
     """Only run the steps, with their ranges announced to NVTX and the profiled ones between cudaProfilerStart and Stop:
     what runs under nsys or ncu."""
@@ -92,24 +86,15 @@ class Profile(OneModel):
                 f"steps is {self.steps}, profiled-steps {self.profiled_steps}, warmup {self.warmup}; expected at least "
                 "one step of each kind, and no negative warm-up"
             )
-        if self.nsys + self.nvtx + (self.from_ is not None) > 1:
-            raise UsageError("--nsys, --nvtx and --from exclude one another; give one of them")
         if self.from_ is not None:
-            self.refuse(READS, but=("from_", "out"))
-        if self.nsys or self.nvtx:
-            self.refuse(
-                "{flag} is for steps without a profiler, which --nsys and --nvtx time none of; leave it out", "steps"
-            )
-        if (self.nsys or self.nvtx) and self.warmup < 1:
-            raise UsageError("--nsys and --nvtx record steps after --warmup, which is 0; expected 1 or more")
-        if self.nvtx:
-            self.refuse("--nvtx writes nothing, so {flag} has no use; leave it out, or use --nsys", "out")
-        if self.nsys or self.from_ is not None:
             from trainstep.bench.profile import records_from_file
 
-            with self.in_folder("nsys" if self.from_ is None else self.from_.stem) as own:
-                path = self.from_ or own._run_nsys()
-                return run_and_report(records_from_file(path), own.out, f"profile of {path.name}")
+            self.refuse(READS, but=("from_", "out"))
+            with self.in_folder(self.from_.stem) as own:
+                return run_and_report(records_from_file(self.from_), own.out, f"profile of {self.from_.name}")
+        if self.nvtx:
+            self.refuse("{flag} is for steps without a profiler, which --nvtx times none of; leave it out", "steps")
+            self.refuse("--nvtx writes nothing, so {flag} has no use; leave it out", "out")
         source = self.source()
         if self.nvtx:
             from trainstep.bench.profile import run_nvtx
@@ -128,24 +113,6 @@ class Profile(OneModel):
         yield from profile_records(
             source, config, warmup=warmup, steps=self.steps, profiled_steps=self.profiled_steps, trace=trace
         )
-
-    def _run_nsys(self) -> Path:
-        """Run these very flags under nsys; returns the export."""
-        from trainstep.measure.profile.nsys import nsys_command, require_nsys
-        from trainstep.step.workload import resolve_device
-
-        flags = words_of(self, without=("nsys", "out"))
-        command = nsys_command([sys.executable, "-m", "trainstep", "profile", *flags, "--nvtx"], self.out / "profile")
-        require_nsys(command)
-        if resolve_device(self.step_config().device).type != "cuda":
-            raise UsageError("--nsys profiles a GPU, and this would run on the CPU; use a machine with a GPU")
-        print(shlex.join(command), flush=True)
-        code = subprocess.run(command, check=False).returncode
-        export = self.out / "profile.sqlite"
-        if code != 0 or not export.exists():
-            made = "an" if export.exists() else "no"
-            raise UsageError(f"nsys ended with {code} and {made} export; its words are above")
-        return export
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ class Train(AnyModel):
     page_every: float = 60.0
     """Seconds between two drawings of report.html while it trains, by a process of its own; 0: no page."""
     out: Path = Path("results/train")
-    """Folder of the run: metrics.jsonl, report.html, tensorboard/, checkpoints/, samples.txt, results.jsonl. A run that
+    """Folder of the run: metrics.jsonl, report.html, tensorboard/, checkpoints/, results.jsonl. A run that
     is there already goes on; another one is never overwritten."""
 
     def run(self) -> int:
@@ -115,9 +115,6 @@ class Train(AnyModel):
             "weight_decay": "its own optimizer has one",
             "validation_fraction": "its Workload.validation has the batches to validate on",
         }
-        idle = [name for name in ("sample_tokens", "temperature") if name in self.train]
-        if self.train.get("samples") == 0 and idle:
-            raise UsageError(f"--{idle[0].replace('_', '-')} is for samples, and --samples is 0; leave one of them out")
         for name in given:
             flag = f"--{name.replace('_', '-')}"
             if self.workload is not None and name in OF_BUILTIN:

@@ -242,14 +242,8 @@ class TrainingStep:
 
     def evaluate(self, parts: Sequence[Any]) -> Tensor:
         """The mean loss over parts of one size, without gradients."""
-        with self.inference():
+        with matmul_precision(self.config.precision), torch.no_grad():
             return torch.stack([self._loss_of(part, no_phases) for part in parts]).mean()
-
-    @contextmanager
-    def inference(self) -> Iterator[None]:
-        """Inside, the module runs in the step's precision, without gradients."""
-        with matmul_precision(self.config.precision), torch.no_grad(), autocast(self.config.precision, self.device):
-            yield
 
     def differentiable_loss(self, batch: Any) -> Tensor:
         """Forward and loss alone: the unscaled loss with its graph, for instruments that look at what forward keeps."""

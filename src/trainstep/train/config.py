@@ -68,12 +68,6 @@ class TrainConfig:
     allow_unused: bool = False
     """Parameters of a --workload may get no gradient (ddp and sharded-optimizer), at a collective and a wait of the
     host in every update."""
-    samples: int = 2
-    """Texts written by the model at the end, continuing validation text; 0 for none."""
-    sample_tokens: int = 120
-    """Tokens in each of them."""
-    temperature: float = 0.8
-    """Temperature of their sampling; 0 takes the likeliest token."""
     tensorboard: bool = True
     """Write TensorBoard's event files too (needs the package tensorboard)."""
 
@@ -82,7 +76,7 @@ class TrainConfig:
         for name in (*counts, "log_every", "blocks_per_group"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected 1 or more")
-        for name in ("weight_decay", "bucket_mb", "replicas", "samples", "sample_tokens", "temperature"):
+        for name in ("weight_decay", "bucket_mb", "replicas"):
             if getattr(self, name) is not None and not getattr(self, name) >= 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected 0 or more")
         for name in ("warmup", "min_learning_rate"):
@@ -107,7 +101,7 @@ class TrainConfig:
 
 OF_WORKLOADS = TrainConfig(warmup=0.0, min_learning_rate=1.0, clip_norm=math.inf)
 """Settings of a run of a user's workload unless flags say otherwise: its optimizer as it is, and nothing clipped."""
-OF_BUILTIN = ("global_batch", "weight_decay", "validation_fraction", "samples", "sample_tokens", "temperature")
+OF_BUILTIN = ("global_batch", "weight_decay", "validation_fraction")
 """Fields that say nothing of a workload, which has its own batches and optimizer."""
 OF_OWN = ("batches_per_update", "allow_unused")
 """Fields that say nothing of a built-in model."""
@@ -318,9 +312,9 @@ class OwnRun(RunConfig):
 
 MAY_CHANGE = {
     *(f"step.{name}" for name in settings_with(RESUMABLE)),
-    *(f"train.{name}" for name in ("eval_every", "save_every", "keep", "log_every", "scheme", "bucket_mb", "samples")),
-    *(f"train.{name}" for name in ("replicas", "blocks_per_group", "allow_unused")),
-    *(f"train.{name}" for name in ("sample_tokens", "temperature", "tensorboard")),
+    *(f"train.{name}" for name in ("eval_every", "save_every", "keep", "log_every", "scheme", "bucket_mb")),
+    *(f"train.{name}" for name in ("replicas", "blocks_per_group", "allow_unused", "tensorboard")),
+    *(f"train.{name}" for name in ("samples", "sample_tokens", "temperature")),  # of runs of earlier versions
 }
 """Settings that may differ when a run goes on: the curve does not depend on them, or by roundings only."""
 

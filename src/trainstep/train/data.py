@@ -40,9 +40,6 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch, context), int6
 class Data(Protocol):
     """A workload and its batches by number, which a run trains on; every rank has one and calls it alike."""
 
-    no_text: str = ""
-    """Line that says why the run ends without samples of text, for those that could have some."""
-
     @property
     @abstractmethod
     def parameters(self) -> str:
@@ -52,11 +49,6 @@ class Data(Protocol):
     @abstractmethod
     def validates(self) -> bool:
         """True if there are batches to validate on."""
-
-    @property
-    def prompts(self) -> Tokens | None:
-        """Tokens that are bytes of text, from which samples begin; None where there are none."""
-        return None
 
     @abstractmethod
     def check(self, process: Process) -> None:
@@ -117,12 +109,7 @@ class TokenData(Data):
     config: BuiltinRun
     """Says how many sequences of which length make an update and a validation, and which seed chooses them."""
 
-    no_text = "no samples of text: the token ids of a .bin file have no tokenizer here"
     validates = True
-
-    @property
-    def prompts(self) -> Tokens | None:
-        return self.validation if self.is_text else None
 
     @property
     def parameters(self) -> str:

@@ -1,4 +1,4 @@
-"""The model of a run on one rank: updates, validations, samples of text, and how an update's values are read.
+"""The model of a run on one rank: updates, validations, and how an update's values are read.
 
 An update leaves its loss, its gradient norm, what it counted and whether to stop. These travel in one small all-reduce
 behind the update's work and are copied to the host without waiting. They are read when the next update has been given
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,9 +28,6 @@ from trainstep.step.batches import count_tokens, tensors_of
 from trainstep.step.training_step import MakeOptimizer, Replica, TrainingStep, uncompiled
 from trainstep.train.config import RunConfig
 from trainstep.train.data import Data
-
-PROMPT = 48  # tokens of validation text that a sample begins with
-BYTES = 256  # text has no other ids than these, so no other is drawn
 
 
 @dataclass(frozen=True)
@@ -160,27 +156,6 @@ class Learner:
         dist.all_gather_object(peaks, mine, group=self._process.group)
         return max(peaks) or None
 
-    def samples(self) -> list[str]:
-        """Texts `BEGINNING⟦what the model wrote⟧`; they begin as places do, evenly spaced, in the validation text.
-
-        All ranks must call it, and the data must be text.
-        """
-        train, context, validation = self._config.train, self._config.step.context, self._data.prompts
-        assert validation is not None, "the data is not text"
-        length = min(PROMPT, context)
-        starts = np.linspace(0, len(validation) - length, train.samples + 1).astype(np.int64)[:-1]
-        prompts = np.stack([validation[start : start + length] for start in starts]).astype(np.int64)
-        with self.step.inference():
-            tokens = generate(
-                self.step.replica.module,
-                torch.from_numpy(prompts).to(self._process.device),
-                new_tokens=train.sample_tokens,
-                context=context,
-                temperature=train.temperature,
-                seed=self._config.step.seed,
-            ).cpu()
-        return [f"{as_text(row[:length])}⟦{as_text(row[length:])}⟧" for row in tokens]
-
 
 class MovingBuffers:
     """The buffers of a module that training changes, found by their values: some operators change them unannounced."""
@@ -231,44 +206,6 @@ class MovingBuffers:
             for name in each._non_persistent_buffers_set
         }
         return [name for name in self.names or () if name in left_out]
-
-
-@torch.no_grad()
-def generate(
-    module: nn.Module, prompts: Tensor, *, new_tokens: int, context: int, temperature: float, seed: int
-) -> Tensor:
-    """Continue every prompt token by token; bytes only.
-
-    The module is called on sequences of one length, filled up at their end, which a causal model does not see; so
-    nothing is compiled anew. With sharded weights every rank must call this.
-
-    Args:
-        module: tokens (B, S) → logits (B, S, V), causal.
-        prompts: (B, P) token ids, P at least 1.
-        context: the longest sequence the module takes; beyond it the oldest tokens are forgotten.
-        temperature: of the draws; 0 takes the likeliest token.
-
-    Returns:
-        Token ids (B, P + new_tokens).
-    """
-    width = min(context, prompts.shape[1] + new_tokens)
-    draws = torch.Generator().manual_seed(seed)
-    tokens = prompts
-    for _ in range(new_tokens):
-        seen = tokens[:, -width:]
-        padded = nn.functional.pad(seen, (0, width - seen.shape[1]))
-        logits = module(padded)[:, seen.shape[1] - 1, :BYTES].double().cpu()  # (B, bytes)
-        if temperature == 0:
-            chosen = logits.argmax(-1, keepdim=True)
-        else:
-            chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=draws)
-        tokens = torch.cat([tokens, chosen.to(tokens.device)], dim=1)
-    return tokens
-
-
-def as_text(tokens: Tensor) -> str:
-    """Bytes (n,) as text; what is no UTF-8 is shown as the replacement character."""
-    return bytes(tokens.tolist()).decode("utf-8", errors="replace")
 
 
 @dataclass(frozen=True)

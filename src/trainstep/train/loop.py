@@ -1,7 +1,7 @@
 """The training loop: a run from its first update, or from its newest checkpoint, to its last.
 
     check the configuration → open the data → open the folder → build → load the checkpoint →
-    (update, read the update before, now and then validate and save)* → samples → results
+    (update, read the update before, now and then validate and save)* → results
 
 All ranks go through it together and decide alike: what they decide by has been all-reduced. No other run, and no
 file of another's, is ever touched in the run's folder.
@@ -127,15 +127,6 @@ def train(
         done = run.go(start.step, signals)
         is_finished = done == config.train.steps
         if is_finished:
-            if config.train.samples and tokens.prompts is not None:
-                texts = learner.samples()
-                if process.rank == 0:
-                    with aside(out / "samples.txt") as draft, draft.open("x", encoding="utf-8") as file:
-                        file.write("\n\n".join(texts) + "\n")
-                for line in ("samples, what the model wrote in ⟦⟧:", *texts):
-                    show.line(line)
-            elif config.train.samples and tokens.no_text:
-                show.line(tokens.no_text)
             peak = learner.peak_bytes()
             if process.rank == 0:
                 record = run_record(config, process, read_metrics(out / METRICS), start.step, peak)

@@ -7,7 +7,7 @@ import pytest
 from trainstep.base.errors import UsageError
 from trainstep.measure.profile import nsys
 from trainstep.measure.profile.kernels import profiles_of
-from trainstep.measure.profile.nsys import is_sqlite, nsys_command, read_nsys, require_nsys
+from trainstep.measure.profile.nsys import is_sqlite, read_nsys
 
 PROCESS, OTHER = 4242, 4243
 MAIN, AUTOGRAD = 4242, 4300
@@ -196,13 +196,3 @@ def test_large_exports_are_refused_with_their_size(tmp_path, monkeypatch):
     monkeypatch.setattr(nsys, "LARGEST_BYTES", 100)
     with pytest.raises(UsageError, match=r"is 0\.0 GiB; at most"):
         read_nsys(path)
-
-
-def test_the_command_leaves_warm_ups_out_and_exports_sqlite(tmp_path, monkeypatch):
-    command = nsys_command(["python", "-m", "trainstep", "profile", "--nvtx"], tmp_path / "profile")
-    assert command[:2] == ["nsys", "profile"]
-    assert {"--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--export=sqlite"} <= set(command)
-    assert command[-5:] == ["python", "-m", "trainstep", "profile", "--nvtx"]
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match=r"nsys .* is not on the PATH.*: nsys profile --trace=cuda,nvtx"):
-        require_nsys(command)

@@ -12,10 +12,8 @@ known. Processes each number their devices from 0, so where several have work, a
 
 from __future__ import annotations
 
-import shlex
-import shutil
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -50,24 +48,6 @@ _NEEDED = {
     _NVTX: ("start", "end", "eventType", "text", "globalTid"),
     _STRINGS: ("id", "value"),
 }
-
-
-def nsys_command(program: Sequence[str], output: Path) -> list[str]:
-    """The command that profiles `program` between its cudaProfilerStart and Stop, and exports it to `output.sqlite`."""
-    return [
-        *("nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--cuda-graph-trace=node"),
-        *("--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--export=sqlite", "--force-overwrite=true"),
-        *(f"--output={output}", *program),
-    ]
-
-
-def require_nsys(command: Sequence[str]) -> None:
-    """Raise `UsageError` with the command to run elsewhere where nsys is not installed."""
-    if shutil.which("nsys") is None:
-        raise UsageError(
-            "nsys (NVIDIA Nsight Systems) is not on the PATH; where it is, run this, and read its export with "
-            f"trainstep profile --from FILE.sqlite: {shlex.join(command)}"
-        )
 
 
 def is_sqlite(path: Path) -> bool:
