@@ -153,7 +153,6 @@ def done(traced, monkeypatch):
     monkeypatch.setattr("trainstep.plan.rows.plan_records", planned)
     replace("bench.tracing.trace_step", traced)
     replace("train.loop.train", SimpleNamespace(is_finished=True))
-    replace("train.history.Pages", SimpleNamespace(draws=False))
 
     def run(command):
         noted.clear()

@@ -10,7 +10,7 @@ from tests.train.runs import flags, updates
 NAME = "tests.train.faulty:workload"
 TIMEOUT_S = 8  # beside other tests a rank may stand still for three
 SETTINGS = {"steps": 60, "save_every": 10, "eval_every": 60, "keep": 100, "batches_per_update": 12}
-WORDS = ["-m", "trainstep", "train", "--workload", NAME, "--device", "cpu", "--no-tensorboard", "--page-every", "0"]
+WORDS = ["-m", "trainstep", "train", "--workload", NAME, "--device", "cpu", "--no-tensorboard"]
 WORDS += flags(SETTINGS)
 
 

@@ -12,7 +12,7 @@ from trainstep.commands.cli import main
 from trainstep.rows import TrainRow
 from trainstep.rows.records import read_records
 from trainstep.train.data import TokenData
-from trainstep.train.history import DRAWN, Pages, _scheme, history
+from trainstep.train.history import DRAWN, _scheme, history
 
 OLD = {"loss": 2.0, "validation_loss": None, "learning_rate": 1e-3, "gradient_norm": 1.0, "step_ms": 10.0,
        "tokens_per_s": 100.0, "utilisation": None, "tokens": 1, "world_size": 1}  # fmt: skip
@@ -148,26 +148,6 @@ def test_each_ranks_own_time_is_told_every_so_many_updates(two, tmp_path):
         assert (len(found["ranks_own_ms"]), len(found["ranks_data_ms"])) == (0 if scheme == "fsdp" else 2, 2)
 
 
-def test_the_page_is_drawn_beside_the_run(tmp_path):
-    out = write(tmp_path / "run", [OLD | {"step": n, "since_start": n} for n in range(1, 4)])
-    pages = Pages(out, 1e-9)
-    pages.draw()
-    first = pages._drawing
-    pages.draw()
-    assert pages._drawing is first, "one at a time"
-    pages.close()
-    assert "Training runs" in (out / "report.html").read_text()
-    assert sorted(path.name for path in out.iterdir()) == ["metrics.jsonl", "report.html"]
-
-
-@pytest.mark.parametrize(("out", "every"), [(None, 1e-9), ("run", 0.0), ("run", 1e9)])
-def test_no_page_on_other_ranks_nor_without_being_asked_nor_before_its_time(tmp_path, out, every):
-    pages = Pages(None if out is None else tmp_path / out, every)
-    pages.draw()
-    pages.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def leave_with(words):
     with pytest.raises(SystemExit) as left:
         main(words)
@@ -191,9 +171,6 @@ def test_train_leaves_a_page(tmp_path, capsys):
     assert leave_with(words) == 0
     assert "report.html has its curves" in capsys.readouterr().out
     assert "loss after update 3 of 3" in (tmp_path / "run" / "report.html").read_text()
-    assert leave_with([*words[:-1], str(tmp_path / "other"), "--page-every", "0"]) == 0
-    assert not (tmp_path / "other" / "report.html").exists()
-    assert leave_with([*words, "--page-every", "-1"]) == 2
 
 
 def test_starts_say_their_scheme_as_it_was_set():

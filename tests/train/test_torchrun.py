@@ -15,7 +15,7 @@ from tests.train.runs import COMMAND, alone, config, far_apart, flags, losses, n
 pytestmark = pytest.mark.distributed
 
 RUN = {"steps": 100, "warmup": 0.05, "eval_every": 60, "save_every": 10, "eval_batches": 1}
-WORDS = [*COMMAND, *flags(RUN), "--timeout", "60", "--page-every", "0"]
+WORDS = [*COMMAND, *flags(RUN), "--timeout", "60"]
 
 
 def torchrun(*words):

@@ -105,6 +105,7 @@ GONE = {
     "executor": "a sweep runs where it is started; on Slurm give its command to sbatch (docs/sweep.md)",
     "measure": "analyze measures rates for --calibration, and bench step a whole step",
     "nsys": "profile --nvtx runs under nsys profile, and --from reads its export (docs/profile.md)",
+    "page-every": "train draws the page at its end; trainstep report draws that of a run under way",
     "samples": "train writes no text",
 }
 """Flags that no command has any more → what to do instead."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,8 +36,6 @@ class Train(AnyModel):
     """Go on from this checkpoint (its folder's name) instead of the newest; later ones are renamed, not removed."""
     timeout: float = 600.0
     """Seconds that a rank waits for the others before it is an error."""
-    page_every: float = 60.0
-    """Seconds between two drawings of report.html while it trains, by a process of its own; 0: no page."""
     out: Path = Path("results/train")
     """Folder of the run: metrics.jsonl, report.html, tensorboard/, checkpoints/, results.jsonl. A run that
     is there already goes on; another one is never overwritten."""
@@ -48,23 +45,17 @@ class Train(AnyModel):
             print(self.launch_file(), end="")
             return 0
         from trainstep.parallel.process import join_group_or_alone
-        from trainstep.train.history import Pages
         from trainstep.train.loop import train
         from trainstep.train.metrics import Show
-
-        if not 0 <= self.page_every < math.inf:
-            raise UsageError(f"page_every is {self.page_every}; expected seconds, or 0 for no page")
 
         config = self.run_config()
         data = self.data if self.workload is None else self.source()
         with join_group_or_alone(config.step.device, timeout_s=self.timeout) as process:
             console = console_for_output() if process.rank == 0 else None
             show = Show(console, log_every=config.train.log_every)
-            pages = Pages(self.out if process.rank == 0 else None, self.page_every)
             with memory_as_mistake():
-                outcome = train(config, data, self.out, process, show, resume_from=self.resume_from, pages=pages)
-        if pages.draws:
-            pages.close()
+                outcome = train(config, data, self.out, process, show, resume_from=self.resume_from)
+        if process.rank == 0:
             self._draw_page(show)
         if outcome.is_finished:
             return 0

@@ -314,7 +314,6 @@ MAY_CHANGE = {
     *(f"step.{name}" for name in settings_with(RESUMABLE)),
     *(f"train.{name}" for name in ("eval_every", "save_every", "keep", "log_every", "scheme", "bucket_mb")),
     *(f"train.{name}" for name in ("replicas", "blocks_per_group", "allow_unused", "tensorboard")),
-    *(f"train.{name}" for name in ("samples", "sample_tokens", "temperature")),  # of runs of earlier versions
 }
 """Settings that may differ when a run goes on: the curve does not depend on them, or by roundings only."""
 

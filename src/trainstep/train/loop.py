@@ -45,7 +45,7 @@ from trainstep.train.checkpoints import (
 )
 from trainstep.train.config import BuiltinRun, RunConfig, counted, differences
 from trainstep.train.data import Data, open_data
-from trainstep.train.history import METRICS, Pages, read_metrics
+from trainstep.train.history import METRICS, read_metrics
 from trainstep.train.learner import Learner, Reading, Readings, Update
 from trainstep.train.metrics import Meter, MetricsWriter, Show, as_summary, run_record
 from trainstep.train.own import OwnData
@@ -66,7 +66,6 @@ def train(
     show: Show,
     *,
     resume_from: str | None = None,
-    pages: Pages | None = None,
 ) -> Outcome:
     """Train, or go on training, in the folder `out`. Every rank calls it with the same arguments.
 
@@ -76,7 +75,6 @@ def train(
             workload, which has its own.
         out: the run's folder, seen by all ranks.
         resume_from: a checkpoint's name to go on from instead of the newest; later ones are set aside.
-        pages: what draws the run's page now and then; None draws none.
 
     Raises:
         UsageError: the configuration, the data, the folder or a checkpoint is not what it should be; ranks were
@@ -123,7 +121,7 @@ def train(
         stack.enter_context(show.progress(config.train.steps, start.step))
         note: dict[str, Any] = {"identity": identity, **form_of(learner.step.replica)}
         note |= {"world_size": process.world_size, "resumed_from": resume_from}
-        run = _Run(config, process, tokens, learner, checkpoints, note, meter, metrics, show, pages)
+        run = _Run(config, process, tokens, learner, checkpoints, note, meter, metrics, show)
         done = run.go(start.step, signals)
         is_finished = done == config.train.steps
         if is_finished:
@@ -171,7 +169,6 @@ class _Run:
     meter: Meter
     metrics: MetricsWriter
     show: Show
-    pages: Pages | None
 
     def go(self, done: int, signals: StopSignals) -> int:
         """Train on from update `done` to the last, or until some rank is told to stop; returns the updates made."""
@@ -234,8 +231,6 @@ class _Run:
         row = self.meter.row(reading, rate, loss, validation_ms=took) | ({"saved": True} if saved else {})
         self.metrics.write(row)
         self.show.update(row)
-        if self.pages is not None:
-            self.pages.draw()
 
     def _not_finite(self, reading: Reading) -> AgreedError:
         """Error that every rank raises. The checkpoint under way is of an update before, so it is completed first."""
