@@ -42,12 +42,13 @@ def patched(tmp_path):
     """The lines that a patch adds and takes away."""
     file = tmp_path / "train.py"
 
-    def make(*kept, text=TEXT, loader=(), optimizer=(), model=()):
+    def make(*kept, text=TEXT, loader=(), optimizer=(), model=(), debugging=()):
         file.write_text(text, encoding="utf-8")
         settings = {
             "loaders": [{**LOADER, **dict(loader), "file": str(file)}],
             "optimizers": [{**OPTIMIZER, **dict(optimizer), "file": str(file)}],
             "models": [{**MODEL, **dict(model), "file": str(file)}],
+            "debugging": [{**each, "file": str(file)} for each in debugging],
         }
         found = patch_of(file, [BY_NAME[name] for name in kept], settings)
         changed = [line for line in found.diff(tmp_path).decode().splitlines()[2:] if line[:1] in "+-"]
@@ -75,6 +76,16 @@ def test_a_loader_with_few_workers_gets_more_and_one_that_would_repeat_itself_ge
     assert lines[1].startswith(f"+    loader = DataLoader(range(10), batch_size=2, num_workers={few + 1}")
     found, lines = patched("loader workers", text=text, loader={"num_workers": few, "is_iterable": True})
     assert (lines, found.left) == ([], ["loader workers"])
+
+
+def test_debugging_is_switched_off_where_it_was_switched_on(patched):
+    on = "import torch\ntorch.autograd.set_detect_anomaly(True)\ntorch.use_deterministic_algorithms(mode=True)\n"
+    places = [{"name": "anomaly-detection", "line": 2}, {"name": "deterministic-algorithms", "line": 3}]
+    found, lines = patched("no debugging", text=on, debugging=places)
+    off = ["+torch.autograd.set_detect_anomaly(False)", "+torch.use_deterministic_algorithms(mode=False)"]
+    assert (sorted(lines[2:]), found.written) == (off, ["no debugging"])
+    within = on.replace("set_detect_anomaly(True)", "detect_anomaly()")
+    assert patched("no debugging", text=within, debugging=places)[0].left == ["no debugging"]
 
 
 def test_changes_together_find_their_places(patched):

@@ -4,12 +4,26 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.observe.measuring import measure
 from trainstep.report.page import Report
+from trainstep.report.subjects.run import HABITS
 
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-KINDS = ("script.keeps-graphs",)
+KINDS = tuple(f"script.{habit}" for habit in HABITS)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_on():
+    yield
+    torch.set_anomaly_enabled(False)
+    torch.use_deterministic_algorithms(False)
+    torch.compiler.reset()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.set_debug_level(dist.DebugLevel.OFF)
 
 
 def scripts():

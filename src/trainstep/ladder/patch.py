@@ -189,6 +189,12 @@ def _with_arguments(text: str, call: ast.Call, further: Mapping[str, Any]) -> st
     return text
 
 
+def replaced(text: str, node: ast.expr, words: str) -> str:
+    """The text with words in a node's place."""
+    start, end = _span(text, node)
+    return text[:start] + words + text[end:]
+
+
 def _span(text: str, node: ast.expr) -> tuple[int, int]:
     """Start and end of a node; the tree counts bytes of a line."""
     lines = lines_of(text)

@@ -26,6 +26,7 @@ from trainstep.ladder.changes.loaders import TIMES
 from trainstep.ladder.ladder import Refused, Tried, is_open, ratio_fields
 from trainstep.ladder.single import Script, Taken
 from trainstep.ladder.trial.capture import Captured
+from trainstep.observe.habits import REVERSIBLE, habits_of, place_of
 from trainstep.observe.lines import shown_line
 from trainstep.observe.loaders import share_of_waiting
 from trainstep.observe.log import RankLog
@@ -46,11 +47,16 @@ def not_judged(why: str, verdict: str = "not judged", **values: Any) -> Refused:
 
 
 def seen_of(log: RankLog) -> dict[str, Any]:
-    """Settings that a whole run shows beside its own: why code is compiled again, and how much of its steps waits for
-    data."""
+    """Settings that a whole run shows beside its own: why code is compiled again, how much of its steps waits for data,
+    and debugging that is on."""
+    files = log.facts.get("files", ())
     return {
         "recompiles": any(each["reason"] and each["step"] > 1 for each in log.recompilations),
         "waiting": share_of_waiting(log.steps),
+        "debugging": [
+            {"name": name, "file": place[0], "line": place[1]} if (place := place_of(name, files)) else {"name": name}
+            for name in {name for name, *_ in habits_of(log)} & {*REVERSIBLE}
+        ],
     }
 
 

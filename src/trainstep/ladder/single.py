@@ -179,9 +179,9 @@ class Script:
     def _taken(self, order: Order, code: int, elsewhere: Failed | None) -> Taken:
         folder, place = Path(order.folder), Path(order.place)
         log = read_log(log_path(folder, 0))
-        if self.copies is not None and "settings" in log.facts:  # which files the copy's are copies of
+        if self.copies is not None:  # which files the copy's are copies of
             here, there = (json.dumps(str(each))[1:-1] for each in (self.copies.root, place))
-            log.facts["settings"] = json.loads(json.dumps(log.facts["settings"]).replace(there, here))
+            log.facts = json.loads(json.dumps(log.facts).replace(there, here))
         rows = of_kind(script_records([log], self.command.name, code), ScriptRow)
         timed = [row for row in rows if row.status == "ok"]
         step_ms = tuple(map(sum, zip(*(row.samples["step"] for row in timed), strict=False))) if timed else ()

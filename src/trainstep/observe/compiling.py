@@ -45,6 +45,7 @@ class Recompilations:
         self._seen: set[int] = set()  # by identity: dynamo keeps the last 64
         self._kept: list[Any] = []
         self._places: dict[str, Place] = {}  # compilation → the line that called what is compiled
+        self._codes: dict[str, list[Any]] = {}  # number of a frame → the function's definition
         self._undo: list[Callable[[], object]] = []
 
     def start(self) -> None:
@@ -83,7 +84,10 @@ class Recompilations:
         self._kept += new  # alive, so that no other object gets its number
         self._seen.update(map(id, new))
         for each in new:
-            place = self._places.get(str(getattr(each, "compile_id", None)), Place("", 0, ""))
+            number, fails = str(getattr(each, "compile_id", None)), str(getattr(each, "fail_reason", ""))
+            place = self._places.get(number, Place("", 0, ""))
+            names = [getattr(each, f"co_{name}", None) for name in ("filename", "firstlineno", "name")]
+            code = self._codes.setdefault(number.rpartition("/")[0], names)
             entry = {
                 "step": step,
                 "function": getattr(each, "co_name", None),
@@ -92,5 +96,7 @@ class Recompilations:
                 "reason": getattr(each, "recompile_reason", None) or None,
                 "seconds": getattr(each, "entire_frame_compile_time_s", None),
             }
+            if "recompile limit exceeded" in fails:
+                entry["limit"] = code
             self._log.write("recompilation", entry)
         return len(new)

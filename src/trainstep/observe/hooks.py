@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from trainstep.observe.border import READS, Begins, Begun, Border, Function, leave_uncompiled, left_uncompiled
+from trainstep.observe.habits import SENDS
 from trainstep.observe.lines import Lines, owner_of, place_of_call
 from trainstep.observe.loaders import Loaders
 from trainstep.observe.modules import Roots
@@ -62,6 +63,7 @@ class Hooks:
         self.roots, self.loaders = Roots(self), Loaders(lambda: self.on_loader())
         self.on_gpu = False  # whether the models are on a GPU, where the host need not wait for what it gave it to do
         self.on_loss: Callable[[Any], object] | None = None  # called with what backward begins at
+        self.on_backward: Callable[[], object] = lambda: None
         self.on_loader: Callable[[], object] = lambda: None  # called when batches come from a loader for the first time
         self.before_optimizer: Callable[[Optimizer], object] = lambda optimizer: None
         self.before_update: Callable[[Optimizer], object] | None = None  # with its gradients
@@ -221,6 +223,9 @@ class Hooks:
         tensors = frame.f_locals.get("tensors", ())
         if self.on_loss is not None:
             self.on_loss(tensors)
+        if self.finder.sends_again:
+            self.finder.noted[self.lines.number(SENDS, frame)] += 1
+        self.on_backward()
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             handle = self._mark_end_of_computation(tensors)
             if handle is not None:

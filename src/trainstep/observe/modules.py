@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from trainstep.observe.habits import GRAPHS
 from trainstep.observe.steps import EVALUATION, FORWARD, KEPT
 
 if TYPE_CHECKING:
@@ -110,11 +111,13 @@ class Roots:
         elif not torch.is_grad_enabled():
             begun = self._hooks.begins(EVALUATION)
         elif id(module) in self._trained:
-            begun = self._hooks.begins(KEPT, self._hooks.lines.number("evaluation", frame))
+            begun = self._hooks.begins(KEPT, self._hooks.lines.number(GRAPHS, frame))
         else:  # one that never was in training mode may be trained all the same, or compute another one's loss
             begun = self._hooks.begins(FORWARD)
         if begun is not None:
             self._called.add(id(module))
+            if _own(module).get("require_backward_grad_sync") and torch.is_grad_enabled():
+                self._hooks.finder.sends()
         return begun
 
 

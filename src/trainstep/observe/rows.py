@@ -14,12 +14,13 @@ from typing import Any
 
 from trainstep.base.commit import commit_of
 from trainstep.base.stats import summarize
+from trainstep.observe.habits import habits_of
 from trainstep.observe.lines import shown_line
 from trainstep.observe.loaders import main_loader, most_used
 from trainstep.observe.log import RankLog
 from trainstep.observe.sampling import BEFORE
 from trainstep.observe.steps import COMMUNICATION, COUNTS, DATA, Step
-from trainstep.rows import LineRow, RecompilationRow, ScriptRow, WaitRow, row_of
+from trainstep.rows import HabitRow, LineRow, RecompilationRow, ScriptRow, WaitRow, row_of
 from trainstep.rows.records import Row, Times, make_row, of_kind
 
 WARMUP = 3  # steps left out of many
@@ -56,6 +57,7 @@ def script_records(logs: Sequence[RankLog], script: str, code: int | None) -> li
         share = latest.get(log.header.get("rank", 0))
         rows += [*_step_rows(log, own, {**how, "latest_share": share}), *_wait_rows(log, own)]
         rows += [*_line_rows(log, own), *_recompilation_rows(log, own)]
+        rows += [HabitRow(**own, habit=habit, line=line, seen=seen) for habit, line, seen in habits_of(log)]
         environment = {"environment": own["environment"]}
         rows += [row_of(**{**each, **environment}) for each in log.rows]
     return rows
@@ -136,7 +138,6 @@ def _step_row(
         waits=sum(calls for step in kept for calls, _ in step.waits.values()) / len(kept) if kept else None,
         loader=main_loader(loaders),
         worker_start=most_used(loaders).get("start") if loaders else None,
-        kept_at=tuple(_kept(log)) or None,
         status="ok" if kept else "failed",
         reason="" if kept else f"no step of {len(steps)} could be timed: {_most_common(counts)}",
     )
@@ -162,14 +163,6 @@ def _samples_per_step(steps: Sequence[Step]) -> float | None:
     if not steps or any(step.evaluations for step in steps):
         return None
     return statistics.median([step.samples for step in steps]) or None
-
-
-def _kept(log: RankLog) -> Iterator[str]:
-    """Lines that call a model in evaluation mode with gradients, the most often first."""
-    for line, calls in sorted(log.facts.get("kept", {}).items(), key=lambda each: -each[1]):
-        place = log.lines[int(line)]
-        shown = shown_line(place.get("user_file") or place["file"], place.get("user_line") or place["line"])
-        yield f"{shown} ({calls} call{'s' * (calls != 1)})"
 
 
 def _most_common(counts: Counter[str]) -> str:

@@ -28,6 +28,7 @@ from trainstep.measure.environment import describe
 from trainstep.measure.outcome import one_line
 from trainstep.measure.timing import CpuClock, CudaClock, DeviceClock
 from trainstep.observe.compiling import Recompilations
+from trainstep.observe.habits import settings_on, user_files
 from trainstep.observe.hooks import Hooks, parameters_of
 from trainstep.observe.lines import Lines, Place, line_around, place_of_call
 from trainstep.observe.log import LogWriter
@@ -74,8 +75,8 @@ class Session:
         self._queued: deque[Step] = deque()
         self._sampled = SampledLines()
         self._sampler = self._sampled.sampler
-        self._handed_out = self._kept_lines = 0
-        self._is_finished = self._knows_device = self._is_joined = False
+        self._handed_out = self._noted_lines = 0
+        self._is_finished = self._knows_device = self._is_joined = self._has_files = False
         self._instruments: Any = None
 
     def start(self) -> None:
@@ -89,6 +90,7 @@ class Session:
         self.log.write("facts", {"torch": torch.__version__})
         self.hooks.before_optimizer = self._before_optimizer
         self.hooks.on_loader = self._write_loaders
+        self.hooks.on_backward = self._tag_settings
         os.register_at_fork(before=lambda: self._sampler.end(), after_in_child=self._forked)
 
     def finish(self) -> None:
@@ -111,7 +113,7 @@ class Session:
         self._recompilations.look(self.finder.ended)
         self._recompilations.stop()
         self._write_loaders()
-        self._write_kept()
+        self._write_noted()
         if self._is_joined:
             self._write_found(JOINED)
         self._write_peak()
@@ -140,8 +142,8 @@ class Session:
         """An optimizer has stepped: what instruments do happens at this border."""
         if self.plan.is_sampled:
             self._sampler.begin()
-        if len(self.finder.kept) > self._kept_lines:
-            self._write_kept()
+        if len(self.finder.noted) > self._noted_lines:
+            self._write_noted()
         self._recompilations.look(self.finder.ended)
         if self._instruments is not None:
             self._instruments.at_border(self.finder.ended)
@@ -253,9 +255,17 @@ class Session:
             peak = int(found[1]) * 1024 if found else None
         self.log.write("facts", {"peak_bytes": peak})
 
-    def _write_kept(self) -> None:
-        self._kept_lines = len(self.finder.kept)
-        self.log.write("facts", {"kept": self.finder.kept})
+    def _write_noted(self) -> None:
+        self._noted_lines = len(self.finder.noted)
+        self.log.write("facts", {"noted": self.finder.noted})
+
+    def _tag_settings(self) -> None:
+        """Note settings that are on in the step under way, and the first time the files that may set them."""
+        for name in settings_on(self.hooks.roots.called()):
+            if not self._has_files:
+                self._has_files = True
+                self.log.write("facts", {"files": user_files()})
+            self.finder.tag(name)
 
     def _write_loaders(self) -> None:
         self.log.write("facts", {"loaders": self.hooks.loaders.found()})

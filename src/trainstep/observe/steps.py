@@ -61,6 +61,7 @@ class Step:
     hooks_ms: float = count()  # that measuring it took
     samples: int = count()  # in the batches that loaders gave
     batches: int = count()  # that loaders gave
+    sent: int = count()  # forward passes whose backward pass sends gradients to other ranks
     stock: tuple[int, int] = (0, 0)  # batches at its end: that lay ready in loaders, and with those that were asked for
     is_skipped: bool = False  # whether a scaler left the update out
     tags: set[str] = field(default_factory=set)  # what an instrument did meanwhile
@@ -175,7 +176,7 @@ class StepFinder:
         self._optimizers: list[int] = []  # stepping now
         self.calls_back = False  # whether the one that stepped last may call backward itself, unseen
         self._kept: list[tuple[int, int | None]] = []  # the step's calls with gradients: place of the phase, and line
-        self.kept: Counter[int] = Counter()  # line → calls that kept a graph for no backward pass
+        self.noted: Counter[int] = Counter()  # line, numbered for a habit of the script's → times seen
         self._last: Step | None = None  # ended, but another optimizer's update may still belong to it
         self._open: Step | None = None
 
@@ -253,7 +254,7 @@ class StepFinder:
             if self._open is not None:
                 self._open.phases[place] = EVALUATION
                 self._open.evaluations += 1
-                self.kept.update([line] if line is not None else [])
+                self.noted.update([line] if line is not None else [])
         self._kept.clear()
 
     def differentiate(self) -> bool:
@@ -342,6 +343,16 @@ class StepFinder:
         """The host waited in a line of code, told by its number."""
         if self._open is not None:
             self._open.waited(line, 1, ms)
+
+    def sends(self) -> None:
+        """The backward pass of the forward pass that begins sends gradients to other ranks."""
+        if self._open is not None:
+            self._open.sent += 1
+
+    @property
+    def sends_again(self) -> bool:
+        """True if the step under way has had several backward passes, and each sent gradients."""
+        return self._open is not None and 1 < self._open.backwards <= self._open.sent
 
     def took(self, samples: int) -> None:
         """A batch of so many samples came from a loader."""

@@ -47,7 +47,6 @@ class ScriptRow(OfScript, Timed, kind="script"):
     deep_communication_ms: float | None = None  # per step of the deep run, in collectives that Python calls too
     loader: str | None = None  # that most batches came from: its line, workers, and whether it pins memory
     worker_start: str | None = None  # how that loader's workers start, if not by a fork: the observer is not in them
-    kept_at: tuple[str, ...] | None = None  # lines that evaluate with gradients, for no backward pass
     notes: tuple[str, ...] | None = None  # what an instrument could not do, as sentences
     ended: str | None = None  # how the script ended
     exit_code: int | None = None  # −n for signal n
@@ -77,6 +76,14 @@ class LineRow(OfScript, kind="line"):
     seen: int | None = None  # samples
     share: float | None = None  # of the phase's samples
     ms_per_step: float | None = None  # that share of the phase
+
+
+class HabitRow(OfScript, kind="habit"):
+    """A setting left on, or a habit of the script's, that slows every step, and the line that brings it."""
+
+    habit: str = setting()  # as its finding is called
+    line: str | None = setting(None)  # None where no file of the user's does
+    seen: float | None = None  # share of the steps with it, or how often the line had it
 
 
 class RecompilationRow(OfScript, kind="recompilation"):

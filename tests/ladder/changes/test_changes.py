@@ -4,11 +4,13 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainstep.ladder.changes import attention, checkpointing, compiling, layout, loaders, optimizer, precision
+from trainstep.ladder.changes.debugging import without_debugging
 
 
 class Trial:
@@ -52,6 +54,18 @@ def test_loaders_with_few_workers_get_more(trial, monkeypatch):
     assert DataLoader(data, num_workers=1, persistent_workers=True).persistent_workers, "as the script has it"
     assert DataLoader(data, num_workers=5).num_workers == 5
     assert DataLoader(Stream()).num_workers == 0, "each worker would repeat it"
+
+
+def test_debugging_stays_off(trial, monkeypatch):
+    of_torch = [(torch, name) for name in ("set_anomaly_enabled", "use_deterministic_algorithms")]
+    for owner, name in (*of_torch, (dist, "set_debug_level"), (dist, "set_debug_level_from_env")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    without_debugging(trial)
+    torch.use_deterministic_algorithms(True)
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    with torch.autograd.detect_anomaly():
+        on = torch.is_anomaly_enabled(), torch.are_deterministic_algorithms_enabled()
+    assert (*on, dist.get_debug_level()) == (False, False, dist.DebugLevel.OFF)
 
 
 class OfEpoch(Dataset):

@@ -19,6 +19,7 @@ SETTINGS = {
     "checkpoints": False,
     "recompiles": True,
     "waiting": 0.3,
+    "debugging": [{"name": "anomaly-detection"}],
     "operators": [
         *("LogSoftmaxBackward0", "NllLossBackward0"),
         *("ScaledDotProductEfficientAttentionBackward0", "SoftmaxBackward0"),
@@ -36,6 +37,7 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(change):
     [
         ("TF32 matmuls", {"matmul": "high"}, 'sets it itself: float32 products are at "high"'),
         ("TF32 matmuls", {"on_gpu": False}, "needs a GPU"),
+        ("no debugging", {"debugging": []}, "no setting for debugging is on"),
         ("fused optimizer", {"optimizers": [{"fused": True, "foreach": False}]}, "sets it itself: fused=True"),
         ("fused optimizer", {"optimizers": [{"fused": False, "foreach": False}]}, "no fused form"),
         ("bf16 autocast", {"autocast": ["float16"]}, "sets it itself: autocast to float16"),

@@ -12,7 +12,7 @@ from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.findings import Claim, Finding, found, listed, literal
 from trainstep.report.numbers import number, percent
 from trainstep.report.tables import define, page_table
-from trainstep.rows import ChangeRow, LineRow, PeakRow, ProfileRow, RecompilationRow, ScriptRow, WaitRow
+from trainstep.rows import ChangeRow, HabitRow, LineRow, PeakRow, ProfileRow, RecompilationRow, ScriptRow, WaitRow
 from trainstep.rows.records import Row, Scalar, Times, of_kind
 
 PHASES = {
@@ -36,6 +36,7 @@ LAUNCH_BOUND = 0.9  # Share of the step for which the GPU may have waited for la
 WAITING = 0.02  # Share of a step on a GPU that a line waits for, from which the line is remarked on
 PER_STEP = 0.5  # Calls per step of a line that would wait on a GPU, from which it is remarked on
 LATE = 0.05  # By how much a rank's own part must exceed the others' median to be late
+DEBUGGING = ("anomaly-detection", "deterministic-algorithms", "distributed-debug", "launch-blocking", "own-profiler")
 OVERHEAD = 0.02  # Share of the step that measuring may cost before it is remarked on
 
 
@@ -190,12 +191,6 @@ def how_it_went(rows: Sequence[Row]) -> Iterator[Finding]:
         if row.evaluated:
             said = f"Of {{seen:n}} steps{whose}, {{evaluated:n}} had an evaluation in between; they are not timed."
             yield found("script.evaluated", said, evaluated=row.evaluated, seen=row.steps_seen)
-    if own and own[0].kept_at:
-        said = (
-            "The model is evaluated with gradients on, at {lines:list}: each call keeps its graph, and no backward "
-            "pass follows. Put with torch.no_grad(): around it, which takes less memory and time."
-        )
-        yield found("script.keeps-graphs", said, lines=own[0].kept_at)
     if len(own) > 1:
         names = tuple(row.updates or "?" for row in own)
         said = "Several optimizers have steps of their own: {names:list}."
@@ -217,6 +212,41 @@ def how_it_went(rows: Sequence[Row]) -> Iterator[Finding]:
         if row.exit_code and row.status == "ok":
             said = "The script ended with exit code {code}: {ended}. What was measured before is kept."
             yield found("script.ended", said, code=row.exit_code, ended=row.ended)
+
+
+HABITS = {
+    "keeps-graphs": "The model is evaluated with gradients on{where}. Each call keeps its graph, and no backward pass "
+    "follows. Put with torch.no_grad(): around it, which takes less memory and time.",
+    "anomaly-detection": "Anomaly detection is on{where}. It keeps a stack of each operation and checks each node of "
+    "backward. Remove it once the fault is found.",
+    "deterministic-algorithms": "Deterministic algorithms are on{where}. Some operations have slower kernels then. "
+    "Remove them unless you need equal bits.",
+    "distributed-debug": "TORCH_DISTRIBUTED_DEBUG is DETAIL{where}. Each collective first compares its shapes between "
+    "all ranks. Leave it out once the fault is found.",
+    "launch-blocking": "CUDA_LAUNCH_BLOCKING is 1{where}. The host waits for each kernel. Leave it out once the fault "
+    "is found.",
+    "own-profiler": "A profiler of the script’s own records most steps{where}. Give it a schedule with few active "
+    "steps, or remove it.",
+    "finds-unused": "DistributedDataParallel looks for unused parameters in each step{where}, and finds none. Leave "
+    "out find_unused_parameters=True.",
+    "sends-often": "Gradients are sent to other ranks after each backward pass{where}, though several precede an "
+    "update. Put with model.no_sync(): around the forward and backward passes before the last.",
+    "recompile-limit": "torch.compile reached its limit of recompilations{where}. The function runs uncompiled for "
+    "all further inputs. Mark what changes as dynamic, or raise torch._dynamo.config.recompile_limit.",
+}
+"""Habit of a script → the sentence about it."""
+
+
+def habits(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Settings left on and habits that slow every step. No parameter is unused where no rank has one."""
+    ranks = {row.rank for row in measured(rows)}
+    for habit, said in HABITS.items():
+        own = [row for row in of_kind(rows, HabitRow) if row.habit == habit]
+        if own and (habit != "finds-unused" or {row.rank for row in own} == ranks):
+            lines = tuple(dict.fromkeys(row.line for row in own if row.line))
+            where = ", at {lines:list}" if lines else ", set by the environment or a library"
+            claim = Claim(verdict="DEBUG-ON" if habit in DEBUGGING else "")
+            yield found(f"script.{habit}", said.replace("{where}", where), claim, lines=lines, seen=own[0].seen)
 
 
 def overhead(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -372,7 +402,7 @@ def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 RULES = (
-    longest_phases, how_it_went, overhead, data_bound, slow_lines, launch_bound, waiting_lines, compiled_again,
+    longest_phases, how_it_went, habits, overhead, data_bound, slow_lines, launch_bound, waiting_lines, compiled_again,
     late_ranks,
 )  # fmt: skip
 
