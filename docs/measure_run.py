@@ -141,6 +141,7 @@ SHORT: Mapping[str, str] = {
     "launches.script": "launches set its pace",
     "compiled.again": "compiled {compilations} times at {line}",
     "ranks.late": "rank {rank} is late",
+    "ranks.late_data": "rank {rank} is late, by its data",
     "ranks.even": "no rank is late",
 }
 """Finding → what the table has of it."""

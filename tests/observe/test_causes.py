@@ -1,6 +1,8 @@
 """Scripts with a cause that a finding names by its line, and clean ones that have none of these findings."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import torch.distributed as dist
 
 from tests.observe.measuring import measure
 from trainstep.report.page import Report
-from trainstep.report.subjects.run import HABITS
+from trainstep.report.subjects.run import HABITS, late_ranks
+from trainstep.rows.records import read_records
 
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 KINDS = tuple(f"script.{habit}" for habit in HABITS)
@@ -26,9 +29,9 @@ def nothing_is_left_on():
     dist.set_debug_level(dist.DebugLevel.OFF)
 
 
-def scripts():
+def scripts(pattern="*.md"):
     found = []
-    for path in sorted((Path(__file__).parent / "causes").glob("*.md")):
+    for path in sorted((Path(__file__).parent / "causes").glob(pattern)):
         first, *sections = path.read_text().split("\n## ")[1:]
         for section in sections:
             name, *ids = section.partition("\n")[0].split()
@@ -46,3 +49,17 @@ def test_a_cause_is_found_with_its_line(text, ids, tmp_path):
     assert list(found) == ids
     marked = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# here")]
     assert all(re.search(rf"train.py:{number}\b", sentence) for number in marked for sentence in found.values())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("text", "ids"), scripts("ranks/*.md"))
+def test_a_straggler_is_named_with_its_loader(text, ids, tmp_path):
+    (tmp_path / "train.py").write_text(text)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, "-m", "trainstep", "run", "--out", "out", "train.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    (told,) = late_ranks(read_records(tmp_path / "out" / "results.jsonl"))
+    assert [told.id, f"rank-{told.figures.get('rank')}"] == ids
+    (line,) = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# here")]
+    assert (f"train.py:{line}," in told.sentence) is (told.id == "ranks.late_data")

@@ -5,13 +5,14 @@ from types import MappingProxyType
 
 import pytest
 
+from trainstep.base import advice
 from trainstep.ladder.scripts import seen_of
 from trainstep.observe import rows
 from trainstep.observe.lines import shown_line
 from trainstep.observe.log import RankLog, log_path, read_log
 from trainstep.observe.rows import how_it_ended, script_records
 from trainstep.observe.steps import Step
-from trainstep.report.page import render
+from trainstep.report.page import Report, render
 from trainstep.report.subjects import run as subject
 from trainstep.rows import RecompilationRow, ScriptRow, WaitRow
 from trainstep.rows.records import of_kind
@@ -121,6 +122,18 @@ def test_the_late_rank_is_the_one_that_waits_least():
     assert (figures["rank"], figures["phase"]) == (3, "forward")
     assert figures["excess_ms"] == pytest.approx(14.0 - 10.2)
     assert [row.latest_share for row in of_kind(rows, ScriptRow)] == [0, 0, 0, 1]
+
+
+def test_a_rank_that_waits_for_its_data_is_named_with_what_loads_more():
+    times = [{"data": 0.5, "forward": 10.0, "backward": 20.0, "communication": 15.0} for _ in range(3)]
+    times[2] |= {"data": 15.0, "communication": 0.5}
+    rows = script_records([gpu_log(rank=at, world_size=3, device=each) for at, each in enumerate(times)], "train.py", 0)
+    told = {each.id: each for each in Report(rows).findings}
+    late = told["ranks.late_data"]
+    assert late.sentence.startswith("Rank 2 is the straggler: waiting for data")
+    assert (late.claim.verdict, late.claim.action) == ("STRAGGLER", advice.LOADER_WORKERS)
+    assert told["data.bound"].sentence.startswith("Rank 2: ")
+    assert told["script.phases"].sentence.startswith("Rank 0: ")
 
 
 def test_even_ranks_have_no_late_one():

@@ -105,7 +105,7 @@ LOADER_WORKERS = Change(
     "loader workers",
     advice.LOADER_WORKERS,
     {"script": 1.1},
-    answers=("data.bound",),
+    answers=("data.bound", "ranks.late_data"),
     script=workers,
     why_not=_has_workers,
     write=arguments(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from trainstep.base import advice
@@ -14,7 +14,9 @@ from trainstep.report.numbers import number, percent
 from trainstep.report.tables import define, page_table
 from trainstep.rows import ChangeRow, HabitRow, LineRow, PeakRow, ProfileRow, RecompilationRow, ScriptRow, WaitRow
 from trainstep.rows.records import Row, Scalar, Times, of_kind
+from trainstep.rows.run import OfScript
 
+Rule = Callable[[Sequence[Row]], Iterator[Finding]]
 PHASES = {
     "data": "waiting for data",
     "copies": "copies to the device",
@@ -392,18 +394,37 @@ def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
             theirs = [row.times[phase].median for rank, row in by_rank.items() if rank != last and phase in row.times]
             excess[phase] = by_rank[last].times[phase].median - (sorted(theirs)[len(theirs) // 2] if theirs else 0.0)
     why = max(excess, key=lambda phase: excess[phase])
+    row, is_data = by_rank[last], why == "data"
+    where = f" at the loader of {literal(row.loader)}" if is_data and row.loader else ""
     said = (
-        "Rank {rank} is late: its own part of a step takes {own_ms:ms}, the others' {usual_ms:ms}, before they wait "
-        f"for one another; the most of that is {PHASES[why]} ({{excess_ms:ms}} more)."
-    )
+        f"Rank {{rank}} is the straggler: {PHASES[why]}{where} ({{excess_ms:ms}} more than others). Its own part of a "
+        "step takes {own_ms:ms}, the others’ {usual_ms:ms}, before they wait for one another."
+    ) + " More workers in its DataLoader, or less work per sample, would shorten all steps." * is_data
     figures: dict[str, Scalar] = {"rank": last, "own_ms": own[last], "usual_ms": usual, "phase": why}
-    claim = Claim("Rank {rank} is late", ("script",), excess[why], verdict="STRAGGLER")
-    yield found("ranks.late", said, claim, **figures, excess_ms=excess[why], latest_share=by_rank[last].latest_share)
+    figures |= {"excess_ms": excess[why], "latest_share": row.latest_share}
+    claim = Claim(f"Rank {{rank}} is the straggler: {PHASES[why]}", ("script",), excess[why], verdict="STRAGGLER")
+    claim = replace(claim, action=advice.LOADER_WORKERS if is_data else None)
+    yield found("ranks.late_data" if is_data else "ranks.late", said, claim, **figures)
+
+
+def _of_each_rank(rule: Rule) -> Rule:
+    """A rule of one process, for each rank: all findings of the first, and those that only another has."""
+
+    def told(rows: Sequence[Row]) -> Iterator[Finding]:
+        ranks, before = sorted({row.rank for row in measured(rows) if row.rank is not None}), set[str]()
+        for rank in (*ranks, *([] if ranks else [None])):
+            own = [row for row in rows if not isinstance(row, OfScript) or row.rank == rank]
+            alone = [replace(row, rank=None) if isinstance(row, OfScript) else row for row in own]
+            every = [each for each in rule(alone if ranks else rows) if each.id not in before]
+            before |= {each.id for each in every}
+            yield from (replace(each, sentence=f"Rank {rank}: {each.sentence}") if ranks else each for each in every)
+
+    return told
 
 
 RULES = (
-    longest_phases, how_it_went, habits, overhead, data_bound, slow_lines, launch_bound, waiting_lines, compiled_again,
-    late_ranks,
+    *map(_of_each_rank, (longest_phases, how_it_went, overhead, data_bound, slow_lines, launch_bound, waiting_lines)),
+    _of_each_rank(compiled_again), habits, late_ranks,
 )  # fmt: skip
 
 
