@@ -123,8 +123,24 @@ class TimelineRow(OfDevice, kind="timeline"):
     """Neighbours that together are shorter are one bar; None where none were joined."""
 
 
-class AttentionRow(GpuState, Timed, kind="attention"):
-    """A case of `bench attention`: times of forward, backward and both, memory, and errors against float64."""
+class Passes(GpuState, Timed):
+    """An implementation of an operator in one case: its times are of forward, backward and both."""
+
+    rounds: int | None = None  # in turns with the other implementations of the case; samples come round after round
+    package: str | None = None  # whose kernels ran and which version, where they are neither torch's nor ours
+    not_timed: str | None = None  # why it was checked alone
+    issue_ms: float | None = None  # host's time to launch forward and backward, waits within included; the median
+    before_backward_gib: float | None = None  # what forward left, of a fused operator its inputs apart
+    peak_gib: float | None = None  # of a fused operator above its inputs
+    check_s: float | None = None
+    compilations: int | None = None
+    recompilations_timed: int | None = None
+    error_share: float | None = None  # error / allowed of what is nearest to its allowance; above 1: wrong
+    error_nearest: str | None = None  # which that is
+
+
+class AttentionSettings(Row):
+    """Rows of one implementation of attention."""
 
     impl: str = setting()
     batch: int = setting()
@@ -135,24 +151,18 @@ class AttentionRow(GpuState, Timed, kind="attention"):
     dtype: str = setting()
     window: int | None = setting(None)  # keys that a query sees, its own the last; None for all
     deterministic: str | None = setting(None)  # yes where the same bits were asked for every time
-    rounds: int | None = None  # in turns with the other implementations of the shape; samples come round after round
-    package: str | None = None  # whose kernels ran and which version, where they are neither torch's nor ours
-    not_timed: str | None = None  # why it was checked alone
-    issue_ms: float | None = None  # host's time to launch forward and backward, waits within included; the median
+
+
+class AttentionRow(AttentionSettings, Passes, kind="attention"):
+    """A case of `bench attention`, with errors against float64."""
+
     forward_tflops: float | None = None
     backward_tflops: float | None = None  # backward counts as 2.5 forwards, causal attention as half
     both_tflops: float | None = None
-    before_backward_gib: float | None = None
-    peak_gib: float | None = None
-    check_s: float | None = None
-    compilations: int | None = None
-    recompilations_timed: int | None = None
     o_error: float | None = None  # ‖x - reference‖ / ‖reference‖ over all heads
     dq_error: float | None = None
     dk_error: float | None = None
     dv_error: float | None = None
-    error_share: float | None = None  # error / allowed of the statistic nearest to its allowance; above 1: wrong
-    error_nearest: str | None = None  # which that is
     o_allowed: float | None = None  # the error budget of `o_error`, where a result was wrong
     dq_allowed: float | None = None
     dk_allowed: float | None = None
@@ -190,20 +200,8 @@ class FusedSettings(Row):
     dtype: str = setting()
 
 
-class FusedRow(FusedSettings, GpuState, Timed, kind="fused operator"):
-    """A case of `bench fused`: times of forward, backward and both, memory, and errors."""
-
-    rounds: int | None = None  # in turns with the other implementations; samples come round after round
-    package: str | None = None  # whose kernels ran and which version, where they are neither torch's nor ours
-    not_timed: str | None = None  # why it was checked alone
-    issue_ms: float | None = None  # host's time to launch forward and backward, waits within included; the median
-    before_backward_gib: float | None = None  # what forward left, its inputs apart
-    peak_gib: float | None = None  # above the inputs
-    check_s: float | None = None
-    compilations: int | None = None
-    recompilations_timed: int | None = None
-    error_share: float | None = None  # error / allowed of the result nearest to its allowance; above 1: wrong
-    error_nearest: str | None = None  # which that is
+class FusedRow(FusedSettings, Passes, kind="fused operator"):
+    """A case of `bench fused`."""
 
 
 class FusedRatioRow(FusedSettings, PassRatios, kind="fused ratio"):
@@ -212,16 +210,7 @@ class FusedRatioRow(FusedSettings, PassRatios, kind="fused ratio"):
     peer: str = setting()
 
 
-class AttentionRatioRow(PassRatios, kind="attention ratio"):
+class AttentionRatioRow(AttentionSettings, PassRatios, kind="attention ratio"):
     """Our kernels over a peer's on one shape, in one run."""
 
-    impl: str = setting()
     peer: str = setting()
-    batch: int = setting()
-    heads: int = setting()
-    seq: int = setting()
-    head_dim: int = setting()
-    causal: str = setting()  # yes or no
-    dtype: str = setting()
-    window: int | None = setting(None)  # keys that a query sees, its own the last; None for all
-    deterministic: str | None = setting(None)  # yes where the same bits were asked for every time

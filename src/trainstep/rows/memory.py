@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainstep.rows.row import Peaks, StepSettings, Times, setting, times
+from trainstep.rows.row import Peaks, PredictedPeak, StepSettings, Times, setting, times
 from trainstep.rows.steps import Checked
 
 
-class PeakRow(StepSettings, Peaks, kind="peak"):
+class PeakRow(StepSettings, Peaks, PredictedPeak, kind="peak"):
     """The most memory of a step, phase by phase."""
 
     mode: str | None = setting(None)
     peak_phase: str | None = None
-    predicted_gib: float | None = None
-    prediction_error: float | None = None  # predicted / measured − 1
     not_predicted: str | None = None  # why a user's step has no prediction
 
 
@@ -91,31 +89,25 @@ class ResidualRow(StepSettings, kind="residual"):
     formula_mib: float | None = None
 
 
-class CheckpointingRow(StepSettings, kind="checkpointing"):
+class CheckpointingRow(StepSettings, PredictedPeak, kind="checkpointing"):
     """A step's peak and time under one checkpointing policy, predicted and measured."""
 
     times: Mapping[str, Times] = times()
     memory_gib: float | None = None  # what the step may take
-    predicted_gib: float | None = None
     predicted_moment: str | None = None
-    peak_gib: float | None = None
     peak_phase: str | None = None
-    prediction_error: float | None = None
     cache_gib: float | None = None  # as in `Peaks`
     uncompiled: bool | None = None
     not_predicted: str | None = None  # why a user's step has no prediction
 
 
-class FitRow(StepSettings, Checked, kind="fit"):
+class FitRow(StepSettings, Checked, PredictedPeak, kind="fit"):
     """A step whose blocks' activations were chosen to fit a budget, or one beside it; predicted and measured."""
 
     form: str = setting()  # plain, all again, fit; or one policy for all blocks, such as every-1
     round: int | None = setting(None)  # of a fit: 1, then more where the measured peak corrected the prediction
     times: Mapping[str, Times] = times()
     budget_gib: float | None = None
-    predicted_gib: float | None = None
-    peak_gib: float | None = None
-    prediction_error: float | None = None  # predicted / measured − 1
     predicted_ms: float | None = None
     time_error: float | None = None  # predicted / measured − 1, of the median
     gap: float | None = None  # the added time is at most this share above the least possible, by prediction

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from trainstep.rows.row import GpuState, Row, StepSettings, Timed, setting
+from trainstep.rows.row import GpuState, GradientErrors, Row, Speedup, StepSettings, Timed, setting
 
 
-class CollectiveRow(GpuState, Timed, kind="collective"):
-    """A collective at one size; a call lasts as long as on its slowest rank."""
+class CollectiveSettings(Row):
+    """Rows of one collective among some ranks."""
 
     collective: str = setting()
     world_size: int = setting()
     dtype: str = setting()
-    size_mb: float = setting()
     backend: str | None = setting(None)
     hosts: int | None = setting(None)  # over which the ranks are spread, as many on each; None: one
     tensors: int | None = setting(None)  # that one call is given; None: one
     groups: str | None = setting(None)  # rows or columns of all ranks, at once; None: one group
+
+
+class CollectiveRow(CollectiveSettings, GpuState, Timed, kind="collective"):
+    """A collective at one size; a call lasts as long as on its slowest rank."""
+
+    size_mb: float = setting()
     payload_bytes: int | None = None
     fastest_rank_ms: float | None = None
     slowest_rank_ms: float | None = None
@@ -26,16 +31,9 @@ class CollectiveRow(GpuState, Timed, kind="collective"):
     wrong_ranks: tuple[int, ...] | None = None  # those that did not get what they should
 
 
-class CollectiveFitRow(Row, kind="collective fit"):
+class CollectiveFitRow(CollectiveSettings, kind="collective fit"):
     """Cost of a call: an overhead, and bytes on each link at a bandwidth."""
 
-    collective: str = setting()
-    world_size: int = setting()
-    dtype: str = setting()
-    backend: str | None = setting(None)
-    hosts: int | None = setting(None)
-    tensors: int | None = setting(None)
-    groups: str | None = setting(None)
     sizes: int | None = None
     overhead_us: float | None = None
     bus_gb_s: float | None = None
@@ -59,11 +57,12 @@ class SchemeSettings(StepSettings):
         return label if self.blocks_per_group is None else f"{label} by {self.blocks_per_group} blocks"
 
 
-class ParallelRow(SchemeSettings, GpuState, Timed, kind="parallel"):
+class ParallelRow(SchemeSettings, GpuState, Timed, Speedup, GradientErrors, kind="parallel"):
     """A scheme of data parallel training: the step of the slowest rank, traffic, memory, agreement with one process.
 
-    Among the times are `exposed_communication`, all that a step waits for other ranks, and `PHASE_computing`, a phase
-    without its waits. Memory is of the rank that holds most, at the start, before the optimizer's step and after it.
+    The speed-up is over one process: how many times as many samples a second. Among the times are
+    `exposed_communication`, all that a step waits for other ranks, and `PHASE_computing`, a phase without its waits.
+    Memory is of the rank that holds most, at the start, before the optimizer's step and after it.
     """
 
     rounds: int | None = None  # each built anew, in turns with the other schemes; samples come round after round
@@ -71,9 +70,6 @@ class ParallelRow(SchemeSettings, GpuState, Timed, kind="parallel"):
     all_communication_ms: float | None = None  # in which a call is under way, in a step in which calls are recorded
     samples_per_s: float | None = None  # rows of the batch, of all ranks; of single, of one process
     tokens_per_s: float | None = None  # of all ranks
-    speedup: float | None = None  # over one process: how many times as many samples a second
-    speedup_low: float | None = None
-    speedup_high: float | None = None
     transport: str | None = None  # of ours: what carries shards and gradients, within a replica; not in older rows
     transport_between: str | None = None  # of ours: what carries gradients between replicas; None, in older rows: NCCL;
     # peer-copies: of older rows, which averaged each replica's means
@@ -97,13 +93,7 @@ class ParallelRow(SchemeSettings, GpuState, Timed, kind="parallel"):
     predicted_start_gib: float | None = None
     predicted_before_step_gib: float | None = None
     predicted_after_step_gib: float | None = None
-    gradient_error: float | None = None  # of what the optimizer is handed, relative, in the step's precision
     gradient_allowed: float | None = None
-    worst_gradient_error: float | None = None  # where most of what is allowed is used: a parameter, or a row of one
-    worst_allowed: float | None = None
-    worst_parameter: str | None = None
-    float32_error: float | None = None  # of all gradients, the same in float32
-    float32_allowed: float | None = None
     optimizer_error: float | None = None  # of updates from equal gradients
     optimizer_allowed: float | None = None
     ranks_agree: bool | None = None  # whether all ranks have the same parameters, to the bit
@@ -115,18 +105,13 @@ class ParallelRow(SchemeSettings, GpuState, Timed, kind="parallel"):
     share_difference: float | None = None  # of a batch's gradients from the mean of its shares', relative
 
 
-class ParallelRatioRow(StepSettings, kind="parallel ratio"):
+class ParallelRatioRow(SchemeSettings, kind="parallel ratio"):
     """Ratio of one of our schemes to one of torch's, in one run: its step and its peak memory.
 
     Of a peer with several settings it is the fastest.
     """
 
-    scheme: str = setting()
     peer: str = setting()
-    world_size: int = setting()
-    replicas: int | None = setting(None)
-    blocks_per_group: int | None = setting(None)
-    timing: str | None = setting(None)  # sustained: no synchronisation between steps; None: one around each
     peer_setting: str | None = None  # the peer's fastest scheme
     rounds: int | None = None
     ratio: float | None = None  # of the steps' times, below 1 where ours is faster, with its interval within this run

@@ -275,6 +275,33 @@ class GpuState(Row):
     throttled_by: str | None = None
 
 
+class Speedup(Row):
+    """Speed of one over that of another, with the 95 % interval."""
+
+    speedup: float | None = None
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+
+
+class GradientErrors(Row):
+    """Errors of a step's gradients, relative to those of the step that it is checked against."""
+
+    gradient_error: float | None = None  # over all parameters, in the step's precision
+    worst_gradient_error: float | None = None  # where most of what is allowed is used: a parameter, or a row of one
+    worst_allowed: float | None = None
+    worst_parameter: str | None = None
+    float32_error: float | None = None  # over all parameters, the same step in float32
+    float32_allowed: float | None = None
+
+
+class PredictedPeak(Row):
+    """The most memory of a step, predicted and measured."""
+
+    peak_gib: float | None = None
+    predicted_gib: float | None = None
+    prediction_error: float | None = None  # predicted / measured − 1
+
+
 class Rates(Row):
     """Work of kernels and its rates, where it could be counted."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainstep.rows.row import GpuState, Peaks, Row, StepSettings, Timed, setting
+from trainstep.rows.row import GpuState, GradientErrors, Peaks, Row, Speedup, StepSettings, Timed, setting
 
 
 class WorkloadRow(StepSettings, kind="workload"):
@@ -34,17 +34,11 @@ class MeasuredStep(StepSettings, GpuState, Peaks, Timed):
     optimizer_state_gib: float | None = None
 
 
-class Checked(Row):
+class Checked(GradientErrors):
     """Errors of a step relative to the plain one, beside what is allowed, at two places at most."""
 
     loss_error: float | None = None
-    gradient_error: float | None = None  # over all parameters, in the step's precision
-    error_budget: float | None = None
-    worst_gradient_error: float | None = None  # where most of what is allowed is used: a parameter, or a row of one
-    worst_allowed: float | None = None
-    worst_parameter: str | None = None
-    float32_error: float | None = None  # over all parameters, the same step in float32
-    float32_allowed: float | None = None
+    error_budget: float | None = None  # what is allowed of `gradient_error`
     not_in_float32: str | None = None  # why there is no such step
     update_error: float | None = None  # of updates of the optimizer from equal gradients
     update_allowed: float | None = None
@@ -69,8 +63,9 @@ class StepRow(MeasuredStep, Checked, kind="step"):
     run: int | None = setting(None)  # which process of those that measured the same case; None where there was one
 
 
-class RatioRow(StepSettings, kind="ratio"):
-    """Two arms of `bench ab`, each several runs. Samples: the runs' medians of the step in ms, old and new."""
+class RatioRow(StepSettings, Speedup, kind="ratio"):
+    """Two arms of `bench ab`, each several runs: the speed-up is old over new, between runs. Samples: the runs' medians
+    of the step in ms, old and new."""
 
     flag: str = setting()  # what the arms differ in; `nothing` where they are equal
     old: str = setting()  # its value in each
@@ -80,9 +75,6 @@ class RatioRow(StepSettings, kind="ratio"):
     steps: int | None = setting(None)
     old_ms: float | None = None  # medians of the runs' medians
     new_ms: float | None = None
-    speedup: float | None = None  # old over new, with the interval that holds between runs
-    speedup_low: float | None = None
-    speedup_high: float | None = None
     verdict: str | None = None  # faster, slower or inconclusive
     runs: int | None = None  # of each arm
     run_deviation: float | None = None  # relative standard deviation of the runs' medians within an arm
@@ -101,8 +93,9 @@ ANOTHER_STEP = "another step"
 """The verdict on a change of what a step is: nothing of it is compared with the script as it is."""
 
 
-class ChangeRow(MeasuredStep, Checked, kind="change"):
-    """Result of a ladder for a change, or for several at once: whether it is right, and what it brings.
+class ChangeRow(MeasuredStep, Checked, Speedup, kind="change"):
+    """Result of a ladder for a change, or for several at once: whether it is right, and its speed-up over the first
+    that ran.
 
     Of a workload's step, samples are phases, and "step_before" of what was accepted before. Of a script, which is run
     anew for each, a run's step is its total over its steps, and "step" the median of these over the runs; samples are
@@ -117,9 +110,6 @@ class ChangeRow(MeasuredStep, Checked, kind="change"):
     """baseline, first that fits, faster, slower, inconclusive, another step, wrong, not tried, not judged, not
     reproducible, or the status of what did not run."""
     accepted: bool = False  # whether later changes were built on it
-    speedup: float | None = None  # over the first that ran, with its interval
-    speedup_low: float | None = None
-    speedup_high: float | None = None
     gain: float | None = None  # over what was accepted before
     gain_low: float | None = None
     gain_high: float | None = None
