@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,76 +27,82 @@ from trainstep.plan.communication import (
 )
 
 
-class Ring:
-    """Ranks with numbers in place of data; every hand-over from a rank to the next is counted."""
+class Ranks:
+    """Ranks of one process that hand chunks around a ring. What each sends, in elements, and computes is counted."""
 
-    def __init__(self, world_size):
-        self.n = world_size
-        self.sent = [0] * world_size
-        self.rounds = 0
+    def __init__(self):
+        self.flops, self.sent, self.rounds = Counter(), Counter(), 0
 
-    def chunks(self, length):
-        return [range(length * i // self.n, length * (i + 1) // self.n) for i in range(self.n)]
+    def product(self, rank, a, b):
+        self.flops[rank] += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        return a @ b
 
-    def shift(self, data, chunk_of, combine):
-        """One round: rank r hands chunk_of(r) to r + 1, all at once."""
-        moved = [(r, [data[r][i] for i in self.chunks(len(data[r]))[chunk_of(r) % self.n]]) for r in range(self.n)]
-        for r, values in moved:
-            self.sent[r] += len(values)
-            to = (r + 1) % self.n
-            for i, value in zip(self.chunks(len(data[to]))[chunk_of(r) % self.n], values, strict=True):
-                data[to][i] = combine(data[to][i], value)
+    def reduce_scatter(self, held, axis):
+        """rank → its addend, into rank → its chunk of the sum along `axis`, in the ranks' order."""
+        ranks, n = list(held), len(held)
+        chunks = {rank: np.array_split(tensor.copy(), n, axis) for rank, tensor in held.items()}
+        for step in range(n - 1):
+            moved = {i: chunks[ranks[i]][(i - 1 - step) % n] for i in range(n)}
+            for i, chunk in self.handed(ranks, moved):
+                to = chunks[ranks[(i + 1) % n]]
+                to[(i - 1 - step) % n] = to[(i - 1 - step) % n] + chunk
+        return {rank: chunks[rank][i] for i, rank in enumerate(ranks)}
+
+    def all_gather(self, held, axis):
+        """rank → its chunk, into rank → all chunks along `axis`."""
+        ranks, n = list(held), len(held)
+        found = {rank: {i: held[rank]} for i, rank in enumerate(ranks)}
+        for step in range(n - 1):
+            moved = {i: found[ranks[i]][(i - step) % n] for i in range(n)}
+            for i, chunk in self.handed(ranks, moved):
+                found[ranks[(i + 1) % n]][(i - step) % n] = chunk
+        return {rank: np.concatenate([found[rank][i] for i in range(n)], axis) for rank in ranks}
+
+    def all_reduce(self, held, axis):
+        return self.all_gather(self.reduce_scatter(held, axis), axis)
+
+    def broadcast(self, held):
+        """The first rank's goes from rank to rank; the last one has nobody to send to."""
+        ranks = list(held)
+        for rank in range(len(ranks) - 1):
+            list(self.handed(ranks, {rank: held[ranks[0]]}))
+        return dict.fromkeys(ranks, held[ranks[0]])
+
+    def handed(self, ranks, moved):
+        """One round: the chunks that these ranks hand on, all at once."""
         self.rounds += 1
-
-    def reduce_scatter(self, data):
-        """Afterwards rank r has the sum of chunk r + 1."""
-        for step in range(self.n - 1):
-            self.shift(data, lambda r, step=step: r - step, lambda a, b: a + b)
-
-    def all_gather(self, data, first):
-        """Rank r starts with chunk first(r)."""
-        for step in range(self.n - 1):
-            self.shift(data, lambda r, step=step: first(r) - step, lambda a, b: b)
-
-    def broadcast(self, data):
-        """The root's chunks go from rank to rank; the last one has nobody to send to."""
-        for r in range(self.n - 1):
-            data[r + 1] = list(data[r])
-            self.sent[r] += len(data[r])
-            self.rounds += 1
+        for i, chunk in moved.items():
+            self.sent[ranks[i]] += chunk.size
+        return moved.items()
 
 
 def simulate(collective, length, n):
-    """Run a collective; returns the ring after checking that everyone has what he should."""
-    ring = Ring(n)
-    data = [[100 * r + i for i in range(length)] for r in range(n)]
-    total = [sum(100 * r + i for r in range(n)) for i in range(length)]
+    """Run a collective; returns the ranks after checking that everyone has what he should."""
+    ranks = Ranks()
+    held = {rank: 100 * rank + np.arange(length) for rank in range(n)}
+    total = sum(held.values())
     if collective == "broadcast":
-        ring.broadcast(data)
-        assert all(each == data[0] for each in data)
+        found, expected = ranks.broadcast(held), [held[0]] * n
     elif collective == "all-gather":
-        expected = [data[next(r for r in range(n) if i in ring.chunks(length)[r])][i] for i in range(length)]
-        ring.all_gather(data, lambda r: r)
-        assert all(each == expected for each in data)
+        parts = {rank: np.array_split(tensor, n)[rank] for rank, tensor in held.items()}
+        found, expected = ranks.all_gather(parts, 0), [np.concatenate(list(parts.values()))] * n
+    elif collective == "all-reduce":
+        found, expected = ranks.all_reduce(held, 0), [total] * n
     else:
-        ring.reduce_scatter(data)
-        for r in range(n):
-            assert all(data[r][i] == total[i] for i in ring.chunks(length)[(r + 1) % n])
-        if collective == "all-reduce":
-            ring.all_gather(data, lambda r: r + 1)
-            assert all(each == total for each in data)
-    return ring
+        found, expected = ranks.reduce_scatter(held, 0), np.array_split(total, n)
+    assert all(map(np.array_equal, found.values(), expected))
+    return ranks
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("length", [48, 37, 5])
 def test_bytes_and_passes_are_those_of_a_ring(collective, n, length):
-    ring = simulate(collective, length, n)
-    assert sum(ring.sent) == bytes_sent(collective, length, n)
-    assert ring.rounds == passes(collective, n)
+    ranks = simulate(collective, length, n)
+    assert ranks.sent.total() == bytes_sent(collective, length, n)
+    assert ranks.rounds == passes(collective, n)
     if length % n == 0:
-        assert max(ring.sent) == pytest.approx(bus_factor(collective, n) * length)
+        assert max(ranks.sent.values(), default=0) == pytest.approx(bus_factor(collective, n) * length)
 
 
 def test_seconds_are_overhead_and_bytes():
@@ -163,9 +171,9 @@ def walk(scheme, parameters, n, *, replicas=1, frozen=0, weight=4, gathered=4, o
         if is_frozen:
             moves = [move for move in moves if scheme in ("fsdp", "hsdp") and move[0] == "all-gather"]
         elif replicas > 1:  # each rank's one of the n
-            between += sum(simulate("all-reduce", replicas, replicas).sent) * weight / replicas
+            between += simulate("all-reduce", replicas, replicas).sent.total() * weight / replicas
         for collective, size in moves:
-            sent += sum(simulate(collective, n, n).sent) * size
+            sent += simulate(collective, n, n).sent.total() * size
     return kept["weights"], kept["gradients"], kept["state"], sent // n + between / replicas
 
 

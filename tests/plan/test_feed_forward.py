@@ -1,12 +1,11 @@
 """The formulas of one feed-forward layer, against ranks that hold shards, hand chunks around rings and count."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
 
 from tables.plan import BYTES_PER_S, FLOPS_PER_S
+from tests.plan.test_communication import Ranks
 from trainstep.base.errors import UsageError
 from trainstep.commands.cli import main
 from trainstep.plan.feed_forward import AXES, FeedForward, feed_forward_records
@@ -16,44 +15,6 @@ from trainstep.rows import PlanFeedForwardRow
 from trainstep.rows.records import of_kind, read_records
 
 ELEMENT_BYTES = 2  # what the formulas say of an element that travels; the simulation computes in float64 to be exact
-
-
-class Ranks:
-    """Ranks of a mesh in one process, by their place (data, tensor). What each computes and sends is counted."""
-
-    def __init__(self):
-        self.flops, self.sent = Counter(), Counter()
-
-    def product(self, rank, a, b):
-        self.flops[rank] += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        return a @ b
-
-    def reduce_scatter(self, held, axis):
-        """rank → its addend, into rank → its chunk of the sum along `axis`, in the ranks' order."""
-        ranks, n = list(held), len(held)
-        chunks = {rank: np.split(tensor.copy(), n, axis) for rank, tensor in held.items()}
-        for step in range(n - 1):
-            moved = {i: chunks[ranks[i]][(i - 1 - step) % n] for i in range(n)}
-            for i, chunk in moved.items():
-                self.sent[ranks[i]] += chunk.size * ELEMENT_BYTES
-            for i, chunk in moved.items():
-                to = chunks[ranks[(i + 1) % n]]
-                to[(i - 1 - step) % n] = to[(i - 1 - step) % n] + chunk
-        return {rank: chunks[rank][i] for i, rank in enumerate(ranks)}
-
-    def all_gather(self, held, axis):
-        """rank → its chunk, into rank → all chunks along `axis`."""
-        ranks, n = list(held), len(held)
-        found = {rank: {i: held[rank]} for i, rank in enumerate(ranks)}
-        for step in range(n - 1):
-            moved = {i: found[ranks[i]][(i - step) % n] for i in range(n)}
-            for i, chunk in moved.items():
-                self.sent[ranks[i]] += chunk.size * ELEMENT_BYTES
-                found[ranks[(i + 1) % n]][(i - step) % n] = chunk
-        return {rank: np.concatenate([found[rank][i] for i in range(n)], axis) for rank in ranks}
-
-    def all_reduce(self, held, axis):
-        return self.all_gather(self.reduce_scatter(held, axis), axis)
 
 
 class Simulated:
@@ -172,7 +133,8 @@ def test_ranks_compute_and_send_what_the_formulas_say(axis, data, tensor, matric
         results[phase] = getattr(simulated, phase)(*step)
         for rank in simulated.mesh:
             assert computed.flops[rank] == layer.flops(phase, data * tensor)
-            assert (moved.sent[rank], computed.sent[rank]) == layer.sent(axis, phase, data, tensor)
+            sent = moved.sent[rank] * ELEMENT_BYTES, computed.sent[rank] * ELEMENT_BYTES
+            assert sent == layer.sent(axis, phase, data, tensor)
     for j, i in simulated.mesh:
         own = slice(B // data * j, B // data * (j + 1))
         np.testing.assert_allclose(results["forward"][j, i], y[own], rtol=1e-9, atol=1e-9)

@@ -23,7 +23,7 @@ ALPHA = FLOPS / BYTES
 
 def link_bytes(collective, payload, ranks):
     """On the busiest link, by moving chunks of a tensor of 64 elements around a ring."""
-    return max(simulate(collective, 64 * ranks, ranks).sent) / (64 * ranks) * payload
+    return max(simulate(collective, 64 * ranks, ranks).sent.values()) / (64 * ranks) * payload
 
 
 def seconds(x, y, tokens_per_gpu, *, fsdp_axes=1, tensor_axes=1, long_rings=True):

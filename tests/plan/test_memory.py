@@ -61,15 +61,8 @@ SHAPES = {  # which moment is the peak
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_peak_is_within_half_a_percent(shape, precision, attention, checkpointing):
     model, batch, context, optimizer = SHAPES[shape]
-    config = StepConfig(
-        batch=batch,
-        context=context,
-        precision=precision,
-        attention=attention,
-        checkpointing=checkpointing,
-        optimizer=optimizer,
-        device="cpu",
-    )
+    settings = {"precision": precision, "attention": attention, "checkpointing": checkpointing, "optimizer": optimizer}
+    config = StepConfig(batch=batch, context=context, device="cpu", **settings)
     found, _ = measured(model, config)
     predicted = peak_bytes(model, config, on_cuda=False)
     assert predicted.peak == pytest.approx(found.peak, rel=0.005)
@@ -95,14 +88,8 @@ FORWARDS = {  # which moment of a forward pass without gradients is the peak
 def test_the_peak_of_forward_alone_is_within_a_percent(shape, precision, attention, checkpointing):
     """Token ids are most of what is left out of so small a model."""
     model, batch, context = FORWARDS[shape]
-    config = StepConfig(
-        batch=batch,
-        context=context,
-        precision=precision,
-        attention=attention,
-        checkpointing=checkpointing,
-        device="cpu",
-    )
+    settings = {"precision": precision, "attention": attention, "checkpointing": checkpointing}
+    config = StepConfig(batch=batch, context=context, device="cpu", **settings)
     found, _ = measured(model, config, "forward")
     predicted = peak_bytes(model, config, on_cuda=False, mode="forward")
     assert predicted.peak == pytest.approx(found.peak, rel=0.01)

@@ -134,17 +134,7 @@ def test_what_is_written_whole_is_there_or_not(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["results.jsonl"]
 
 
-def test_a_former_run_is_kept(tmp_path):
-    path = tmp_path / "results.jsonl"
-    for name in ("old", "new"):
-        writer = RecordWriter(path)
-        writer.write(record(workload=name))
-        writer.close()
-    assert read_records(path)[0].case["workload"] == "new"
-    assert read_records(tmp_path / "results.previous.jsonl")[0].case["workload"] == "old"
-
-
-def test_starts_that_write_no_row_leave_the_former_files(tmp_path):
+def test_a_former_run_is_kept_and_starts_that_write_no_row_leave_it(tmp_path):
     path = tmp_path / "results.jsonl"
     for name in ("old", "new"):
         writer = RecordWriter(path)

@@ -53,6 +53,11 @@ def on_rank(process, run, out, *, stop_after=None, data=TEXT, by=signal.SIGTERM,
         return train(run, data, Path(out), process, Show(None, log_every=10), **options)
 
 
+def until(process, run, out, step):
+    """Train up to this update; the last one that was made."""
+    return on_rank(process, run, out, stop_after=step).step
+
+
 @contextmanager
 def _signalled(step, by):
     """At the start of an update this process gets a signal."""

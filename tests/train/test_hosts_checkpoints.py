@@ -11,16 +11,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.hosts import Hosts
 from tests.parallel.test_rollcall import sentence
-from tests.train.runs import alone, config, far_apart, losses, names, on_rank, rows
+from tests.train.runs import alone, config, far_apart, losses, names, on_rank, rows, until
 from tests.workers import WorkerError, Workers
 
 pytestmark = [pytest.mark.hosts, pytest.mark.distributed, pytest.mark.thorough]
 
 STEPS = {"steps": 24, "eval_every": 12, "save_every": 24}
-
-
-def _until(process, run, out, step):
-    return on_rank(process, run, out, stop_after=step).step
 
 
 @pytest.mark.parametrize(
@@ -39,7 +35,7 @@ def test_a_run_goes_on_at_other_numbers_of_hosts_and_ranks_and_under_other_schem
     for number, (scheme, count, ranks) in enumerate(starts, start=1):
         run = config(scheme=scheme, global_batch=24, step={"batch": 2}, **STEPS)
         with Hosts(max(count, 2)) as hosts, Workers(ranks, hosts=hosts if count > 1 else None) as workers:
-            workers.run(_until, run, tmp_path / "run", 8 * number) if number < 3 else workers.run(
+            workers.run(until, run, tmp_path / "run", 8 * number) if number < 3 else workers.run(
                 on_rank, run, tmp_path / "run"
             )
     assert [row["world_size"] for row in rows(tmp_path / "run")] == [ranks for _, _, ranks in starts for _ in range(8)]

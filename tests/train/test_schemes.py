@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.train.runs import alone, config, far_apart, losses, names, on_rank, rows
+from tests.train.runs import alone, config, far_apart, losses, names, on_rank, rows, until
 from tests.workers import WorkerError
 from trainstep.base.errors import UsageError
 
@@ -28,10 +28,6 @@ def test_ranks_that_are_started_unlike_each_other_are_told_in_what(two, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def _until(process, run, out, step):
-    return on_rank(process, run, out, stop_after=step).step
-
-
 def test_the_curve_of_one_process_goes_on_from_two_ranks_to_one_to_four(two, four, tmp_path):
     alone(config(**SHORT), tmp_path / "expected")
     chains = {
@@ -43,7 +39,7 @@ def test_the_curve_of_one_process_goes_on_from_two_ranks_to_one_to_four(two, fou
         out = tmp_path / name
         together = 1 if first == "sharded-optimizer" else 2
         run = config(scheme=first, replicas=2 * (first == "hsdp"), blocks_per_group=together, **SHORT)
-        assert two.run(_until, run, out, 8) == [8, 8]
+        assert two.run(until, run, out, 8) == [8, 8]
         assert names(out) == ["step-00000008"]
         assert alone(config(scheme=second, **SHORT), out, stop_after=16).step == 16
         four.run(on_rank, config(scheme=third, **SHORT), out)
@@ -70,11 +66,11 @@ def test_slices_are_read_by_name_and_names_in_slices(two, four, tmp_path, chain)
     first, second, third = chain
     out, run = tmp_path / "run", lambda scheme: config(scheme=scheme, replicas=2 * (scheme == "hsdp"), **SHORT)
     alone(config(**SHORT), tmp_path / "expected")
-    two.run(_until, run(first), out, 8)
+    two.run(until, run(first), out, 8)
     if second == "single":
         alone(run(second), out, stop_after=16)
     else:
-        four.run(_until, run(second), out, 16)
+        four.run(until, run(second), out, 16)
     (four if second == "single" else two).run(on_rank, run(third), out)
     assert far_apart(losses(tmp_path / "expected"), losses(out)) < 1e-5
 
@@ -94,7 +90,7 @@ def test_parameters_that_do_not_divide_are_read_in_the_other_form(two, tmp_path)
 
 def test_slices_of_an_earlier_version_are_left_to_their_scheme(two, tmp_path):
     out = tmp_path / "run"
-    two.run(_until, config(scheme="sharded-optimizer"), out, 5)
+    two.run(until, config(scheme="sharded-optimizer"), out, 5)
     path = out / "checkpoints" / names(out)[-1] / "checkpoint.json"
     note = json.loads(path.read_text())
     path.write_text(json.dumps({name: value for name, value in note.items() if name not in ("slices", "sha256")}))
