@@ -198,8 +198,8 @@ def planned_and_measured(name):
     """Of each scheme's row and each moment, in GiB."""
     for row in of_kind(read_records(RESULTS / f"{name}.jsonl"), ParallelRow):
         planned = planned_anew(row)
-        for column in ("start_gib", "before_step_gib", "after_step_gib"):
-            yield row.label, column, planned.values[f"predicted_{column}"], row.values[column]
+        for name in ("predicted_start_gib", "predicted_before_step_gib", "predicted_after_step_gib"):
+            yield row.label, name, planned.values[name], row.values[name.removeprefix("predicted_")]
 
 
 def test_memory_is_within_five_percent_at_three_moments_for_every_scheme():
