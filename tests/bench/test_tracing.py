@@ -111,6 +111,82 @@ def test_what_cannot_be_traced_without_data_is_run(make):
     assert traced.peak == measure_peaks(source, CPU, "step").peak
 
 
+class Looks(nn.Linear):
+    """Decides by whole numbers: positions that it makes, or lengths that it has."""
+
+    def __init__(self, has_lengths):
+        super().__init__(16, 16)
+        self.register_buffer("lengths", torch.tensor([8, 5]) if has_lengths else None)
+
+    def forward(self, x):
+        if self.lengths is None:
+            return x if (torch.arange(len(x)).diff() != 1).any() else super().forward(x)
+        return super().forward(x[: int(self.lengths.max())])
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["positions", "lengths"])
+def test_whole_numbers_that_code_looks_at_are_known_without_data(has_lengths):
+    source = source_of(functools.partial(Looks, has_lengths))
+    traced = trace_step(source, CPU)
+    assert "without data" in traced.basis
+    assert traced.peak == measure_peaks(source, CPU, "step").peak
+
+
+class Attends(nn.Module):
+    """Attention with dropout, of 4 heads, and of a mask where it has one."""
+
+    def __init__(self, mask=None):
+        super().__init__()
+        self.project, self.mask = nn.Linear(16, 64), mask
+
+    def forward(self, x):
+        q = self.project(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, q, q, self.mask, dropout_p=0.1)
+
+
+def kept(source, **how):
+    """Bytes alive at the end of forward, and the names of what was called."""
+    traced = trace_step(source, StepConfig(device="cpu", **how), for_gpu=True)
+    assert "without data, with CUDA kernels" in traced.basis
+    plain = trace_step(source, StepConfig(device="cpu", **how))
+    names = {each.name for each in traced.operators}
+    return max(each.other for each in plain.moments["loss"]) - max(each.other for each in traced.moments["loss"]), names
+
+
+@pytest.mark.parametrize(
+    ("make", "precision", "name"),
+    [
+        (Attends, "fp32", "efficient"),
+        (Attends, "bf16", "flash"),
+        (lambda: Attends(torch.ones(64, 64).tril() > 0), "bf16-pure", "efficient"),
+        (lambda: Batched(nn.TransformerEncoderLayer(16, 4, 16, batch_first=True)), "fp32", "efficient"),
+    ],
+    ids=["fp32", "bf16", "mask", "layer"],
+)
+def test_a_plan_for_a_gpu_keeps_no_scores(make, precision, name):
+    saved, names = kept(source_of(make, shape=(2, 64, 16)), precision=precision)
+    assert f"aten::_scaled_dot_product_{name}_attention" in names
+    assert not {each for each in names if "softmax" in each}
+    assert saved > 2 * 4 * 64 * 64 * (2 if "bf16" in precision else 4), "more than one matrix of scores"
+
+
+class Batched(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_a_plan_for_a_gpu_keeps_dropout_by_bytes_and_norms_in_float32():
+    elements = 8 * 16
+    saved, _ = kept(source_of(lambda: nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1))))
+    assert saved == 3 * elements, "a mask of booleans"
+    saved, _ = kept(source_of(lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))), precision="bf16")
+    assert saved < 0, "its input and its result in float32"
+
+
 class First(nn.Module):
     def forward(self, outputs):
         return outputs[0]
@@ -162,7 +238,7 @@ def test_a_large_models_masks_are_taken_for_causal(monkeypatch):
     assert "run" in expected.basis
     monkeypatch.setattr("trainstep.bench.tracing.REAL_BYTES_SHARE", 0.0)
     traced = trace_step(source, CPU, only_shapes=True)
-    assert traced.basis.endswith("attention under a mask taken for causal")
+    assert "attention under a mask taken for causal" in traced.basis
     assert traced.flops == expected.flops > 0
 
 

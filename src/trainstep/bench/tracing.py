@@ -9,19 +9,21 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from trainstep.base.config import StepConfig, StepMode
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.precision import PRECISIONS
 from trainstep.checkpointing.policies import policy_of
+from trainstep.measure.as_on_gpu import AsOnGpu
 from trainstep.measure.flops import counted_flops
 from trainstep.measure.outcome import Failure, attempt, one_line
 from trainstep.measure.step import WARMUP
@@ -37,12 +39,43 @@ REAL_BYTES_SHARE = 0.5
 """Share of the free memory that weights, gradients and two moments may take where a step is traced on real tensors."""
 
 
+class ShapesAlone(FakeTensorMode):
+    """Tensors have no data, but for whole numbers and booleans that come of no such tensor.
+
+    Positions, labels and masks are few bytes, and code looks at them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        without = super().__torch_dispatch__
+        if not any(isinstance(each, FakeTensor) for each in given):
+            is_whole = bool(given) and not any(map(_has_fractions, given))  # else it may be large, and is tried without
+            made = func(*args, **kwargs) if is_whole else without(func, types, args, kwargs)
+            if not any(_has_fractions(each) for each in tree_leaves(made) if isinstance(each, Tensor)):
+                return made if is_whole else func(*args, **kwargs)
+        return without(func, types, args, kwargs)
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def trace_step(
-    source: WorkloadSource, config: StepConfig, mode: StepMode = "step", *, only_shapes: bool = False
+    source: WorkloadSource,
+    config: StepConfig,
+    mode: StepMode = "step",
+    *,
+    only_shapes: bool = False,
+    for_gpu: bool = False,
 ) -> TracedStep:
     """Trace one step, its optimizer's state in place, on the kind of device that the configuration names.
 
     Args:
+        for_gpu: with the operators of CUDA, if there are tensors without data (`TracedStep.basis` says whose).
         only_shapes: the model may be larger than this machine's memory, and is then built of fake tensors too. That
             leaves them behind where a factory keeps what it made for the next call, so nothing may be measured after.
 
@@ -55,29 +88,29 @@ def trace_step(
     policy = policy_of(config.checkpointing)
     if policy is not None and any(block.host for block in policy.blocks.values()):
         raise UnsupportedError("what goes to host memory cannot be traced; measure it (trainstep memory --peaks)")
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = ShapesAlone()
     large = _without_room(source, config, fakes) if only_shapes else None
     try:
         if large is not None:
-            return _traced(large, config, mode, fakes, _LARGE)
-        return _traced(source.build(config), config, mode, FakeTensorMode(allow_non_fake_inputs=True), _FAKE)
+            return _traced(large, config, mode, fakes, _LARGE, for_gpu)
+        return _traced(source.build(config), config, mode, ShapesAlone(), _FAKE, for_gpu)
     except Exception as error:  # whatever the model's own code raises when its tensors have no data
         of = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
         why = f"{of}{one_line(error, 120)}"
     workload = large or source.build(config)
     if not _has_room(workload.module):
         raise UnsupportedError(f"the step is too large to be run here, and cannot be traced on shapes alone ({why})")
-    return _traced(workload, config, mode, None, f"{_REAL} ({why})")
+    return _traced(workload, config, mode, None, f"{_REAL} ({why})", False)
 
 
 def traced_cases(source: WorkloadSource, config: StepConfig, policies: Sequence[str] = ()) -> dict[str, TracedCase]:
-    """The step under the policy of `config`, which comes first, and others: by default none and, as far as they can be
-    traced, every-1 and selective.
+    """The step on a GPU under the policy of `config`, which comes first, and others: by default none and, as far as
+    they can be traced, every-1 and selective.
 
     Raises:
         UnsupportedError: a step that cannot be traced; of the policies by default those that cannot be are left out.
     """
-    trace = partial(trace_step, source, only_shapes=True)
+    trace = partial(trace_step, source, only_shapes=True, for_gpu=True)
     cases: dict[str, TracedCase] = {}
     for policy in dict.fromkeys([config.checkpointing, *(policies or ("none", "every-1", "selective"))]):
         each = dataclasses.replace(config, checkpointing=policy)
@@ -120,21 +153,31 @@ _REAL = "one step was run and traced, as it cannot be traced without data"
 
 
 def _traced(
-    workload: Workload, config: StepConfig, mode: StepMode, fakes: FakeTensorMode | None, basis: str
+    workload: Workload, config: StepConfig, mode: StepMode, fakes: FakeTensorMode | None, basis: str, for_gpu: bool
 ) -> TracedStep:
     with torch.compiler.set_stance("force_eager"):  # what the model's author compiled: fake tensors would crash it
-        return _traced_eagerly(workload, config, mode, fakes, basis)
+        return _traced_eagerly(workload, config, mode, fakes, basis, for_gpu)
 
 
 def _traced_eagerly(
-    workload: Workload, config: StepConfig, mode: StepMode, fakes: FakeTensorMode | None, basis: str
+    workload: Workload, config: StepConfig, mode: StepMode, fakes: FakeTensorMode | None, basis: str, for_gpu: bool
 ) -> TracedStep:
-    device = resolve_device(config.device)
+    device, is_large = resolve_device(config.device), basis == _LARGE
     if fakes is not None:
         make_fake(workload.module, fakes, device)
-    inside: Callable[[], AbstractContextManager[Any]] = nullcontext if fakes is None else lambda: fakes
+    stays_here = device.type == "cuda" or not for_gpu
+    basis += f", with {device.type.upper() if stays_here else 'CUDA'} kernels"
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        with fakes or nullcontext(), nullcontext() if stays_here else AsOnGpu():
+            yield
+
     with inside():
         step = TrainingStep(workload, config)
+        for group in [] if stays_here else step.optimizer.param_groups:
+            if group.get("foreach", False) is None and not group["fused"]:
+                group["foreach"] = True  # torch's default on a GPU
     step.scaler = None if fakes is not None else step.scaler  # it looks at values: whether a gradient is infinite
     warmup = WARMUP if fakes is None else 1  # with random depths, the step that `memory --peaks` would measure
     batches = [map_tensors(step.next_batch(), lambda each: as_fake(each, fakes, device)) for _ in range(warmup + 1)]
@@ -152,7 +195,7 @@ def _traced_eagerly(
             raise UnsupportedError(f"the workspace of {unknown.pop()} is not known without running it")
         flops = None
         if config.checkpointing == "none":
-            with counted_flops(masks_are_known=basis != _LARGE) as count:
+            with counted_flops(masks_are_known=not is_large) as count:
                 step(batch, mode="forward" if mode == "forward" else "forward-backward")
             flops = count() or None
     groups = _groups(module)
@@ -197,6 +240,8 @@ def as_fake(tensor: Tensor, fakes: FakeTensorMode | None, device: torch.device) 
     """The tensor without its data, on the device."""
     if fakes is None or (isinstance(tensor, FakeTensor) and tensor.device.type == device.type):
         return tensor
+    if isinstance(fakes, ShapesAlone) and not _has_fractions(tensor):
+        return tensor.to(device)
     if tensor.device.type == device.type:
         return fakes.from_tensor(tensor)
     with fakes:

@@ -118,15 +118,13 @@ class Plan(Common):
         from trainstep.bench.tracing import traced_cases
         from trainstep.measure.step import case_columns
         from trainstep.plan.rows import plan_records, refuse_for_own_models
-        from trainstep.step.workload import resolve_device
 
         refuse_for_own_models(self.tensor_parallel, self.blocks_per_group)
         (source,) = sources([self.size] if self.size else [], workload, None, list(self.model))
         own_step = preset(None, self.config, DEFAULT_SIZE, StepConfig(precision="bf16"))[1]
         step = dataclasses.replace(own_step, **self.step)
         cases, machine = traced_cases(source, step, self.policies), self._machine()
-        how = f"{cases[step.checkpointing].step.basis}, with {resolve_device(step.device).type.upper()} kernels"
-        machine = dataclasses.replace(machine, basis=f"{machine.basis}; {how}")
+        machine = dataclasses.replace(machine, basis=f"{machine.basis}; {cases[step.checkpointing].step.basis}")
         columns = case_columns(source, step)
         own = [name for name in ("batch", "context", "attention", "optimizer") if columns[name] is None]
         request = self._request(machine, name=source.name, model=None, step=step, traced=cases, own=own)
