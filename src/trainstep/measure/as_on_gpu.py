@@ -37,7 +37,7 @@ class AsOnGpu(TorchFunctionMode):
     def __enter__(self) -> AsOnGpu:
         for func, own in _OWN.items():
             setattr(F, func.__name__, own)
-        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *ended: object) -> None:
         for func in _OWN:
@@ -73,7 +73,7 @@ def _attention(
         how |= {"attn_mask": attn_mask, "enable_gqa": enable_gqa}
         return _ATTENTION(query, key, value, **how)
     if attn_mask is None and query.dtype.itemsize == 2 and query.shape[-1] <= _FLASH_HEAD_DIM:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **how)[0]  # type: ignore[no-any-return]
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **how)[0]
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
     if attn_mask is not None:
         with nullcontext() if isinstance(attn_mask, FakeTensor) else _disable_current_modes():  # FLOPs look at it
@@ -81,7 +81,7 @@ def _attention(
                 attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
             attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, attn_mask, torch.is_grad_enabled(), **how)[0]  # type: ignore[no-any-return]
+    return efficient(query, key, value, attn_mask, torch.is_grad_enabled(), **how)[0]
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
