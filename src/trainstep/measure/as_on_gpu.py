@@ -1,4 +1,4 @@
-"""What a GPU would compute, called on tensors without data where there is none: its operators keep other tensors.
+"""Operators that torch chooses on a GPU, called on tensors without data where there is none: they keep other tensors.
 
 A CPU keeps scaled dot-product attention's scores where it has dropout, dropout's mask in the input's dtype, and norms
 and softmax under autocast in 16 bits. `AsOnGpu` calls what torch chooses on CUDA, as its registrations say
@@ -25,11 +25,11 @@ _IN_FLOAT32 = {
     *(torch.softmax, torch.log_softmax, torch.pow, torch.rsqrt, torch.exp, torch.log, torch.sum, torch.cumsum),
     *(Tensor.softmax, Tensor.log_softmax, Tensor.pow, Tensor.rsqrt, Tensor.exp, Tensor.log, Tensor.sum, Tensor.cumsum),
 }
-"""What autocast computes in float32 on CUDA, and not on a CPU; rarer functions are left out."""
+"""Functions that autocast computes in float32 on CUDA, and not on a CPU; rarer ones are left out."""
 
 
 class AsOnGpu(TorchFunctionMode):
-    """Calls the operators of CUDA while it is entered; for fake tensors, as they have no kernels here.
+    """Function mode that calls the operators of CUDA on fake tensors, which need no kernels.
 
     A mode does not see what torch's functions in Python call, as `multi_head_attention_forward`; they look names up.
     """
@@ -65,7 +65,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash where there is no mask and 16 bits, else memory-efficient, as long as no element has 64 bits."""
+    """Call flash attention for 16 bits without a mask, else memory-efficient, and for 64 bits what the CPU has."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
     how: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
