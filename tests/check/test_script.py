@@ -35,15 +35,6 @@ def draws(precision, seed):
     return run_of(1e-6, 10 + seed)
 
 
-def with_buffers(run, mean=0.1, count=1, seed=0):
-    """Of a batch norm in its first update: what it made of running statistics of 0."""
-    noise = 1 + 1e-6 * torch.randn(8, generator=torch.Generator().manual_seed(seed))
-    before = {"norm.mean": torch.zeros(8), "norm.count": torch.tensor(0)}
-    after = {"norm.mean": mean * noise, "norm.count": torch.tensor(count)}
-    buffers = Buffers(before, after, frozenset(), frozenset({"norm"}))
-    return dataclasses.replace(run, gradients=dataclasses.replace(run.gradients, buffers=buffers))
-
-
 def test_what_rounding_does_is_right_and_what_it_does_not_is_wrong():
     judge = ScriptCheck(run_of(), [run_of()], "fp32", draws)
     assert judge.of_repeat().is_right
@@ -367,39 +358,61 @@ def test_an_update_is_held_against_that_of_the_run_it_was_changed_from():
     assert judge_by().judge(like(first_moved={"u": 2.0, "v": 1.0}), "fp32", kept).parts.get("update") is None
 
 
-def draws_with_buffers(precision, seed):
-    return with_buffers(run_of(1e-6, 99 if seed is None else 10 + seed), seed=99 if seed is None else 10 + seed)
+def showing(value=4.0, other=3.0, *, names=("a", "b"), unchanged=("still",), run=PLAIN, **more):
+    """The run with two values that are shown, of which b changes from 1."""
+    after = {name: torch.tensor([other, value]) if name == "a" else torch.tensor([value]) for name in names}
+    before = {name: torch.zeros_like(each) if name == "a" else torch.ones(1) for name, each in after.items()}
+    shown = Buffers(before, after, frozenset(unchanged), frozenset({""} if names else ()))
+    return dataclasses.replace(run, shown=shown, **more)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"mean": 0.19, "count": 2}, "buffer norm.count"),
-        ({"mean": 0.19}, "buffer norm.mean off by 0.9 of"),
-        ({"mean": 0.101}, "buffer norm.mean off by 0.01 of"),
-        ({"count": 0}, "buffer norm.count"),
-    ],
-)
-def test_buffers_are_held_against_the_scripts(changes, words):
-    judge = ScriptCheck(with_buffers(run_of()), [with_buffers(run_of())], "fp32", draws_with_buffers)
-    assert judge.of_repeat().is_right
-    assert judge.judge(with_buffers(run_of(1e-6, 1), seed=1), "fp32").is_right
-    found = judge.judge(with_buffers(run_of(1e-6, 1), **changes), "fp32")
+@BY_PRECISION
+def test_what_else_a_run_shows_may_be_off_by_twice_what_rounding_does(own, factor, rounding):
+    judge = judge_by(showing(4.0, 3 + 5 * SMALL), reference=showing(), own=own)
+    stored = 2.0**-23 + 1e-5 * 4 * 2**0.5 / 5  # one rounding of the value, and sums in another order
+    assert judge.judge(showing(), own).parts["shown"].error == 0.0
+    found = judge.judge(showing(4.0, 3.5), own).parts["shown"]
+    assert (found.name, found.error) == ("a", pytest.approx(0.1))
+    assert found.allowed == pytest.approx(2 * factor * (1 + 4 / 2) * SMALL + rounding + stored, rel=1e-4)
     assert not found.is_right
-    assert words in str(found)
+    found = judge.judge(showing(4.5), own).parts["shown"]
+    assert (found.name, found.error) == ("b", pytest.approx(0.5 / 3)), "a may be off by as much as that is of it"
+    assert "shown" not in judge_by().judge(PLAIN, own).parts
+    assert "shown" not in judge.judge(showing(4.0, 9.0), "fp16").parts, "a pass that overflows moves buffers again"
 
 
-def test_in_fp16_a_pass_that_overflowed_may_have_moved_buffers():
-    judge = ScriptCheck(with_buffers(run_of()), [with_buffers(run_of())], "fp16", draws_with_buffers)
-    assert judge.judge(with_buffers(run_of(1e-6, 1), mean=0.19, count=2), "fp16").is_right
-    assert not judge.judge(with_buffers(run_of(1e-1, 1)), "fp16").is_right
+def test_the_largest_of_several_roundings_of_what_is_shown_counts_and_those_that_break_it_say_nothing():
+    for drawn in ([5 * SMALL, 0, 0], [0, 0, 5 * SMALL]):
+        judge = judge_by(*(showing(4.0, 3 + each) for each in drawn), reference=showing())
+        assert judge.judge(showing(4.0, 3.5), "fp32").parts["shown"].allowed == pytest.approx(36 * SMALL, rel=1e-2)
+    judge = judge_by(showing(4.0, 4.0), reference=showing())
+    assert judge.judge(showing(4.0, 30.0), "fp32").is_right, "nothing can be held against it"
+    assert not judge.judge(showing(5.0, 30.0), "fp32").is_right, "b stands still"
 
 
-def test_buffers_that_the_script_does_not_repeat_are_left_out():
-    repeat = with_buffers(run_of(), mean=0.2)
-    judge = ScriptCheck(with_buffers(run_of()), [repeat], "fp32", draws_with_buffers)
-    assert judge.of_repeat().is_right
-    assert judge.judge(with_buffers(run_of(1e-6, 1), mean=0.3), "fp32").is_right
-    nearly = ScriptCheck(with_buffers(run_of()), [with_buffers(run_of(), mean=0.10001)], "fp32", draws_with_buffers)
-    assert "norm.mean" in nearly.reference.gradients.buffers.after, "sums in another order"
-    assert not judge.judge(with_buffers(run_of(1e-6, 1), mean=0.3, count=2), "fp32").is_right, "that it does repeat"
+@pytest.mark.parametrize("names", ["a", "b", ""])
+def test_what_a_run_no_longer_shows_is_wrong(names):
+    found = judge_by(showing(), reference=showing()).judge(showing(names=names), "fp32")
+    assert found.parts["shown"].error == math.inf
+    assert not found.is_right
+
+
+def test_what_the_script_leaves_alone_must_not_change():
+    judge = judge_by(showing(), reference=showing(names="a", unchanged="b"))
+    assert judge.judge(showing(names="a"), "fp32").is_right
+    found = judge.judge(showing(), "fp32")
+    assert str(found) == "b off by inf of 0"
+
+
+def test_what_must_be_equal_is_told_in_words_where_the_script_repeats_it():
+    reference = like(said={"calls": "2", "drops": "0.1"}, files=frozenset("abcdef"))
+    judge = judge_by(reference=reference, repeats=[reference, like(reference, files=frozenset("abcde"))])
+    for same in ({"calls": "2", "drops": "0.1"}, {"calls": "2"}):
+        assert judge.judge(like(reference, said=same, files=frozenset("abcdexyz")), "fp32").is_right
+    found = judge.judge(like(reference, said={"calls": "1"}, files=frozenset("ef")), "fp32")
+    assert found.faults == ("calls: 1, in place of 2", "it does not write a, b, c and more")
+    assert judge.judge(like(reference, files=frozenset("bde")), "fp32").faults == ("it does not write a, c",)
+    assert judge.judge(like(reference, files=frozenset("de")), "fp32").faults == ("it does not write a, b, c",)
+    for repeats in ([reference, like(reference, said={"calls": "3"})], [like(said={})]):
+        judge = judge_by(reference=reference, repeats=repeats)
+        assert judge.judge(like(reference, said={"calls": "1"}), "fp32").is_right, "which it does not repeat"

@@ -13,9 +13,8 @@ from trainstep.ladder.single import Taken
 from trainstep.observe.log import RankLog
 
 BY_NAME = {rung.name: rung for rung in all_changes("script")}
-MODEL = {**SETTINGS["models"][0], "drops": False}
 LOADER = {**SETTINGS["loaders"][0], "file": "train.py", "line": 7, "batch_size": 8}
-FOUND = {**SETTINGS, "models": [MODEL], "loaders": [LOADER]}
+FOUND = {**SETTINGS, "draws": False, "loaders": [LOADER]}
 
 
 def captured(peak, fixed=2.0, limit=10.0, **changes):

@@ -24,6 +24,8 @@ def test_how_many_runs_are_left_is_counted_from_what_may_be_something():
     bf16, tf32 = BY_NAME["bf16 autocast"], BY_NAME["TF32 matmuls"]
     found = [runs_left(*rungs, rounds=2) for rungs in ([], [OPTIMIZER], [OPTIMIZER, WORKERS])]
     assert found == [(0, 0), (4, 8), (12, 32)], "several are tried at once, too"
+    at_once = [runs_left(*rungs, rounds=2, at_once=True) for rungs in ([OPTIMIZER], [bf16, OPTIMIZER])]
+    assert at_once == [(4, 8), (4 + 4, 8 + 32 + 4)]
     assert runs_left(bf16) == (4 + 4, 12 + 4), "judged by it in bf16, and by three roundings of that"
     assert tf32.skipped(FOUND | {"on_gpu": False})
     ladder, _ = climbed(Given(), tf32, OPTIMIZER)
@@ -181,12 +183,6 @@ def test_of_what_is_tried_at_once_one_or_none_may_find_its_place(names, expected
     assert [row.change for row in ladder.climb()] == expected
 
 
-def test_runs_of_all_at_once_are_counted():
-    bf16 = BY_NAME["bf16 autocast"]
-    found = [runs_left(*changes, rounds=2, at_once=True) for changes in ([OPTIMIZER], [bf16, OPTIMIZER])]
-    assert found == [(4, 8), (4 + 4, 8 + 32 + 4)]
-
-
 def test_what_another_rung_took_the_place_of_is_not_tried_again():
     ms = {"compiled blocks": 9.95, "compiled model": 5.0, "compiled model,loader workers": 2.0}
     script = Noisy(0.01, **ms)
@@ -230,3 +226,12 @@ def test_workers_that_bring_batches_in_bursts_are_as_fast_as_their_totals(fourth
     assert row.step_ms == pytest.approx(sum(ms) / 4), "what is shown is what the ratio is of"
     assert row.samples["runs"] == [row.step_ms] * row.runs
     assert row.samples["step"] == list(ms) * 4 * row.runs
+
+
+@pytest.mark.parametrize(("share", "runs"), [(0.001, 2), (0.3, 6)])
+def test_a_patch_is_decided_by_as_many_runs_as_its_change(share, runs):
+    script = Noisy(share, **{"fused optimizer": 9.0})
+    ladder, rows = climbed(script, OPTIMIZER)
+    script.share = 0.0  # so that one round would do
+    patched = [ladder.runner.check_sources({}, written).runs for written in ([OPTIMIZER], [])]
+    assert (rows["fused optimizer"].runs, patched) == (runs, [runs, 2])

@@ -147,13 +147,6 @@ def test_a_patch_is_run_in_the_place_of_the_script(climbed):
     assert file.read_text() == before
 
 
-def test_a_patch_that_is_wrong_is_not_timed(climbed):
-    file = SCRIPTS / "climbing.py"
-    text = file.read_text().replace("is_causal=True", "is_causal=False")
-    row = climbed.ladder.runner.check_sources({str(file): text}, [])
-    assert (row.status, row.accepted, dict(row.times)) == ("wrong", False, {})
-
-
 def test_a_script_that_starts_elsewhere_each_time_is_not_judged(tmp_path, forked_runs, monkeypatch):  # noqa: F811
     (tmp_path / "resuming.py").write_text((SCRIPTS / "resuming.py").read_text())
     monkeypatch.chdir(tmp_path)
@@ -185,47 +178,6 @@ def test_gradients_that_a_closure_computes_are_those_of_the_first_update(tmp_pat
         assert torch.allclose(found.first_moved[name], -0.1 * gradient, rtol=1e-3, atol=1e-6), "plain SGD"
 
 
-def test_buffers_are_what_the_first_update_made_of_them(tmp_path, forked_runs):  # noqa: F811
-    """Of both models, over the two passes of which gradients are accumulated."""
-    file = tmp_path / "train.py"
-    file.write_text(NORMS)
-    found = Script(alone([str(file)]), tmp_path / "runs", 4).run("once").captured.gradients.buffers
-    assert {name: int(value) for name, value in found.after.items() if "num" in name} == {
-        "0.num_batches_tracked": 2, "model 2.num_batches_tracked": 2
-    }  # fmt: skip
-    assert torch.allclose(found.after["0.running_mean"], torch.full((3,), 0.19), rtol=1e-5)
-    assert found.before["0.running_mean"].tolist() == [0.0] * 3
-    assert found.unchanged == {"0.large"}, "which has as many elements as are looked at"
-    assert found.modules == {"0", "model 2"}
-
-
-def test_running_statistics_that_move_twice_are_wrong(tmp_path, forked_runs):  # noqa: F811
-    """No loss, gradient or weight of the training shows them."""
-    file = tmp_path / "train.py"
-    file.write_text(NORMS)
-    twice = Change("batches twice", Line(""), script=planted.batches_twice)
-    baseline, row = ladder_of(Script(alone([str(file)]), tmp_path / "runs", 4), [twice], rounds=1).climb()
-    assert baseline.verdict == "baseline", baseline.reason
-    assert (row.verdict, row.accepted, row.gradient_error) == ("wrong", False, 0.0)
-    assert "buffer " in row.reason
-
-
-NORMS = """
-import torch
-from torch import nn
-
-model, other = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)), nn.BatchNorm1d(1)
-model[0].register_buffer("large", torch.zeros(2**20))
-model[0].register_buffer("larger", torch.zeros(2**20 + 1))
-optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=1e-3)
-for step in range(6):
-    for part in range(2):
-        other(model(1 + torch.tensor([[-1.0] * 3, [1.0] * 3, [0.5] * 3, [-0.5] * 3]))).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
 def test_a_run_that_is_only_timed_leaves_nothing_to_judge(tmp_path, forked_runs):  # noqa: F811
     """Which is half of a large model's run: its weights are hashed, moved to the host and written several times."""
     script = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path, 6)
@@ -246,7 +198,7 @@ def test_what_a_long_run_took_is_told_with_what_the_judge_took_of_it(tmp_path, f
     monkeypatch.setattr(single, "TOLD_S", 0.0)
     taken = script.run("twice")
     assert told[:2] == ["run 1: once", "run 2: twice"]
-    assert re.fullmatch(r"  took \d+ s, 0 of them to copy for the judge", told[2])
+    assert re.fullmatch(r"  took \d+ s, \d+ of them to copy for the judge", told[2])
     assert 0 < taken.log.facts["judge_s"] < 5.0
 
 

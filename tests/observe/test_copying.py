@@ -119,3 +119,11 @@ def test_files_that_a_run_in_place_changed_are_named(write, named, folder):
     before = InPlace(folder / "runs")
     write(folder)
     assert before.changed() == named
+
+
+def test_files_that_a_run_wrote_into_its_copy_are_named(folder):
+    copies, place = Copies(folder / "runs", folder / "large"), folder / "runs/copy"
+    copies.make(place)
+    for name, text in {"out/new": "n", "empty": "", "out/log": "more"}.items():
+        (place / name).write_text(text)
+    assert copies.written(place) == {"out/new"}

@@ -76,7 +76,7 @@ class Watched:
         called: Callable[[str], str] = lambda name: name,
     ) -> None:
         self._module, self._most, self._on_host, self._called = module, most, on_host, called
-        self._before = {name: value.to(value.device, copy=True) for name, value in self._now()}
+        self.before = {name: value.to(value.device, copy=True) for name, value in self._now()}
 
     def _now(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self._module.named_buffers():
@@ -84,17 +84,19 @@ class Watched:
                 own = value.detach().resolve_conj()
                 yield self._called(name), own.cpu() if self._on_host else own
 
-    def changes(self) -> Buffers:
+    def changes(self, when: str = "") -> Buffers:
         """Buffers that changed since, as they are; those that were not there, or have another shape or type by now, are
-        left out."""
+        left out. `when` is added to their names."""
         now = {
             name: value
             for name, value in self._now()
-            if name in self._before and _form(value) == _form(self._before[name])
+            if name in self.before and _form(value) == _form(self.before[name])
         }
-        changed = [name for name, value in now.items() if not _is_same(value, self._before[name])]
-        before, after = (copied_to_host({name: each[name] for name in changed}) for each in (self._before, now))
-        return Buffers(before, after, frozenset(now.keys() - after.keys()), frozenset(map(_owner, self._before)))
+        changed = [name for name, value in now.items() if not _is_same(value, self.before[name])]
+        before, after = (copied_to_host({name: each[name] for name in changed}) for each in (self.before, now))
+        still = frozenset(f"{name}{when}" for name in now.keys() - after.keys())
+        before, after = ({f"{name}{when}": value for name, value in each.items()} for each in (before, after))
+        return Buffers(before, after, still, frozenset(map(_owner, self.before)))
 
 
 def joined(several: Iterable[Buffers]) -> Buffers:

@@ -1,9 +1,8 @@
-"""Is a changed script the same training? Held against the script as it is: the first update's gradients, what models
-have made of their buffers by then, the loss of every update, and how far all weights have moved at the end.
+"""Is a changed script the same training? Held against the script as it is: the first update's gradients, the loss
+of every update, how far all weights have moved at the end, and what else the run shows.
 
 Gradients are compared as the check of steps compares them (`check.gradients`): per parameter, per row and by
-their scale. So are buffers (`check.buffers`), but not in fp16, where a pass that overflows moves them once more,
-and not those that the script does not repeat. What all may be off by is measured on the script itself: it is run again
+their scale. What all may be off by is measured on the script itself: it is run again
 with results rounded once more at random (`RandomRounding`), all else being as the script has it. A change of precision
 is judged by the script with that change alone and random roundings on top, whose difference is what roundings in that
 precision do; what the change itself is off by counts only where roundings explain it. As everywhere, twice that and one
@@ -11,6 +10,10 @@ rounding are allowed.
 
 An optimizer that gets the very gradients that it got before is held to its first update as well, at float32's
 tolerance (`check.updates`): what it does otherwise shows there long before it shows in the weights at the end.
+
+Buffers after the first pass and at the end are compared too (`check.buffers`), but not in fp16, where a pass that
+overflows moves them once more. The elements of dropout must be equal, and files that the script writes must be written
+again, where the script repeats them.
 
 Roundings grow as training goes on, and so do the differences of the random runs: losses are held against those at the
 same update, and weights at the end. Where rounding alone moves what is compared by half of itself, nothing can be held
@@ -20,7 +23,7 @@ against it, and that is said instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -32,7 +35,6 @@ from trainstep.base.tolerance import (
     DRAWS,
     FLOAT32_LOSES,
     NEAR,
-    REPEATS,
     SCRIPT_DRAWS,
     VACUOUS,
     allowed_error,
@@ -40,7 +42,7 @@ from trainstep.base.tolerance import (
     larger,
     one_rounding,
 )
-from trainstep.check.buffers import NO_BUFFERS, unlike
+from trainstep.check import buffers
 from trainstep.check.gradients import Error, Rounding, compare
 from trainstep.check.parts import norm
 from trainstep.check.updates import compare_updates, named
@@ -60,6 +62,7 @@ class _Apart:
     gradients: Rounding
     losses: list[float]
     moved: float
+    shown: dict[str, buffers.Apart]
 
     @staticmethod
     def between(found: Captured, reference: Captured) -> _Apart:
@@ -67,23 +70,26 @@ class _Apart:
             Rounding.between(found.gradients, reference.gradients),
             _losses_apart(found, reference),
             _moved_apart(found, reference),
+            _shown_apart(found, reference),
         )
 
 
 @dataclass
 class _Usual:
-    """Error that rounding gives the three, in one precision."""
+    """Error that rounding gives each of them, in one precision."""
 
     draws: int = 0
     gradients: Rounding = field(default_factory=Rounding)
     losses: list[float] = field(default_factory=list)  # by update, relative
     moved: float = 0.0
+    shown: dict[str, float] = field(default_factory=dict)
 
     def take(self, apart: _Apart) -> None:
         """Take one more difference: the largest counts, and what is no number allows anything."""
         self.gradients = Rounding.most([self.gradients, apart.gradients])
         self.losses = [larger(*pair) for pair in zip_longest(self.losses, apart.losses, fillvalue=0.0)]
         self.moved = larger(self.moved, apart.moved)
+        self.shown = {name: larger(self.shown.get(name, 0.0), each.error) for name, each in apart.shown.items()}
 
 
 class ScriptCheck:
@@ -97,8 +103,7 @@ class ScriptCheck:
     """
 
     def __init__(self, reference: Captured, repeats: Iterable[Captured], own: PrecisionName, draw: Draw) -> None:
-        self.repeats, self.own, self._draw = list(repeats), own, draw
-        self.reference = _steady(reference, self.repeats, max(REPEATS, one_rounding(own)))
+        self.reference, self.repeats, self.own, self._draw = reference, list(repeats), own, draw
         self._usual: dict[PrecisionName, _Usual] = {}
         self._plain: dict[PrecisionName, Captured] = {own: self.reference}
         self._changed: dict[PrecisionName, _Apart] = {}  # what a change of precision alone is off by
@@ -152,20 +157,37 @@ class ScriptCheck:
 
     def _verdict(self, found: Captured, precision: PrecisionName, usual: _Usual) -> Verdict:
         one, factor = one_rounding(precision), FLOAT32_LOSES if precision == "fp32" else 1.0
-        gradients = replace(found.gradients, buffers=NO_BUFFERS) if precision == "fp16" else found.gradients
-        deviation = compare(gradients, self.reference.gradients, usual.gradients.times(factor), one)
-        most, each_loss = 0.0, [(0.0, one)]
+        deviation = compare(found.gradients, self.reference.gradients, usual.gradients.times(factor), one)
+        most, each_loss = 0.0, [("losses", 0.0, one)]
         for apart, known in zip_longest(_losses_apart(found, self.reference), usual.losses, fillvalue=0.0):
             most = max(most, known)
-            each_loss.append((apart, allowed_error(factor * headroom(1) * most, one)))
-        losses = _part("losses", *max(each_loss, key=_severity))
+            each_loss.append(("losses", apart, allowed_error(factor * headroom(1) * most, one)))
+        losses = _part(*max(each_loss, key=_severity))
         if len(found.losses) != len(self.reference.losses):
             losses = Part(math.inf, 0.0, "losses")
         moved_allowed = allowed_error(factor * usual.moved, one)
         moved = _part("weights at the end", _moved_apart(found, self.reference), moved_allowed)
-        is_same = found.weights == self.reference.weights
-        faults = () if is_same else ("training starts from other weights",)
-        return Verdict(deviation, parts={"losses": losses, "moved": moved}, faults=faults)
+        parts = {"losses": losses, "moved": moved}
+        shown = [
+            (name, each.error / size, (2 * factor * headroom(each.count) * usual.shown.get(name, 0.0) + floor) / size)
+            for name, each in _shown_apart(found, self.reference).items()
+            for size, floor in [(each.change or 1.0, each.rounded(one))]
+        ]
+        if shown and precision != "fp16":  # where a pass that overflows moves buffers once more
+            parts["shown"] = _part(*max(shown, key=_severity))
+        return Verdict(deviation, parts=parts, faults=tuple(self._faults(found)))
+
+    def _faults(self, found: Captured) -> Iterator[str]:
+        """Differences without a number, in what the script repeats."""
+        reference = self.reference
+        if found.weights != reference.weights:
+            yield "training starts from other weights"
+        for what, expected in reference.said.items():
+            own = found.said.get(what, expected)
+            if own != expected and all(each.said.get(what) == expected for each in self.repeats):
+                yield f"{what}: {own}, in place of {expected}"
+        if missing := sorted(reference.files.intersection(*(each.files for each in self.repeats)) - found.files):
+            yield f"it does not write {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}"
 
 
 def _part(name: str, error: float, allowed: float) -> Part:
@@ -178,20 +200,13 @@ def _gradients(verdict: Verdict) -> Deviation:
     return verdict.gradients
 
 
-def _steady(reference: Captured, repeats: Iterable[Captured], tolerance: float) -> Captured:
-    """The same without buffers that the script does not repeat."""
-    own = reference.gradients.buffers
-    names = frozenset[str]().union(*(unlike(own, each.gradients.buffers, tolerance) for each in repeats))
-    return replace(reference, gradients=replace(reference.gradients, buffers=own.without(names)))
-
-
-def _severity(loss: tuple[float, float]) -> tuple[bool, float, float]:
+def _severity(quantity: tuple[str, float, float]) -> tuple[bool, float, float]:
     """Larger where an error is worse for what it is allowed: what is wrong, NaN first, then what uses more of it.
 
-    A loss that says nothing uses its budget too. It must not hide behind one that is right.
+    A quantity that says nothing uses its budget too. It must not hide behind one that is right.
     """
-    error, allowed = loss
-    return not _part("losses", error, allowed).is_right, Part(error, allowed).share, error
+    name, error, allowed = quantity
+    return not _part(name, error, allowed).is_right, Part(error, allowed).share, error
 
 
 def _update(found: Captured, kept: Captured) -> Part | None:
@@ -206,6 +221,14 @@ def _update(found: Captured, kept: Captured) -> Part | None:
 def _losses_apart(found: Captured, reference: Captured) -> list[float]:
     pairs = zip(found.losses, reference.losses, strict=False)
     return [abs(own - expected) / (abs(expected) or 1.0) for own, expected in pairs]
+
+
+def _shown_apart(found: Captured, reference: Captured) -> dict[str, buffers.Apart]:
+    """Values that the reference shows, by name, and those that it leaves alone and this run does not."""
+    modules = found.shown.modules | reference.shown.modules
+    moved = found.shown.after.keys() & reference.shown.unchanged
+    known = dict(buffers.apart(replace(found.shown, modules=modules), reference.shown))
+    return known | {name: buffers.Apart(math.inf, 1.0, 1, None) for name in moved}
 
 
 def _moved_apart(found: Captured, reference: Captured) -> float:

@@ -26,6 +26,7 @@ from trainstep.ladder.changes.loaders import TIMES
 from trainstep.ladder.ladder import Refused, Tried, is_open, ratio_fields
 from trainstep.ladder.single import Script, Taken
 from trainstep.ladder.trial.capture import Captured
+from trainstep.ladder.trial.trial import PROBABILITIES
 from trainstep.observe.habits import REVERSIBLE, habits_of, place_of
 from trainstep.observe.lines import shown_line
 from trainstep.observe.loaders import share_of_waiting
@@ -33,7 +34,7 @@ from trainstep.observe.log import RankLog
 from trainstep.rows import ANOTHER_STEP, FINAL, PATCHED, ChangeRow
 from trainstep.rows.records import Times
 
-NOT_REPRODUCIBLE = "not reproducible"
+NOT_REPRODUCIBLE, EAGER = "not reproducible", "with the random numbers of eager code"
 MOVED = ". It ran in a copy of the folder; --in-place runs it in the folder itself"
 MOST_ROUNDS = 3
 """Times that B A A B is run, at most."""
@@ -66,23 +67,26 @@ def times(runs: Sequence[Taken]) -> list[Sequence[float]]:
 
 
 def in_turns(
-    run: Callable[[bool], Taken], rounds: int, *, begun: Taken | None = None, as_shown: AsShown = times
+    run: Callable[[bool], Taken], rounds: int, *, least: int = 1, begun: Taken | None = None, as_shown: AsShown = times
 ) -> tuple[list[Taken], list[Taken]]:
     """Runs of A and of B, of which failed ones are left out, until the difference is clear or small.
 
     Args:
         run: runs B where it is given True, and A else.
         rounds: how often B A A B is run, at most: a machine that grows slower meanwhile does so for both alike.
+        least: how often at least.
         begun: the first B, where it has been run.
         as_shown: the times of runs that are compared.
     """
     taken: tuple[list[Taken], list[Taken]] = ([], [begun] if begun else [])
-    for number in range(rounds):
+    for number in range(max(rounds, least)):
         for is_b in (False, False, True) if begun and number == 0 else (True, False, False, True):
             found = run(is_b)
             if found.step_ms and not found.failure:
                 taken[is_b].append(found)
-        if min(map(len, taken)) < 2 or not is_open(ratio_of_runs(as_shown(taken[0]), as_shown(taken[1]))):
+        if min(map(len, taken)) < 2 or (
+            number + 1 >= least and not is_open(ratio_of_runs(as_shown(taken[0]), as_shown(taken[1])))
+        ):
             break
     return taken
 
@@ -110,11 +114,12 @@ class ScriptRunner:
         self.first: Taken | None = None
         self.code = 0  # the first run's exit code
         self.settings: Mapping[str, Any] = {}
-        self.drops = False
-        """True if it drops something at random; runs are compared with each other without."""
+        self.draws = False
+        """True if its models draw random numbers. Runs are compared without dropout, and with eager code's numbers."""
         self.judge: ScriptCheck | None = None  # once the script was seen to repeat itself
         self._own: PrecisionName = "fp32"
         self._precisions: dict[PrecisionName, Change] = {}  # which change brings it
+        self._rounds: dict[str, int] = {}  # change → how often it took turns
 
     def skipped(self, change: Change) -> str:
         """Reason why it does not apply to the script."""
@@ -148,6 +153,7 @@ class ScriptRunner:
         changes = [*before, *found]
         checked = self._compared(changes, captured, top.taken.captured)
         others, own = self._in_turns(name, top.changes, changes, begun=taken)
+        self._rounds |= {each.name: max(self._rounds.get(each.name, 1), len(own) // 2) for each in found}
         tried = self._tried(changes, taken, checked, own)
         tried.made, tried.gain = found, ratio_of_runs(times(others), times(own))
         if tried.gain.interval is not None:
@@ -201,17 +207,19 @@ class ScriptRunner:
         return self.row(FINAL, {**values, "verdict": verdict(ratio), "accepted": True, "code": lines})
 
     def check_sources(self, sources: Mapping[str, str], written: Sequence[Change]) -> ChangeRow:
-        """A row for the script with other sources and nothing changed from outside: compared, then timed against it.
+        """A row for the script with other sources and nothing changed from outside: compared, then timed against it, by
+        as many runs as decided about the changes.
 
         Args:
             sources: path → text.
             written: the changes that the sources have.
         """
-        taken = self.script.run(PATCHED, sources=sources, without_dropout=self.drops)
+        taken = self.script.run(PATCHED, sources=sources, without_dropout=self.draws)
         try:
             _, captured = self._ran(taken)
             found = self._right(self._judge.judge(captured, self._precision(written)))
-            before, own = self._in_turns(PATCHED, (), (), sources, begun=None if self.drops else taken)
+            least = max((self._rounds.get(each.name, 1) for each in written), default=1)
+            before, own = self._in_turns(PATCHED, (), (), sources, begun=None if self.draws else taken, least=least)
         except Refused as refused:
             return self.row(PATCHED, refused.values)
         ratio = ratio_of_runs(times(before), times(own))
@@ -227,7 +235,7 @@ class ScriptRunner:
             raise Refused("failed", why, **self._tried([], first, None, ()).values)
         self.first = first
         self.settings = first.log.facts["settings"] | seen_of(first.log)
-        self._own, self.drops = _precision_of(self.settings), any(model["drops"] for model in self.settings["models"])
+        self._own, self.draws = _precision_of(self.settings), self.settings["draws"]
         try:
             if self.script.changed:
                 names = ", ".join(self.script.changed[:3]) + " and more" * (len(self.script.changed) > 3)
@@ -244,7 +252,7 @@ class ScriptRunner:
     def _repeated(self, first: Captured) -> Verdict:
         if broken := first.what_is_not_finite:
             raise not_judged(f"{broken}: nothing can be held against a script that does not train")
-        reference = self._captured("the script as it is, without dropout") if self.drops else first
+        reference = self._captured("the script as it is, without dropout") if self.draws else first
         again = self._captured("the same again")
         if again.weights != reference.weights:
             raise not_judged(
@@ -286,7 +294,7 @@ class ScriptRunner:
             captured: what it left.
             accepted: what the run left that it was changed from.
         """
-        if self.drops:
+        if self.draws:
             captured, accepted = self._captured(f"{changes[-1].name}, without dropout", changes), None
         self._precisions |= {each.precision: each for each in changes if each.precision}
         precision = self._precision(changes)
@@ -306,7 +314,7 @@ class ScriptRunner:
     def _captured(
         self, what: str, changes: Sequence[Change] = (), rounding: tuple[PrecisionName, int] | None = None
     ) -> Captured:
-        taken = self.script.run(what, changes, rounding=rounding, without_dropout=self.drops)
+        taken = self.script.run(what, changes, rounding=rounding, without_dropout=self.draws)
         if taken.captured is None:
             raise not_judged(f"{what} could not be run: {taken.failure}")
         return taken.captured
@@ -325,6 +333,7 @@ class ScriptRunner:
         own: Sequence[Change],
         sources: Mapping[str, str] = {},
         *,
+        least: int = 1,
         begun: Taken | None = None,
         as_shown: AsShown = times,
     ) -> tuple[list[Taken], list[Taken]]:
@@ -336,7 +345,7 @@ class ScriptRunner:
             is_judged = not self.settings["on_gpu"]  # on a CPU what is copied slows the steps, so it is in all runs
             return self.script.run(f"{words}, timed", changes, sources=text, is_judged=is_judged)
 
-        taken = in_turns(run, self.rounds, begun=begun, as_shown=as_shown)
+        taken = in_turns(run, self.rounds, least=least, begun=begun, as_shown=as_shown)
         if not all(taken):
             raise not_judged(
                 f"{what}: when it took turns with what was accepted before, no run of one side came to its end"
@@ -374,7 +383,8 @@ class ScriptRunner:
     def _columns(self, found: Verdict) -> dict[str, Any]:
         """The fields of a row that say what was found; a budget that says nothing is left out."""
         columns = {name: value for name, value in found.columns().items() if not name.startswith("float32_")}
-        return columns | {"compared": "without dropout" if self.drops else None}
+        drops = self.judge is not None and self.judge.reference.said.get(PROBABILITIES)
+        return columns | {"compared": ("without dropout" if drops else EAGER) if self.draws else None}
 
 
 def _found_places(made: Sequence[Change], taken: Taken) -> list[Change]:

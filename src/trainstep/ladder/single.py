@@ -117,7 +117,7 @@ class Script:
             what: in words, for whoever waits.
             changes: that are made from outside.
             rounding: a precision in which results are rounded once more at random, and a seed.
-            without_dropout: whether nothing is dropped.
+            without_dropout: whether nothing is dropped, and compiled code draws as eager code does.
             sources: path → text that is run in its place.
             is_judged: whether it leaves what it is judged by; else it is only timed.
 
@@ -132,7 +132,7 @@ class Script:
         folder = self.folder / f"{self.runs:03d}-{''.join(each if each.isalnum() else '-' for each in what)}"
         remove(self.folder if self.folder.is_symlink() else folder)
         folder.mkdir(parents=True)
-        command, place = self.command, Path.cwd()
+        command, place, files = self.command, Path.cwd(), frozenset[str]()
         before = InPlace(self.folder) if self.copies is None and self.own_s is None else None
         if self.copies is not None:
             place, here = (folder / "copy").resolve(), self.copies.root
@@ -165,6 +165,7 @@ class Script:
             return Taken(folder, -signal.SIGTERM, read_log(log_path(folder, 0)), (), None, failure, None)
         finally:
             if self.copies is not None:
+                files = self.copies.written(place)
                 shutil.rmtree(place, ignore_errors=True)
             if before is not None:
                 self.changed = before.changed()
@@ -172,6 +173,8 @@ class Script:
         if self.own_s is None:
             self.own_s = took_s
         taken = self._taken(order, code, elsewhere)
+        if taken.captured is not None:
+            taken = dataclasses.replace(taken, captured=dataclasses.replace(taken.captured, files=files))
         if took_s > TOLD_S:
             self.tell(f"  took {took_s:.0f} s, {taken.log.facts.get('judge_s', 0.0):.0f} of them to copy for the judge")
         return taken

@@ -162,9 +162,18 @@ class Copies:
             return command.target
         return str(place / path.relative_to(self.root))
 
+    def written(self, place: Path) -> frozenset[str]:
+        """Names of files with content in a copy that are not in the folder."""
+        found = (path.relative_to(place) for path, status in _entries(place, self._stock) if _is_content(path, status))
+        return frozenset(str(path) for path in found if not (self.root / path).exists())
+
     def close(self) -> None:
         """Remove the one copy of each large file."""
         shutil.rmtree(self._stock, ignore_errors=True)
+
+
+def _is_content(path: Path, status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_size > 0 and not set(path.parts) & set(NO_DATA)
 
 
 def _cannot(error: OSError) -> UsageError:

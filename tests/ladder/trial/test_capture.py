@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from trainstep.check.gradients import Gradients
+from trainstep.ladder.trial import capture
 from trainstep.ladder.trial.capture import Capture, Captured, bytes_of, of_all_ranks, read_captured
 from trainstep.step.batches import tensors_of
 
@@ -47,15 +48,17 @@ def run(folder, change=lambda model: None):
     torch.manual_seed(0)
     model, beside = nn.BatchNorm1d(3), nn.Parameter(torch.ones(2))
     change(model)
-    optimizer, capture = torch.optim.AdamW([*model.parameters(), beside]), Capture(folder)
-    capture.see_model(model)
+    optimizer, own = torch.optim.AdamW([*model.parameters(), beside]), Capture(folder)
+    own.see_model(model)
     loss = model(torch.randn(4, 3)).square().sum() + beside.sum()
-    capture.see_loss(loss)
+    own.see_loss(loss)
     loss.backward()
-    capture.before_optimizer(optimizer)
+    own.before_optimizer(optimizer)
     optimizer.step()
-    kept = list(capture._kept())
-    capture.finish(1)
+    kept = list(own._kept())
+    model.eval()(torch.zeros(4, 3))
+    model.train()(torch.ones(4, 3))
+    own.finish(1)
     return kept, [*model.parameters(), beside], [*model.buffers()], optimizer
 
 
@@ -73,3 +76,14 @@ def test_a_checksum_of_weights_sees_every_bit_of_them(tmp_path):
         run(folder, lambda model, value=value: nn.init.constant_(model.bias[2:], value))
         found.append(read_captured(folder).weights)
     assert found[0] == found[1] != found[2]
+
+
+def test_buffers_are_held_as_the_first_pass_made_them_and_as_the_run_left_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(capture, "LARGEST_BUFFER", 3)
+    run(tmp_path, lambda model: [model.register_buffer(f"b{size}", torch.zeros(size)) for size in (3, 4)])
+    shown = read_captured(tmp_path).shown
+    counts = {name: (int(shown.before[name]), int(each)) for name, each in shown.after.items() if "num" in name}
+    assert counts == {
+        f"num_batches_tracked {when}": (0, n) for n, when in enumerate(("in the first update", "at the end"), 1)
+    }
+    assert shown.unchanged == {"b3 in the first update", "b3 at the end"}, "as large as is looked at"

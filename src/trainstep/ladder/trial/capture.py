@@ -1,6 +1,6 @@
 """Captures by which a run of a script is checked, written to its folder: the gradients of the first update as the
-optimizer sees them, what models made of their buffers until then, the loss of every update, and how far the weights
-have moved at the end.
+optimizer sees them, what models made of their buffers until then, the loss of every update, how far the weights
+have moved at the end, and what models made of their buffers by then.
 
 Copies are made in each optimizer's first two updates and after the last, in steps that are not timed; in between a loss
 is kept on its device. A run that nobody judges copies nothing: hashing, moving and writing several times the weights
@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from trainstep.step.batches import tensors_of
 
 FILE = "captured"
 GRADIENTS, MOVED, FIRST_MOVED = GROUPS = "gradients", "moved", "first_moved"
-BEFORE, AFTER = "buffers before", "buffers after"
+BEFORE, AFTER = "shown before", "shown after"
 LARGEST_BUFFER = 2**20
 """Elements of the largest that is looked at: masks and tables may be larger than weights, and do not change."""
 DIGEST = 16
@@ -44,7 +44,7 @@ DIGEST = 16
 class Captured:
     """Captures that one run left."""
 
-    gradients: Gradients  # of every optimizer's first step, with the loss of the first update and buffers until then
+    gradients: Gradients  # of every optimizer's first step, with the loss of the first update
     weights: str  # a checksum of what the optimizers were given to train, before their first step
     losses: tuple[float, ...]  # of each update: summed where gradients are accumulated
     moved: dict[str, Tensor]  # how far each parameter was moved in all
@@ -54,6 +54,9 @@ class Captured:
     peak_gib: float | None  # on a GPU
     fixed_gib: float | None = None  # of it, what no batch changes: weights, their gradients, optimizers' states
     limit_gib: float | None = None  # what the process could have of the GPU's memory
+    shown: Buffers = NO_BUFFERS  # buffers at the first update and at the end, as values
+    said: Mapping[str, str] = field(default_factory=dict)  # what must be equal, in words: the modes of calls, dropout
+    files: frozenset[str] = frozenset()  # names of those that it wrote into its copy of the folder
 
     @property
     def what_is_not_finite(self) -> str:
@@ -79,7 +82,7 @@ class Capture:
         self._updates: list[int] = []  # of each of these
         self._names: dict[int, str] = {}  # of parameters
         self._file: TensorFile | None = None
-        self._buffers = NO_BUFFERS  # what became of them until the first step
+        self._buffers: list[Buffers] = []  # what became of them until the first step
         self._initial: dict[str, tuple[Tensor, Tensor]] = {}  # the parameter, and what it was, in the place of `MOVED`
         self._first_moved: dict[str, Tensor] = {}
         self._by_optimizer: dict[int, list[str]] = {}  # optimizer's place → names whose first update is not over
@@ -149,9 +152,7 @@ class Capture:
             numbers = sum(_own(each.detach()).numel() for each in known.values())  # other optimizers may come
             make_room(folder / FILE, len(GROUPS) * torch.float32.itemsize * numbers)
             self._file = TensorFile(folder / FILE)
-            self._buffers = joined(each.changes() for each in self._watched)
-            _add(self._file, BEFORE, self._buffers.before)
-            _add(self._file, AFTER, self._buffers.after)
+            self._buffers = [each.changes(" in the first update") for each in self._watched]
         scale = getattr(optimizer, "grad_scale", None)  # fused ones take it off themselves
         factor = 1.0 if scale is None else 1.0 / float(scale)
         for name, place in self._file.add(GRADIENTS, {name: each.shape for name, each in gradients.items()}).items():
@@ -166,22 +167,27 @@ class Capture:
         self._first_moved |= self._file.add(FIRST_MOVED, shapes)
         self._by_optimizer[len(self._seen) - 1] = list(named)
 
-    def finish(self, updates: int) -> None:
-        """The script ends after so many updates."""
+    def finish(self, updates: int, said: Mapping[str, str] = {}) -> None:
+        """The script ends after so many updates; `said` must be equal in other runs."""
         if self._folder is None or self._is_finished or os.getpid() != self._process or not self._seen:
             return
         self._is_finished, start = True, time.monotonic()
         for place in list(self._by_optimizer):
             self._see_first_update(place)
+        assert self._file is not None, "an optimizer was seen"
+        ended = [each.changes(" at the end") for each in self._watched]
+        shown = joined([*self._buffers, *ended])
+        _add(self._file, BEFORE, shown.before)
+        _add(self._file, AFTER, shown.after)
         sizes = {name: norm(before) for name, (_, before) in self._initial.items()}
         found = torch.empty(max((before.numel() for _, before in self._initial.values()), default=0))
         for name, (_, before) in self._initial.items():
             before.copy_(self._put_moved(name, found[: before.numel()].view_as(before)))
-        assert self._file is not None, "an optimizer was seen"
         losses = [math.fsum(float(each) for each in update) for update in self._losses]
         own = {"loss": losses[0] if losses else math.nan, "weights": self._checksum.hexdigest(), "losses": losses}
-        own["buffers"] = {"unchanged": sorted(self._buffers.unchanged), "modules": sorted(self._buffers.modules)}
-        self._file.finish(own | {"sizes": sizes, "updates": updates} | self._memory())
+        own |= {"unchanged": sorted(shown.unchanged), "modules": sorted(shown.modules)}
+        own |= {"sizes": sizes, "updates": updates, "said": said}
+        self._file.finish(own | self._memory())
         self.took_s += time.monotonic() - start
 
     def _memory(self) -> dict[str, float | None]:
@@ -285,7 +291,6 @@ def of_all_ranks(found: Sequence[Captured]) -> Captured:
         Gradients(
             math.fsum(each.gradients.loss for each in found) / len(found),
             every(lambda each: each.gradients.by_name),
-            first.gradients.buffers,
         ),
         " ".join(each.weights for each in found),
         tuple(math.fsum(losses) / len(found) for losses in zip(*(each.losses for each in found), strict=False)),
@@ -296,6 +301,7 @@ def of_all_ranks(found: Sequence[Captured]) -> Captured:
         max(known("peak_gib"), default=None),
         min(known("fixed_gib"), default=None),
         min(known("limit_gib"), default=None),
+        *(first.shown, first.said),
     )
 
 
@@ -317,10 +323,10 @@ def read_captured(folder: Path) -> Captured | None:
     except (OSError, ValueError):
         return None
     gradients, moved, first_moved = (groups.get(name, {}) for name in GROUPS)
-    loss, losses, names = facts.pop("loss"), tuple(facts.pop("losses")), facts.pop("buffers")
-    changed = groups.get(BEFORE, {}), groups.get(AFTER, {})
-    buffers = Buffers(*changed, frozenset(names["unchanged"]), frozenset(names["modules"]))
-    return Captured(Gradients(loss, gradients, buffers), losses=losses, moved=moved, first_moved=first_moved, **facts)
+    facts |= {"losses": tuple(facts["losses"]), "moved": moved, "first_moved": first_moved}
+    unchanged, modules = (frozenset(facts.pop(name)) for name in ("unchanged", "modules"))
+    shown = Buffers(groups.get(BEFORE, {}), groups.get(AFTER, {}), unchanged, modules)
+    return Captured(Gradients(facts.pop("loss"), gradients), shown=shown, **facts)
 
 
 # A file of tensors that are filled where they lie, mapped by whoever writes it and by whoever reads it.

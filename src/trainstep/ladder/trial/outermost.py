@@ -20,6 +20,8 @@ class Outermost:
 
     def __init__(self) -> None:
         self.on_first: list[Callable[[nn.Module], object]] = []
+        self.draws = False
+        """True if a call in training drew random numbers of torch."""
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._original: Callable[..., Any] = nn.Module.__call__
         self._is_on = self._is_within = False
@@ -38,7 +40,10 @@ class Outermost:
                     self._seen.add(module)
                     for tell in self.on_first:
                         tell(module)
-                return original(module, *args, **kwargs)
+                states = [] if self.draws or not module.training else _states()
+                results = original(module, *args, **kwargs)
+                self.draws |= bool(states) and not all(map(torch.equal, states, _states()))
+                return results
             finally:
                 self._is_within = False
                 if self._is_on:
@@ -60,6 +65,11 @@ class Outermost:
     @staticmethod
     def _put(call: Callable[..., Any]) -> None:
         nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def _states() -> list[torch.Tensor]:
+    """States of the generators that torch draws from by itself."""
+    return [each.get_state() for each in (torch.default_generator, *torch.cuda.default_generators)]
 
 
 def _trains(module: nn.Module) -> bool:

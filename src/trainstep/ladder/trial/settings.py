@@ -78,7 +78,6 @@ class Settings:
                 "dtypes": sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}),
                 "is_compiled": any(map(is_compiled, parts)),
                 "is_whole_compiled": any(map(is_compiled, (module, getattr(module, "module", None)))),
-                "drops": any(map(_drops, parts)),
                 "floats": None,
                 "blocks": len(find_blocks(module)),
                 "convolutions": len(convolutions),
@@ -199,13 +198,6 @@ def batch_size_of(given: Mapping[str, Any]) -> int | None:
     size = given.get("batch_size", 1)
     is_other = given.get("batch_sampler") is not None or isinstance(given.get("dataset"), IterableDataset)
     return size if isinstance(size, int) and not is_other and given else None
-
-
-def _drops(module: nn.Module) -> bool:
-    """True if a module has some share to drop: as torch's modules call it, or in an attribute named after it."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    return any(isinstance(value, float) and value > 0 for name, value in vars(module).items() if "dropout" in name)
 
 
 def _floats(results: Any) -> list[bool] | None:

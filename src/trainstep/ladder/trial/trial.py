@@ -21,6 +21,7 @@ from trainstep.observe.imports import after_import
 WATCHED = 2
 """Updates of each optimizer in which models are looked for, and copies made: they are not timed."""
 WATCHING = "watched by the ladder"
+PROBABILITIES, INDUCTOR = "probabilities of dropout", "torch._inductor.config"
 
 
 class Trial:
@@ -28,8 +29,9 @@ class Trial:
 
     Args:
         task: "seed"; "changes" (functions as `module:name`, called with this); "rounding" (a precision and a seed, or
-            None); "without_dropout" (whether nothing is dropped); "sources" (path → text that is run in its place);
-            "captured" (the folder for what it is judged by; None for a run that is only timed).
+            None); "without_dropout" (whether nothing is dropped, and compiled code draws as eager code does);
+            "sources" (path → text that is run in its place); "captured" (the folder for what it is judged by; None
+            for a run that is only timed).
         log: of the run.
     """
 
@@ -41,6 +43,7 @@ class Trial:
         self._finder: Any = None
         self._hooks: Any = None
         self._entered: Any = None
+        self._dropped: dict[float, int] | None = None
         self._updates = 0
         self.on_first_call: list[Callable[[Any], object]] = []
         """Called with each model that is about to be called in training for the first time."""
@@ -73,7 +76,8 @@ class Trial:
             from trainstep.check.dropout import without_dropout
 
             self._entered = without_dropout()
-            self._entered.__enter__()
+            self._dropped = self._entered.__enter__().elements
+            after_import(INDUCTOR, lambda: sys.modules[INDUCTOR].__setattr__("fallback_random", True))
         for reference in self._task["changes"]:
             module, _, name = reference.partition(":")
             getattr(importlib.import_module(module), name)(self)
@@ -94,8 +98,18 @@ class Trial:
             self._outermost.remove()
             self._settings.remove()
             with self._hooks.aside():
-                self._capture.finish(self._finder.ended)
+                self._capture.finish(self._finder.ended, self._said())
             self._log.write("facts", {"places": self.places, "judge_s": self._capture.took_s})
+
+    def _said(self) -> dict[str, str]:
+        """Describe what would have been dropped, where dropout is off. Compiled code hides how often."""
+        if self._dropped is None:
+            return {}
+        dropped, dynamo = sorted(self._dropped.items()), sys.modules.get("torch._dynamo.utils")
+        said = {PROBABILITIES: ", ".join(f"{p:g}" for p, _ in dropped)}
+        if dynamo is None or not dynamo.counters["frames"]["ok"]:
+            said["elements that dropout has"] = ", ".join(f"{elements:,} for {p:g}" for p, elements in dropped)
+        return said
 
     def _see_model(self, module: Any) -> None:
         with self._hooks.aside():
@@ -112,7 +126,8 @@ class Trial:
         if number <= WATCHED:
             self._finder.tag(WATCHING)
         if number == 1:
-            self._log.write("facts", {"settings": self._settings.found(self._capture.optimizers)})
+            found = self._settings.found(self._capture.optimizers)
+            self._log.write("facts", {"settings": found | {"draws": self._outermost.draws}})
         self._updates += 1
         if self._updates > WATCHED * len(self._capture.optimizers):
             self._outermost.remove()

@@ -30,6 +30,7 @@ _LIMITS = {
     "update_error": "update_allowed",
     "losses_error": "losses_allowed",
     "moved_error": "moved_allowed",
+    "shown_error": "shown_allowed",
 }
 """Column of an error → that of what is allowed."""
 
@@ -40,7 +41,7 @@ def _limited(row: Row, name: str) -> Cell:
     if error.value is None:
         return error
     if budget.value is None:
-        is_known = name in ("losses_error", "moved_error")
+        is_known = name in ("losses_error", "moved_error", "shown_error")
         return replace(error, note="not compared: rounding alone does as much", tone="quiet") if is_known else error
     return replace(error, of=budget, tone="bad" if not numeric(error.value) <= numeric(budget.value) else "")
 
@@ -158,6 +159,7 @@ ERRORS = Definition(
         _limit("Updates", "update_error"),
         _limit("Losses", "losses_error"),
         _limit("Weights at the end", "moved_error"),
+        _limit("Buffers", "shown_error"),
         Column("Used at most", _most_used),
         columns.value("Compared", "compared"),
     ],
