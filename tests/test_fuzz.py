@@ -17,6 +17,16 @@ def test_damaged_files_end_in_rows_or_one_line(tmp_path, subject):
     assert not dist.is_initialized(), "what reads checkpoints would refuse all after the first"
 
 
+@pytest.mark.parametrize("subject", [each for each in SUBJECTS if each != "checkpoint"])  # which is never undamaged
+def test_undamaged_files_are_read(tmp_path, subject, monkeypatch):
+    """Else a mistake in what is damaged would leave nothing to find."""
+    for damage in ("of_bytes", "of_values"):
+        monkeypatch.setattr(f"tools.trust.fuzz.{damage}", lambda rng, value: value)
+    path = tmp_path / SUBJECTS[subject].name
+    path.write_bytes(SUBJECTS[subject].damage(random.Random(3)))
+    SUBJECTS[subject].read(path, page=False)
+
+
 def test_the_judge_notices_code_that_runs_and_files_that_change(tmp_path, monkeypatch):
     import pickle
 

@@ -3,10 +3,8 @@
 import re
 import resource
 import shlex
-import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -31,25 +29,10 @@ def trainstep(*words, cwd=REPOSITORY):
     return subprocess.run([sys.executable, "-m", "trainstep", *words], capture_output=True, text=True, cwd=cwd)
 
 
-COMMANDS = [
-    (),
-    ("analyze",),
-    ("bench",),
-    ("bench", "step"),
-    ("bench", "ladder"),
-    ("bench", "attention"),
-    ("bench", "collectives"),
-    ("bench", "parallel"),
-    ("compare",),
-    ("dtypes",),
-    ("memory",),
-    ("plan",),
-    ("profile",),
-    ("sweep",),
-    ("train",),
-    ("tune",),
-    ("info",),
-]
+COMMANDS = (
+    "|analyze|bench|bench step|bench ladder|bench attention|bench collectives|bench parallel|compare|dtypes|memory"
+)
+COMMANDS += "|plan|profile|report|run|sweep|train|tune|info"
 
 
 def cpu_seconds(code):
@@ -65,10 +48,10 @@ def seconds_of_torch():
     return min(cpu_seconds("import torch")[0] for _ in range(2))
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", COMMANDS.split("|"))
 def test_help_needs_no_torch_and_little_time(command, seconds_of_torch):
     """The bar is 0.5 s; importing torch takes at least twice that, on slower machines too."""
-    words = [*command, "--help"]
+    words = [*command.split(), "--help"]
     code = f"import sys; from trainstep.commands.cli import main\ntry: main({words!r})\nfinally: print(*sys.modules)"
     seconds, found = cpu_seconds(code)
     assert seconds < 0.5 * seconds_of_torch
@@ -183,31 +166,10 @@ def test_when_no_case_could_run_the_exit_code_says_so(tmp_path, capsys):
     assert len(read_records(tmp_path / "results.jsonl")) == 2, "the rows are kept"
 
 
-def test_tuning_refuses_what_would_measure_nothing(capsys):
-    assert main_code(["tune", "attention", "--part", "choice", "--dtype", "tf32"]) == 2
-    assert "tf32 has tiles only" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without a GPU")
 def test_tuning_needs_a_gpu(capsys):
     assert main_code(["tune", "attention", "--dry-run"]) == 2
     assert "torch finds none" in capsys.readouterr().err
-
-
-def test_ctrl_c_keeps_what_was_measured(tmp_path):
-    words = ["bench", "step", "--context", "16,32,64,128,256,512", "--steps", "20", "--device", "cpu"]
-    command = [sys.executable, "-m", "trainstep", *words, "--out", str(tmp_path)]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
-    results = tmp_path / "results.jsonl"
-    deadline = time.monotonic() + 60
-    while not (results.exists() and results.read_text().count("\n")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    running.send_signal(signal.SIGINT)
-    output, _ = running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert "rows measured so far are kept" in output
-    assert 1 <= len(read_records(results)) < 6
-    assert (tmp_path / "report.html").exists()
 
 
 @pytest.mark.thorough

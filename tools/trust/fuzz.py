@@ -1,8 +1,9 @@
 """Damages files of every kind that trainstep reads, thousands of times, and reads them: `python -m tools.trust.fuzz`.
 
 Each case is a file made here, damaged by a seed of its own: bytes flipped, cut, doubled or put in, or a value anywhere
-in its structure replaced by an odd one. Reading it must end in rows, or in a `UsageError` of one line, within ten
-seconds of computing. Nothing of it may run, write, or steer a terminal, and the file itself must stay as it is.
+in its structure replaced by an odd one; or another thing stands in its place, such as a pipe or a link to a device.
+Reading it must end in rows, or in a `UsageError` of one line, within ten seconds of computing and a minute in all.
+Nothing of it may run, write outside of the folder, or steer a terminal, and the file itself must stay as it is.
 
 A case that fails is named by its subject and seed: `python -m tools.trust.fuzz --only trace --seed 17 --count 1` runs
 it.
@@ -17,6 +18,7 @@ import gzip
 import io
 import json
 import math
+import os
 import pickle
 import random
 import shutil
@@ -42,9 +44,15 @@ from tests.measure.allocations.large import snapshot
 from tests.measure.profile.large import events
 from tests.measure.profile.test_nsys import export
 from tests.measure.profile.test_trace import GPU
+from trainstep.attention import tuned
+from trainstep.base.config import load_toml
 from trainstep.base.errors import UsageError, printable
+from trainstep.base.files import remove
 from trainstep.bench.allocations import imported_records
 from trainstep.bench.profile import records_from_file
+from trainstep.bench.sweep.cases import load_grid
+from trainstep.checkpointing.policies import FORMAT, Policy
+from trainstep.commands.cli import parse
 from trainstep.parallel.process import join_group_or_alone
 from trainstep.plan.measured import calibrated, checked
 from trainstep.report.compare import compare, comparison_table, repeatability
@@ -68,8 +76,10 @@ from trainstep.train.history import METRICS, read_metrics
 from trainstep.train.metrics import MetricsWriter
 
 SECONDS = 10.0  # of computing that a file may take
+OTHERS = 12  # one case in so many is no file
 PAGES = 20  # one case in so many also makes the page
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
+TILES = Path(tuned.__file__).parent / "triton" / "tiles.json"
 
 ODD: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 7, 2**31, 2**63, 2**64, -(2**70), 10**400, 0.5, -2.5, 1e300, 5e-324, math.nan, math.inf),
@@ -81,24 +91,19 @@ RUNS_CODE = {
     *("socket.connect", "pickle.find_class", "ctypes.dlopen"),
 }
 METADATA_NAMES = (
-    *(
-        "'torch.distributed.checkpoint.",
-        "'torch', 'float32'",
-        "'torch', 'Size'",
-        "'torch.serialization', '_get_layout'",
-    ),
-    "'pathlib', 'PosixPath'",
+    *("'torch.distributed.checkpoint.", "'torch', 'float32'", "'torch', 'Size'", "'pathlib', 'PosixPath'"),
+    "'torch.serialization', '_get_layout'",
 )
 """What a checkpoint's metadata, and torch's plan to read it, are made of."""
 DONE_ANYWAY = {
-    "metrics": ("os.mkdir", "os.rename"),
+    "metrics": ("os.mkdir", "os.rename", "os.remove('metrics.jsonl'"),
     "checkpoint": ("os.mkdir", "os.remove", "ctypes.dlopen", *(f"pickle.find_class({each}" for each in METADATA_NAMES)),
 }
 """What reading these, or making the folder that they are in, does."""
 
 
 class TooLong(Exception):
-    """The ten seconds are over."""
+    """The ten seconds of computing, or the minute, are over."""
 
 
 class Wrong(Exception):
@@ -168,6 +173,18 @@ def dumped(value: Any) -> bytes:
     return json.dumps(value).encode("utf-8", "surrogatepass")
 
 
+def of_other(rng: random.Random, path: Path) -> None:
+    """Put something else in the place of a file."""
+    devices = [f"/dev/{name}" for name in ("zero", "full", "random", "tty", "null", "../proc/self/mem")]
+    match kind := rng.choice(("pipe", "folder", path.name, "absent", *devices)):
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case _:
+            path.symlink_to(kind)
+
+
 # Subjects: what is damaged, and how it is read
 
 
@@ -198,6 +215,30 @@ def plain_results() -> list[dict[str, Any]]:
                 found.setdefault(row["kind"], row)
     assert len(found) > len(KINDS) / 2, "most kinds have a row"
     return list(found.values())
+
+
+RUN = {
+    "model": {"size": "small", "num_layers": 2, "rope_theta": 1e4, "max_context": 512},
+    "step": {"batch": 4, "context": 64, "learning_rate": 1e-3, "precision": "bf16", "checkpointing": "none"},
+    "train": {"steps": 10},
+}
+SWEPT = {"command": "bench step", "timeout": 60.0, "fixed": {"batch": 2}, "axes": {"context": [16], "seed": [1, 2]}}
+BLOCKS = {"blocks.0": {"recompute": True, "kept": ["mm#0"], "host": [1]}, "blocks.1": {"recompute": False}}
+POLICY = {"format": FORMAT, "update_in_backward": True, "blocks": BLOCKS}
+
+
+def damaged_toml(rng: random.Random, tables: dict[str, Any]) -> bytes:
+    def lines(table: dict[str, Any]) -> str:
+        return "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items() if not isinstance(value, dict))
+
+    odd = tables if rng.random() < 0.3 else of_values(rng, tables)
+    text = lines(odd) + "".join(f"[{key}]\n{lines(each)}" for key, each in odd.items() if isinstance(each, dict))
+    data = text.encode("utf-8", "surrogatepass")
+    return of_bytes(rng, data) if odd is tables else data
+
+
+def damaged_json(rng: random.Random, value: Any) -> bytes:
+    return of_bytes(rng, dumped(value)) if rng.random() < 0.3 else dumped(of_values(rng, value))
 
 
 METRIC = {
@@ -306,7 +347,12 @@ def read_results(path: Path, *, page: bool) -> None:
 def read_curve(path: Path, *, page: bool) -> None:
     """As a run that goes on does. What the rows before said must still be there, but for a line that was torn."""
     folder = path.parent / "run"
-    folder.mkdir(exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    if not is_file(path):
+        path.rename(folder / METRICS)
+        read_metrics(folder / METRICS)
+        return
     shutil.copy(path, folder / METRICS)
     before = whole_lines(path)
     with MetricsWriter(folder, step=10**500, tensorboard=False):
@@ -314,6 +360,11 @@ def read_curve(path: Path, *, page: bool) -> None:
     kept = read_metrics(folder / METRICS)
     if len(kept) < before:
         raise Wrong(f"{before} rows were whole, and {len(kept)} are left")
+
+
+def is_file(path: Path) -> bool:
+    """False for what `of_other` makes."""
+    return path.is_file() and not path.is_symlink()
 
 
 def whole_lines(path: Path) -> int:
@@ -363,12 +414,15 @@ def damaged_checkpoint(rng: random.Random) -> bytes:
 
 def read_checkpoint(path: Path, *, page: bool) -> None:
     """As a run that goes on does; if it is taken, it must be what was saved."""
-    name, _, content = path.read_bytes().partition(b"\n")
     folder = path.parent / "checkpoints"
     shutil.rmtree(folder, ignore_errors=True)
     (folder / name_of(1)).mkdir(parents=True)
+    name, _, content = path.read_bytes().partition(b"\n") if is_file(path) else (NOTE.encode(), b"", b"")
     for each, plain in plain_checkpoint().items():
         (folder / name_of(1) / each).write_bytes(content if each == name.decode() else plain)
+    if not is_file(path):
+        (folder / name_of(1) / NOTE).unlink()
+        (folder / name_of(1) / NOTE).symlink_to(path)
     saved, loaded = replica(), replica()
     with torch.no_grad():
         for parameter in loaded.module.parameters():
@@ -383,6 +437,13 @@ def read_checkpoint(path: Path, *, page: bool) -> None:
     same = zip(tree_leaves(training_state(saved)), tree_leaves(training_state(loaded)), strict=True)
     if not all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in same):
         raise Wrong("other weights were loaded")
+
+
+def read_tiles(path: Path, *, page: bool) -> None:
+    """As a user's own are."""
+    table = tuned.Table("", tuned.TileCase, tuned.Tile)
+    table.user_file = lambda: path  # type: ignore[method-assign]
+    table._users()
 
 
 @dataclass(frozen=True)
@@ -401,6 +462,10 @@ SUBJECTS = {
     "results": Subject("results.jsonl", damaged_results, read_results),
     "metrics": Subject("m.jsonl", damaged_metrics, read_curve),
     "checkpoint": Subject("checkpoint.file", damaged_checkpoint, read_checkpoint),
+    "config": Subject("run.toml", lambda rng: damaged_toml(rng, RUN), lambda path, page: load_toml(path)),
+    "sweep": Subject("s.toml", lambda rng: damaged_toml(rng, SWEPT), lambda path, page: load_grid(path, parse)),
+    "policy": Subject("policy.json", lambda rng: damaged_json(rng, POLICY), lambda path, page: Policy.load(path)),
+    "tiles": Subject("tiles.json", lambda rng: damaged_json(rng, json.loads(TILES.read_text())[:3]), read_tiles),
 }
 
 # Judging
@@ -409,7 +474,10 @@ _events: list[str] | None = None
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if _events is not None and event in RUNS_CODE:
+    if _events is None:
+        return
+    is_write = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    if event in RUNS_CODE or (is_write and not str(arguments[0]).startswith((tempfile.gettempdir(), "/dev/null"))):
         _events.append(f"{event}{arguments!r}"[:200])
 
 
@@ -422,27 +490,31 @@ def judge(subject: str, seed: int, folder: Path) -> str | None:
     global _events
     chosen, rng = SUBJECTS[subject], random.Random(f"{subject} {seed}")
     path = folder / chosen.name
-    content = chosen.damage(rng)
-    path.write_bytes(content)
-    previous = signal.signal(signal.SIGPROF, _over)
+    content, is_other = chosen.damage(rng), rng.randrange(OTHERS) == 0
+    remove(path)
+    of_other(rng, path) if is_other else path.write_bytes(content)
+    previous = [signal.signal(each, _over) for each in (signal.SIGPROF, signal.SIGALRM)]
     _events = []
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, 6 * SECONDS)
     try:
         chosen.read(path, page=seed % PAGES == 0)
     except UsageError as error:
         if "\n" in printable(str(error)):
             return f"a message of several lines: {error}"
     except TooLong:
-        return f"more than {SECONDS:.0f} seconds"
+        return f"more than {SECONDS:.0f} seconds of computing, or a minute"
     except Exception:
         return traceback.format_exc(limit=-6)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, previous)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for each, handler in zip((signal.SIGPROF, signal.SIGALRM), previous, strict=True):
+            signal.signal(each, handler)
         ran, _events = _events, None
     if ran := [each for each in ran or () if not each.startswith(DONE_ANYWAY.get(subject, ()))]:
         return f"ran {ran}"
-    return None if path.read_bytes() == content else "the file was changed"
+    return None if is_other or path.read_bytes() == content else "the file was changed"
 
 
 def fuzz(only: list[str], first: int, count: int) -> dict[str, str]:

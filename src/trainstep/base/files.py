@@ -32,23 +32,23 @@ _DOTTED = re.compile(rf"(?<![\w-])(?:[\w-]+[ \t]*\.[ \t]*){{{DEEPEST}}}")
 Shape = TypeVar("Shape")
 
 
-def open_regular(path: Path, what: str = "") -> BufferedReader:
+@contextlib.contextmanager
+def open_regular(path: Path, what: str = "") -> Iterator[BufferedReader]:
     """Open a file for reading, never a pipe, which may wait for ever, nor a device, which may never end.
 
     Args:
         what: "the configuration ", for the error.
 
     Raises:
-        UsageError: it cannot be read, or is no regular file.
+        UsageError: it cannot be read, also within the block, or is no regular file.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        if "\0" in str(path) or not stat.S_ISREG(path.stat().st_mode):
             raise UsageError(f"cannot read {what}{path}: expected a regular file, not a folder, a pipe or a device")
-        return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    except (OSError, ValueError) as error:  # a name may hold a zero
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"cannot read {what}{path}: {getattr(error, 'strerror', None) or error}") from error
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            yield file
+    except OSError as error:
+        raise UsageError(f"cannot read {what}{path}: {error.strerror or error}") from error
 
 
 def read_lines(path: Path, what: str = "") -> Iterator[bytes]:
@@ -87,7 +87,7 @@ def _read(path: Path, language: str, shape: type[Shape], what: str) -> Shape:
         except msgspec.ValidationError as error:
             expected, _, place = str(error).partition(" - at ")
             raise UsageError(f"{path}: {place.strip('`$.') or 'the whole file'}: {expected}") from error
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             raise UsageError(f"cannot read {what}{path}: {error}") from error
 
 

@@ -104,7 +104,7 @@ def _decoded(content: Any, kind: type[Decoded], where: str) -> Decoded:
         raise UsageError(f"{where} is {content!r}; expected recompute, kept and host")
     try:
         return msgspec.convert(content, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:
         raise UsageError(f"{where} is {content!r}: {error}") from error
 
 
