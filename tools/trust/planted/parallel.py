@@ -188,13 +188,13 @@ def without_buckets(
     """Buckets that are not averaged, by the number of their first parameter, from their n-th use."""
     start = sent.GradientBucket.start
 
-    def skip(self: Any, gradients: list[Tensor], dtype: Any) -> None:
+    def skip(self: Any, gradients: list[Tensor]) -> None:
         self.uses = getattr(self, "uses", 0) + 1
         if wanted(self.numbers[0]) and self.uses >= use:
-            self._gradients = self._sent = gradients
+            self._means = gradients
             self._work = _Done()
         else:
-            start(self, gradients, dtype)
+            start(self, gradients)
 
     return in_place_of(sent.GradientBucket, "start", skip)
 
@@ -204,14 +204,9 @@ def slices_one_off() -> contextlib.AbstractContextManager[Any]:
     wait = sent.GradientBucket.wait
 
     def one_off(self: Any) -> list[Tensor]:
-        wait(self)
-        group = self._ranks.shard
-        found = []
-        for gradient in self._gradients:
-            size = gradient.numel() // group.size()
-            start = group.rank() * size + (1 if group.rank() + 1 < group.size() else -1)
-            found.append(flat(gradient)[start : start + size])
-        return found
+        means, group = wait(self), self._group
+        by = 1 if group.rank() + 1 < group.size() else -1
+        return [each.as_strided(each.size(), each.stride(), each.storage_offset() + by) for each in means]
 
     return in_place_of(sent.GradientBucket, "wait", one_off)()
 
