@@ -319,3 +319,16 @@ def test_float32_may_lose_on_tensor_cores_what_was_measured_there():
     measured = reference._measure("fp32", False)[0].most
     six = compare(found, reference.places[0].gradients, measured.times(6), one_rounding("fp32"))
     assert reference.compare(found, 0, "fp32").gradient_allowed == six.gradient_allowed > one_rounding("fp32")
+
+
+def test_rows_without_a_gradient_in_any_place_are_named():
+    """Of a rare token anything would be right."""
+
+    def build(step):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 3))
+        batches = [(torch.tensor(ids),) for ids in ([0, 1], *[[1, 3]] * 10)]
+        loss = lambda out, batch: out.square().sum()  # noqa: E731
+        return Workload(module, batches, loss, functools.partial(torch.optim.SGD, lr=1e-3))
+
+    assert Reference(WorkloadSource("tokens", build), CPU).unseen == "2 of 5 rows of 0.weight"

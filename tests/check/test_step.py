@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.check import is_plain, source_of, verdict_of
+from tools.trust.planted import dropping
 from tools.trust.planted.right import RIGHT
 from tools.trust.planted.step import BASE, BF16, PLAIN, WRONG, in_bf16_alone
 from trainstep.base.config import StepConfig
@@ -46,6 +48,16 @@ def test_a_planted_wrong_is_caught(judge, name):
 def test_in_float32_it_is_caught_too(judge, name):
     """The other half."""
     assert not verdict_on(judge, WRONG[name]).is_right
+
+
+judge_of = functools.cache(partial(StepCheck, plain=BASE))
+
+
+@pytest.mark.parametrize("name", [*dropping.WRONG][::2])
+def test_a_wrong_dropout_is_caught(name):
+    """Most were right with dropout off on both sides."""
+    planted = dropping.WRONG[name]
+    assert not verdict_on(judge_of(planted.plain), planted).is_right
 
 
 def test_what_goes_wrong_after_some_steps_is_caught(judge):

@@ -54,11 +54,11 @@ class Seen:
 
     def note(self, p: float, elements: int) -> None:
         """A function would drop each of so many elements with this probability."""
-        self.calls += 1
-        if torch.compiler.is_compiling():
-            self.elements[p] = self.elements.get(p, 0)
-        elif torch._C._current_graph_task_id() < 0:  # what backward computes again was counted
-            self.elements[p] = self.elements.get(p, 0) + elements
+        if p > 0:
+            self.calls += 1
+            # Calls of compiled code are not counted, and what backward computes again was counted before.
+            is_counted = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() < 0
+            self.elements[p] = self.elements.get(p, 0) + (elements if is_counted else 0)
 
 
 def drops_otherwise(own: Mapping[float, int], plain: Mapping[float, int], *, are_counted: bool) -> str:
@@ -101,25 +101,16 @@ def _identity(dropout: Callable[..., Tensor], seen: Seen) -> Callable[..., Tenso
     default = inspect.signature(dropout).parameters["training"].default
 
     def identity(input: Tensor, p: float = 0.5, training: bool = default, inplace: bool = False) -> Tensor:
-        if training and p > 0:
-            seen.note(p, input.numel())
+        seen.note(p if training else 0.0, input.numel())
         return input
 
     return identity
 
 
 def _attention(sdpa: Callable[..., Tensor], seen: Seen) -> Callable[..., Tensor]:
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        *args: Any,
-        **more: Any,
-    ) -> Tensor:
-        if dropout_p > 0:
-            seen.note(dropout_p, query.shape[:-1].numel() * key.shape[-2])
+    def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any,
+                  **more: Any) -> Tensor:  # fmt: skip
+        seen.note(dropout_p, query.shape[:-1].numel() * key.shape[-2])
         return sdpa(query, key, value, attn_mask, 0.0, *args, **more)
 
     return attention

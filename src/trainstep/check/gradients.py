@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -37,25 +37,27 @@ class Gradients:
     by_name: Mapping[str, Tensor]
     buffers: Buffers = NO_BUFFERS
     """Buffers of the module after the pass, where they are compared."""
+    drew: bool = False
+    """True if the pass drew from torch's generators."""
 
     @staticmethod
-    def of(loss: Tensor | float, module: nn.Module, buffers: Buffers = NO_BUFFERS) -> Gradients:
+    def of(loss: Tensor | float, module: nn.Module, buffers: Buffers = NO_BUFFERS, drew: bool = False) -> Gradients:
         """Take the gradients that backward left in the module's `.grad`; they are taken off it, not copied."""
         by_name = {}
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
                 by_name[name], parameter.grad = dense(parameter.grad).float(), None
-        return Gradients(float(loss), by_name, buffers)
+        return Gradients(float(loss), by_name, buffers, drew)
 
     def on_host(self) -> Gradients:
         """The same in the host's memory."""
-        moved = Gradients(self.loss, copied_to_host(self.by_name), self.buffers)
+        moved = replace(self, by_name=copied_to_host(self.by_name))
         vars(moved).update(squares=self.squares, rows=self.rows)  # taken where that is fast
         return moved
 
     def on(self, device: torch.device) -> Gradients:
         """The same on this device; what is there already is not copied."""
-        return Gradients(self.loss, {name: each.to(device) for name, each in self.by_name.items()}, self.buffers)
+        return replace(self, by_name={name: each.to(device) for name, each in self.by_name.items()})
 
     @cached_property
     def rows(self) -> Mapping[str, Tensor]:

@@ -53,13 +53,14 @@ class Place:
     gradients: Gradients
 
 
-def gradients_at(step: TrainingStep, batch: Any) -> Gradients:
+def gradients_at(step: TrainingStep, batch: Any, number: int = 0) -> Gradients:
     """Loss and gradients of a batch with the step's weights as they are, and what became of its buffers; random numbers
-    start from one seed."""
+    start from one seed, or from another one for each further `number`."""
     buffers = Watched(step.module, on_host=False)
-    with from_seed(step.config.seed, [step.device]):
-        loss = step.gradients(batch)
-    return Gradients.of(loss, step.module, buffers.changes())
+    with from_seed(step.config.seed + number, [step.device]):
+        before, loss = generator_states([step.device]), step.gradients(batch)
+        drew = generator_states([step.device]) != before
+    return Gradients.of(loss, step.module, buffers.changes(), drew)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Reference:
         places: Places = start_and_trained,
         differentiate: Differentiate = gradients_at,
     ) -> None:
-        self.source, self.config, self._differentiate = source, config, differentiate
+        self.source, self.config, self.differentiate = source, config, differentiate
         step = build_step(source, config)
         states, batches = [], []
         plain: list[Gradients] = []
@@ -127,6 +128,8 @@ class Reference:
         self.batches_differ = self._build_again(places, states[0], batches[0], plain[0])
         """True if a second build gets other batches."""
         plain = [self._steady(each) for each in plain]
+        self.draws_numbers = plain[0].drew
+        """True if a step of the model draws from torch's generators."""
         exact = self._exact(states, batches, plain)
         self.is_exact = exact is not None
         """True if the gradients are float64's."""
@@ -144,14 +147,14 @@ class Reference:
         step = build_step(self.source, self.config)
         own = next(iter(places(step)))
         check_same_weights(state, tensors_of(step.module))
-        again = self._differentiate(step, step.place(batch))
+        again = self.differentiate(step, step.place(batch))
         check_same_gradients(known, again, self.config.precision)
         self._unsteady = unlike(known.buffers, again.buffers, max(REPEATS, one_rounding(self.config.precision)))
         return fingerprint(own) != fingerprint(batch)
 
     def _at(self, step: TrainingStep, batch: Any) -> Gradients:
         """Gradients and buffers that are compared, there."""
-        return self._steady(self._differentiate(step, step.place(batch)))
+        return self._steady(self.differentiate(step, step.place(batch)))
 
     def _steady(self, found: Gradients) -> Gradients:
         """The same without buffers that a second build changes otherwise."""
@@ -192,16 +195,6 @@ class Reference:
         return found
 
     @cached_property
-    def draws_numbers(self) -> bool:
-        """True if a step of the model draws from torch's generators."""
-        step = build_step(self.source, self.config)
-        batch = step.place(self.places[0].batch)
-        with from_seed(step.config.seed, [step.device]):
-            before = generator_states([step.device])
-            step.gradients(batch)
-            return generator_states([step.device]) != before
-
-    @cached_property
     def updates(self) -> Mapping[str, Tensor]:
         """Distances that each parameter moves in updates of the gradients of the two places."""
         step = build_step(self.source, self.config)
@@ -216,6 +209,16 @@ class Reference:
             moved = take_updates(step.optimizer, parameters, self.update_gradients, from_zero=True)
             self._from_zero[precision] = copied_to_host(moved)
         return self._from_zero[precision]
+
+    @cached_property
+    def unseen(self) -> str:
+        """Rows of matrices that have no gradient in any place, such as a rare token's, in words."""
+        several = [place.gradients.rows for place in self.places]
+        names = [name for name, rows in several[0].items() if len(rows) > 1]
+        none = {name: torch.stack([rows[name] == 0 for rows in several if name in rows]).all(0) for name in names}
+        return ", ".join(
+            f"{int(each.sum())} of {len(each)} rows of {name}" for name, each in none.items() if each.any()
+        )
 
     @property
     def update_gradients(self) -> list[Mapping[str, Tensor]]:

@@ -19,8 +19,9 @@ A model with dropout has other gradients under other masks. Every computation st
 code of one precision the same masks. Compiled code draws other numbers, so it is compiled once more for the check, with
 eager code's; so it is where the model draws numbers of its own, such as which labels to leave out. Another precision,
 or a fused kernel, drops other elements on a GPU: where a step is off as it is, both sides are compared without dropout,
-and by how many elements they would drop from, with which probability. A verdict says so. Whether a block that is
-computed again drops what it dropped before is not seen then.
+and by how many elements they would drop from, with which probability. A dropout of the author's own, which
+`without_dropout` does not reach, is off in eval mode. A verdict says so. How a step drops, its float32 form shows over
+many states of the generators (`draws`).
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from trainstep.base.config import EVERY_BLOCK, FORM, StepConfig, settings_with
 from trainstep.base.precision import PRECISIONS
+from trainstep.check.draws import Draws, still_gradients
 from trainstep.check.dropout import drops_otherwise, eager_random, without_dropout
 from trainstep.check.gradients import Gradients
-from trainstep.check.reference import TRAINED_STEPS, Reference, gradients_at
+from trainstep.check.reference import TRAINED_STEPS, Reference
 from trainstep.check.reproducible import NotReproducibleError
 from trainstep.check.updates import compare_updates, named, take_updates
 from trainstep.check.verdict import Deviation, Part, Verdict
@@ -48,7 +50,7 @@ from trainstep.step.training_step import TrainingStep, build_step
 from trainstep.step.weights import load
 from trainstep.step.workload import WorkloadSource
 
-Compared = Literal["as it is", "with eager code's random numbers", "without dropout"]
+Compared = Literal["as it is", "with eager code's random numbers", "without dropout", "in eval mode"]
 """Ways in which gradients were held against the reference."""
 RIGHT_UNCOMPILED = "the same step is right without torch.compile"
 """Note on a compiled step that is wrong, where its eager form is right."""
@@ -91,8 +93,9 @@ class StepCheck:
         self._held_against = ""
         self._not_plain = ""
         """Reason why the plain step is not the reference; empty where it is."""
-        self._plain_drops: dict[int, dict[float, int]] = {}
-        """Elements that the plain step drops in each place, as `Seen.elements`."""
+        self._still: Reference | None = None
+        """The plain step in eval mode, where a step was held against that."""
+        self._plain_draws: Draws | None = None
 
     @property
     def reference(self) -> Reference:
@@ -155,8 +158,8 @@ class StepCheck:
         """
         if self._references is None:
             self._references = self._choose_reference(config)
-        reference = self.reference
-        notes, precision = {"reference": self._held_against}, reference.config.precision
+        reference, precision = self.reference, self.reference.config.precision
+        notes = {"reference": self._held_against, "unseen_rows": reference.unseen}
         float32: Verdict | None = None
         if config.precision == precision and PRECISIONS[precision].is_half:
             notes["not_in_float32"] = self._not_plain
@@ -202,22 +205,31 @@ class StepCheck:
     def _judge(self, step: TrainingStep, place: int) -> tuple[Deviation, Compared]:
         assert self._references is not None, "start comes first"
         reference, without = self._references
-        is_compiled = step.config.compile != "off"
-        if reference is without:
+        draws, drops = reference.draws_numbers, reference is not without
+        is_same = step.config.precision == reference.config.precision
+        compared: Compared = "as it is"
+        found: Any = None
+        if draws and step.config.compile != "off" and (is_same or not drops):
+            found, compared = self._hold_as_eager(step.config, reference, place), "with eager code's random numbers"
+        elif is_same or not drops:
             found = self._hold(step, reference, place)
-            if found.is_right or not (is_compiled and reference.draws_numbers):
-                return found, "as it is"
-            return self._hold_as_eager(step.config, reference, place), "with eager code's random numbers"
-        if step.config.precision == reference.config.precision:
-            if not is_compiled:
-                found = self._hold(step, reference, place)
-                if found.is_right:
-                    return found, "as it is"
-            else:
-                found = self._hold_as_eager(step.config, reference, place)
-                if found.is_right:
-                    return found, "with eager code's random numbers"
-        return self._hold_without_dropout(step.config, without, place), "without dropout"
+        if drops and (found is None or not found.is_right):
+            found, draws_still = self._hold_without_dropout(step.config, without, place)
+            compared, draws = "without dropout", draws_still or without.draws_numbers
+        if draws and not found.is_right and not found.fault:
+            found, compared = self._hold_still(step.config, place), "in eval mode"
+        if reference.draws_numbers and place == START and is_same and found.is_right:
+            found = dataclasses.replace(found, fault=self._draws_otherwise(step))
+        return found, compared
+
+    def _draws_otherwise(self, step: TrainingStep) -> str:
+        """Say how the step draws otherwise than the plain one may; empty where it does not."""
+        batch = step.place(self.reference.places[START].batch)
+        if self._plain_draws is None:
+            self._plain_draws = Draws.of(self._build(self.reference.config, self.reference, START), batch)
+        fault = Draws.of(step, batch).fault(self._plain_draws)
+        load(step.module, self.reference.places[START].state)
+        return fault
 
     def _judge_compiled(self, step: TrainingStep, place: int) -> tuple[Deviation, Compared]:
         """The same, and of compiled code that is wrong, whether it is right uncompiled."""
@@ -236,7 +248,7 @@ class StepCheck:
         batch = step.next_batch() if is_own else step.place(reference.places[place].batch)
         in_backward = step.updates_in_backward
         with nullcontext() if in_backward is None else in_backward.on(_spoil):
-            found = gradients_at(step, batch)
+            found = reference.differentiate(step, batch)
         if in_backward is not None:
             load(step.module, reference.places[place].state)
         return found
@@ -253,19 +265,25 @@ class StepCheck:
         with eager_random():
             return self._hold(self._build(config, reference, place), reference, place)
 
-    def _hold_without_dropout(self, config: StepConfig, reference: Reference, place: int) -> Deviation:
-        """The same with dropout off on both sides; what each would have dropped is compared instead."""
+    def _hold_without_dropout(self, config: StepConfig, reference: Reference, place: int) -> tuple[Deviation, bool]:
+        """The same with dropout off on both sides, while what each would have dropped is compared; and whether the step
+        draws random numbers all the same."""
         with without_dropout() as seen:
             gradients = self._gradients(self._build(config, reference, place), reference, place)
             own = dict(seen.elements)
             found = reference.compare(gradients, place, config.precision)
-        if place not in self._plain_drops:
-            with without_dropout() as seen:
-                self._gradients(self._build(reference.config, reference, place), reference, place)
-            self._plain_drops[place] = seen.elements
+        with without_dropout() as seen:
+            self._gradients(self._build(reference.config, reference, place), reference, place)
         is_eager = all(each.compile == "off" and each.precision != "fp16" for each in (config, reference.config))
-        fault = drops_otherwise(own, self._plain_drops[place], are_counted=is_eager)  # fp16 may take several passes
-        return dataclasses.replace(found, fault=fault) if found.is_right else found
+        fault = drops_otherwise(own, seen.elements, are_counted=is_eager)  # fp16 may take several passes
+        return (dataclasses.replace(found, fault=fault) if found.is_right else found), gradients.drew
+
+    def _hold_still(self, config: StepConfig, place: int) -> Deviation:
+        """The same in eval mode on both sides, which switches a dropout of the author's own off."""
+        with without_dropout():
+            self._still = self._still or Reference(self.source, self.reference.config, differentiate=still_gradients)
+            step = self._build(config, self._still, place)
+            return self._still.compare(self._gradients(step, self._still, place), place, config.precision)
 
     def _update(self, step: TrainingStep) -> Part:
         reference, entry = self.reference, PRECISIONS[step.config.precision]

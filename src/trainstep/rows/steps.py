@@ -46,6 +46,7 @@ class Checked(GradientErrors):
     not_checked: str | None = None  # why nothing says whether the step is right
     batches: str | None = None  # on which it was compared, where every build gets others
     reference: str | None = None  # what it was compared with where that is not the plain step, and why
+    unseen_rows: str | None = None  # rows of parameters that got no gradient in any checked pass
 
 
 class StepRow(MeasuredStep, Checked, kind="step"):

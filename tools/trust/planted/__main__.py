@@ -25,8 +25,7 @@ from typing import Any
 import torch
 
 from tests.workers import Workers
-from tools.trust.planted import attention, buffers, parallel, step, train
-from tools.trust.planted.right import RIGHT
+from tools.trust.planted import attention, buffers, dropping, parallel, right, step, train
 from trainstep.base.advice import Line
 from trainstep.base.config import StepConfig
 from trainstep.bench.step import StepCase, run_cases
@@ -42,6 +41,7 @@ from trainstep.step.workload import WorkloadSource
 ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "docs" / "results" / "planted.json"
 BASE, WRONG = step.BASE, step.WRONG | buffers.WRONG
+RIGHT = right.RIGHT | dropping.RIGHT
 SOME = 6
 """Every so manieth planted step is put through the commands themselves."""
 Found = tuple[bool, float | None]
@@ -127,17 +127,18 @@ def steps() -> Iterator[Case]:
             return not found.is_right, of_verdict(found)
         return not found.is_right, sized.share(dataclasses.replace(BASE, **both.change))
 
-    def right(source: WorkloadSource, base: StepConfig, config: StepConfig) -> Found:
+    def accepted(source: WorkloadSource, base: StepConfig, config: StepConfig) -> Found:
         found = StepCheck(source, base).judge(config)
         return not found.is_right, of_verdict(found)
 
-    for what, both in WRONG.items():
-        for precision, planted in {"fp32": both, "bf16": step.in_bf16_alone(both)}.items():
+    for what, both in (WRONG | dropping.WRONG).items():
+        only_in = {} if what in dropping.WRONG else {"bf16": step.in_bf16_alone(both)}  # float32 shows how a step drops
+        for precision, planted in ({"fp32": both} | only_in).items():
             yield Case("step", what, precision, True, functools.partial(wrong, both, planted))
     for what, (source, base, change) in RIGHT.items():
         config = dataclasses.replace(base, **change)
         precision = "fp32" if config.precision == "fp32" else "bf16"
-        yield Case("step", what, precision, False, functools.partial(right, source, base, config))
+        yield Case("step", what, precision, False, functools.partial(accepted, source, base, config))
 
 
 def climbed(source: WorkloadSource, config: StepConfig, change: step.Change) -> bool:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tools.trust.planted import table
 from trainstep.attention import FlashAttentionReference, attention
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.scoring import Scoring
@@ -187,58 +188,7 @@ def _first_of_group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return causal(q, torch.stack((k, k.detach()), 2).flatten(1, 2), v)
 
 
-WRONG = {
-    "zeros in the middle heads": Planted(_with_output(_set(MIDDLE_HEADS))),
-    "zeros in the middle heads, forward only": Planted(_forward_only(_set(MIDDLE_HEADS))),
-    "dq zero in the middle heads": Planted(_with_gradient("q", _set(MIDDLE_HEADS))),
-    "dk zero in one head": Planted(_with_gradient("k", _set(HEAD))),
-    "o scaled by 1.01": Planted(_forward_only(_times(1.01))),
-    "o scaled by 1.01 in one head": Planted(_forward_only(_set(HEAD, _times(1.01)))),
-    "o scaled by 0.99 with its gradients": Planted(_with_output(_times(0.99))),
-    "dq scaled by 1.01": Planted(_with_gradient("q", _times(1.01))),
-    "dk scaled by 1.01": Planted(_with_gradient("k", _times(1.01))),
-    "dv scaled by 1.01": Planted(_with_gradient("v", _times(1.01))),
-    "dq scaled by 0.99 in one head": Planted(_with_gradient("q", _set(HEAD, _times(0.99)))),
-    "a row of o zero": Planted(_forward_only(_set((*HEAD, 77)))),
-    "a row of dq zero": Planted(_with_gradient("q", _set((*HEAD, 127)))),
-    "a row of dk zero": Planted(_with_gradient("k", _set((*HEAD, 100)))),
-    "a row of dv zero": Planted(_with_gradient("v", _set((*HEAD, 127)))),
-    "an element of o beyond its row": Planted(_forward_only(_set((*HEAD, 77, 3), 1.0))),
-    "a row of o scaled by 1.1": Planted(_forward_only(_set((*HEAD, 5), _times(1.1)))),
-    "rows of o exchanged": Planted(_forward_only(lambda o: o[..., [*range(60), 61, 60, *range(62, o.shape[-2])], :])),
-    "the last tile of o from the tile before": Planted(
-        _forward_only(lambda o: torch.cat((o[..., :-16, :], o[..., -32:-16, :]), -2))
-    ),
-    "a row without its diagonal key": Planted(_no_diagonal_in_one_row),
-    "the last key dropped": Planted(_masked(lambda i, j, n: (j < n - 1).expand(n, n)), is_causal=False),
-    "the last key dropped, causal": Planted(_masked(lambda i, j, n: (j <= i) & (j < n - 1))),
-    "the first key dropped": Planted(_masked(lambda i, j, n: (j <= i) & ((j > 0) | (i == 0)))),
-    "a window of 120 of 128": Planted(_masked(lambda i, j, n: (j <= i) & (j > i - 120))),
-    "causal mask one too wide": Planted(_masked(lambda i, j, n: j <= i + 1)),
-    "causal mask one too narrow": Planted(_masked(lambda i, j, n: (j < i) | ((i == 0) & (j == 0)))),
-    "no causal mask": Planted(full),
-    "a causal mask too many": Planted(causal, is_causal=False),
-    "causal mask of tiles of 16": Planted(_masked(lambda i, j, n: j // 16 <= i // 16)),
-    "attention scale 1.05": Planted(_scaled(1.05)),
-    "attention scale 1.01": Planted(_scaled(1.01)),
-    "no attention scale": Planted(_scaled(4.0)),
-    "attention scale 1.05 in one item": Planted(_one_item(_scaled(1.05))),
-    "no mask in one item": Planted(_one_item(full)),
-    "dv of the neighbouring head": Planted(_with_gradient("v", _head_of)),
-    "dv of one head that of another": Planted(_with_gradient("v", _set(HEAD, _head_of))),
-    "o of the neighbouring head": Planted(_with_output(_head_of)),
-    "items of the batch exchanged": Planted(_with_output(lambda o: o.flip(0))),
-    "no delta in the backward": Planted(_no_delta),
-    "dq of the wrong sign in one head": Planted(_with_gradient("q", _set(HEAD, _times(-1.0)))),
-    "dk without the last 16 queries' part": Planted(_with_gradient("k", _set((ALL, ALL, slice(112, None))))),
-    "no gradient of v": Planted(lambda q, k, v: causal(q, k, v.detach() + 0 * v)),
-    "what was summed is not rescaled": Planted(lambda q, k, v: _in_tiles(q, k, v, rescale=False)),
-    "scores rounded to eighths": Planted(_rounded_scores),
-    "NaN in one element": Planted(_forward_only(_set((*HEAD, 3, 3), math.nan))),
-    "infinity in one element of dk": Planted(_with_gradient("k", _set((*HEAD, 3, 3), math.inf))),
-    "a group's query heads read the next key head": Planted(lambda q, k, v: causal(q, k.roll(1, 1), v), kv_heads=2),
-    "dk of a group from its first query head": Planted(_first_of_group, kv_heads=2),
-}
+WRONG: dict[str, Planted] = table(globals(), "WRONG")
 """All of them are to be caught in both precisions."""
 
 

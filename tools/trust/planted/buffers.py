@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tools.trust.planted import table
 from tools.trust.planted.right import convolutions, own
 from tools.trust.planted.step import OPTIMIZER, Planted
 
@@ -64,12 +65,5 @@ def _wrong(change: Callable[[nn.Module], None]) -> Planted:
     return Planted(lambda workload: change(workload.module), dict(OPTIMIZER), plain=CONVOLUTIONS)
 
 
-WRONG: dict[str, Planted] = {
-    "batch statistics moved twice": _wrong(_after(moves)),
-    "batch statistics never moved": _wrong(momentum(0.0)),
-    "their momentum 0.12 for 0.1": _wrong(momentum(0.12)),
-    "a running variance over n for n − 1": _wrong(_after(biased)),
-    "one channel's running mean left at zero": _wrong(_after(_one_channel)),
-    "a batch that is not counted": _wrong(_after(_uncounted)),
-}
+WRONG: dict[str, Planted] = table(globals(), "WRONG")
 """What it is → how it is planted."""

@@ -22,9 +22,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: F401 – cases.toml has it
 
 from tests.bench.parallel import by_scheme
+from tools.trust.planted import table
 from tools.trust.planted.right import RIGHT as RIGHT_STEPS
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.schemes import SCHEMES, Scheme
@@ -36,12 +37,12 @@ from trainstep.check.ranks import agreement, compare_with_one_process
 from trainstep.check.verdict import Verdict
 from trainstep.measure import outcome
 from trainstep.measure.outcome import Failure
-from trainstep.parallel.collectives import all_reduce_sum, reduce_scatter_sum
+from trainstep.parallel.collectives import all_reduce_sum, reduce_scatter_sum  # noqa: F401 – cases.toml has it
 from trainstep.parallel.ddp import bucket as sent
 from trainstep.parallel.process import Process
 from trainstep.parallel.replicas import local_gradients
 from trainstep.parallel.slices import flat, slice_of
-from trainstep.parallel.zero import pieces
+from trainstep.parallel.zero import pieces  # noqa: F401 – cases.toml has it
 from trainstep.step.model import text
 from trainstep.step.training_step import MakeOptimizer, Replica
 from trainstep.step.workload import WorkloadSource, builtin_source
@@ -239,52 +240,7 @@ def _twice(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
 
 _FLAT, _DDP, _FSDP, _ZERO = SCHEMES["flat"], SCHEMES["torch-ddp"], SCHEMES["fsdp"], SCHEMES["sharded-optimizer"]
 _FSDP2, _TORCH_ZERO, _NAIVE = SCHEMES["torch-fsdp2"], SCHEMES["torch-zero"], SCHEMES["naive"]
-WRONG: dict[str, Planted] = {
-    "a sum for a mean": Planted(_FLAT, inside=in_place_of(sent, "all_reduce_mean", all_reduce_sum)),
-    "a sum of slices for a mean": Planted(_ZERO, inside=in_place_of(sent, "reduce_scatter_mean", reduce_scatter_sum)),
-    "torch's DDP without 1/N": Planted(_DDP, handed(times(2.0))),
-    "FSDP without 1/N": Planted(_FSDP, handed(times(2.0))),
-    "gradients × 100": Planted(_FSDP2, handed(times(100.0))),
-    "gradients × 100, sharded optimizer": Planted(_ZERO, handed(times(100.0))),
-    "gradients × 1.02": Planted(_FLAT, handed(times(1.02))),
-    "gradients × 1.02, torch's ZeRO": Planted(_TORCH_ZERO, handed(times(1.02))),
-    "one parameter's gradient × 1.1": Planted(_FSDP, handed(times(1.1, slice(2, 3)))),
-    "one bucket not reduced": Planted(SMALL_BUCKETS, inside=without_buckets(lambda first: first >= 15)),
-    "one parameter not reduced": Planted(_NAIVE, inside=without_buckets(lambda first: first == 4)),
-    "one rank's gradients missing": Planted(
-        _FLAT, inside=in_place_of(sent, "all_reduce_mean", _all_reduce_first_alone)
-    ),
-    "reduced twice, then as a sum": Planted(_FLAT, inside=in_place_of(sent, "all_reduce_mean", _twice)),
-    "reduced in 16 bits": Planted(_FLAT, handed(in_16_bits)),
-    "reduced in 16 bits, FSDP": Planted(_FSDP, handed(in_16_bits)),
-    "slices of gradients one off": Planted(_ZERO, inside=slices_one_off),
-    "slices of parameters one off": Planted(_ZERO, inside=in_place_of(pieces, "all_gather_slices", _gather_one_off)),
-    "slices not gathered after the update": Planted(
-        _ZERO, inside=in_place_of(pieces.ParameterBucket, "exchange", lambda *_: [])
-    ),
-    "parameters not broadcast after the update": Planted(
-        _TORCH_ZERO, inside=in_place_of(ZeroRedundancyOptimizer, "_sync_params", lambda self: None)
-    ),
-    "no weight decay": Planted(_FLAT, optimizer=options(weight_decay=0.0)),
-    "no weight decay, sharded optimizer": Planted(_ZERO, optimizer=options(weight_decay=0.0)),
-    "learning rate × 1.05": Planted(_DDP, optimizer=faster(1.05)),
-    "β₂ of 0.999": Planted(_FSDP, optimizer=options(betas=(0.9, 0.999))),
-    "β₁ of 0.8": Planted(_TORCH_ZERO, optimizer=options(betas=(0.8, 0.95))),
-    "an optimizer that ascends": Planted(_FSDP2, optimizer=options(maximize=True)),
-    "one that updates nothing on rank 1": Planted(_FLAT, idle_on_second_rank),
-    "gradients × 1.05 on rank 1": Planted(_DDP, handed(times(1.05), rank=1)),
-    "gradients × 1.05 from the third pass": Planted(_FLAT, handed(times(1.05), first=3)),
-    "gradients × 1.05 in the first pass alone": Planted(_ZERO, handed(times(1.05), last=1)),
-    "gradients zero from the fourth pass": Planted(_FSDP, handed(times(0.0), first=4)),
-    "gradients of one parameter × 1.5 from the fourth pass": Planted(_FLAT, handed(times(1.5, slice(2, 3)), first=4)),
-    "learning rate × 1.003 from the fourth step": Planted(_DDP, from_step(4, faster(1.003))),
-    "weights one update old in forward and backward": Planted(_FLAT, one_update_old),
-    "gradients × 1.05 after ten passes": Planted(_FSDP, handed(times(1.05), first=11)),
-    "one bucket not reduced after ten passes": Planted(
-        SMALL_BUCKETS, inside=without_buckets(lambda first: first >= 15, 10)
-    ),  # filled anew after one
-    "learning rate × 1.05 after ten steps": Planted(_ZERO, from_step(11, faster(1.05))),
-}
+WRONG: dict[str, Planted] = table(globals(), "WRONG")
 """What it is → the scheme, and what is wrong with it."""
 
 
@@ -313,33 +269,7 @@ def _mean_twice(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Wor
 
 
 BF16 = {"precision": "bf16"}
-RIGHT: dict[str, Right] = {
-    "dropout, bf16": _right("dropout, bf16", _DDP),
-    "dropout inside attention, bf16": _right("dropout inside attention, bf16", _FLAT),
-    "a mixture of experts, bf16": _right("a mixture of experts, bf16", _FSDP),
-    "tied weights, bf16": _right("tied weights, bf16", _ZERO),
-    "batch norm over a share of 8 rows, bf16": _right("batch norm over 16 rows, bf16", _FLAT),
-    "convolutions, bf16": _right("convolutions, bf16", SMALL_BUCKETS),
-    "an LSTM, bf16": _right("an LSTM, bf16", _TORCH_ZERO),
-    "layer norm and GELU, bf16": _right("layer norm and GELU, bf16", _FSDP),
-    "a parameter of one element, bf16": _right("a parameter of one element, bf16", _ZERO),
-    "a bottleneck of one neuron, bf16": _right("a bottleneck of one neuron, bf16", _FSDP),
-    "grouped heads, bf16": _right("grouped heads, bf16", _FSDP2),
-    "sixty layers, bf16": _right("sixty layers, bf16", _FLAT),
-    "group norm, bf16": _right("group norm, bf16", _DDP),
-    "small buckets": _own(SMALL_BUCKETS),
-    "a bucket per parameter, overlapped, bf16": _own(SCHEMES["overlapped"], **BF16),
-    "the mean of means": _own(_FLAT, in_place_of(sent, "all_reduce_mean", _mean_twice)),
-    "a sequence of 13 tokens a rank, bf16": _own(_FSDP, batch=1, context=13, **BF16),
-    "five sequences a rank": _own(_ZERO, batch=5, context=7),
-    "SGD": _own(_FSDP, optimizer="sgd"),
-    "fused optimizer, bf16": _own(_ZERO, optimizer="adamw-fused", **BF16),
-    "weights in bf16": _own(_DDP, precision="bf16-pure"),
-    "each block checkpointed, bf16": _own(_FSDP, checkpointing="every-1", **BF16),
-    "fused attention, bf16": _own(_FSDP2, attention="sdpa", **BF16),
-    "chunked loss, bf16": _own(_ZERO, loss="chunked", **BF16),
-    "another seed, bf16": _own(_FSDP, seed=5, **BF16),
-}
+RIGHT: dict[str, Right] = table(globals(), "RIGHT")
 """What it is → workload, configuration, scheme, and what is replaced while it runs."""
 
 

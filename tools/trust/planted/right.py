@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tools.trust.planted import table
 from tools.trust.planted.step import MODEL, Change
 from trainstep.base.config import StepConfig
 from trainstep.step.workload import Workload, WorkloadSource, builtin_source
@@ -136,43 +137,5 @@ def convolutions() -> nn.Module:
 BF16, SDPA, CHUNKED = {"precision": "bf16"}, {"attention": "sdpa"}, {"loss": "chunked"}
 FUSED, EVERY = {"optimizer": "adamw-fused"}, {"checkpointing": "every-1"}
 ROWS, TOKENS = (16, 12, 32), (4, 24)
-RIGHT: dict[str, Case] = {
-    "fused attention": built_in(SDPA),
-    "FlashAttention-2 in PyTorch": built_in({"attention": "flash-reference"}, context=32),
-    "chunked loss": built_in(CHUNKED),
-    "fused optimizer": built_in(FUSED),
-    "each block checkpointed": built_in(EVERY),
-    "selective checkpointing": built_in({"checkpointing": "selective"} | SDPA),
-    "bf16": built_in(BF16),
-    "bf16, fused attention, chunked loss": built_in(BF16 | SDPA | CHUNKED),
-    "bf16, all fused": built_in(BF16 | SDPA | CHUNKED | FUSED | EVERY),
-    "weights in bf16": built_in({"precision": "bf16-pure"}),
-    "one sequence of 17 tokens, bf16": built_in(BF16 | SDPA, batch=1, context=17),
-    "eight sequences, bf16": built_in(BF16 | SDPA, batch=8, context=32),
-    "SGD, bf16": built_in(BF16, optimizer="sgd"),
-    "another seed, bf16": built_in(BF16 | SDPA, seed=5),
-    "layer norm and GELU, bf16": own(lambda: mlp(lambda: nn.LayerNorm(32), nn.GELU), ROWS, BF16),
-    "batch norm over 16 rows, bf16": own(lambda: mlp(lambda: nn.BatchNorm1d(32), nn.ReLU), (16, 32), BF16),
-    "batch norm over four rows, bf16": own(lambda: mlp(lambda: nn.BatchNorm1d(32), nn.ReLU, depth=2), (4, 32), BF16),
-    "convolutions, bf16": own(convolutions, (4, 3, 12, 12), BF16),
-    "an LSTM, bf16": own(Recurrent, (4, 10, 16), BF16),
-    "a mixture of experts, bf16": own(lambda: nn.Sequential(Experts(32), Experts(32)), (4, 40, 32), BF16),
-    "tied weights, bf16": own(Tied, TOKENS, BF16, integer=True),
-    "grouped heads, bf16": own(Grouped, (2, 33, 32), BF16),
-    "grouped heads by the reference": own(Grouped, (2, 33, 32), FUSED),
-    "a parameter of one element, bf16": own(Scaled, ROWS, BF16),
-    "dropout": own(lambda: mlp(lambda: nn.Dropout(0.3), nn.ReLU), ROWS, FUSED),
-    "dropout, bf16": own(lambda: mlp(lambda: nn.Dropout(0.3), nn.ReLU), ROWS, BF16),
-    "dropout inside attention, bf16": own(lambda: Grouped(0.2), (2, 33, 32), BF16),
-    "a bottleneck of one neuron, bf16": own(
-        lambda: nn.Sequential(nn.Linear(32, 1), nn.Tanh(), nn.Linear(1, 8)), ROWS, BF16
-    ),
-    "sixty layers, bf16": own(
-        lambda: nn.Sequential(*(Residual(nn.LayerNorm(32), nn.Linear(32, 32)) for _ in range(60))), ROWS, BF16
-    ),
-    "softplus and tanh, bf16": own(lambda: mlp(nn.Softplus, nn.Tanh), ROWS, BF16),
-    "group norm, bf16": own(
-        lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.SiLU(), nn.Flatten()), (4, 3, 10, 10), BF16
-    ),
-}
+RIGHT: dict[str, Case] = table(globals(), "RIGHT")
 """What it is → its workload, the plain configuration, and the change."""

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tools.trust.planted import table
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.step.workload import Workload, WorkloadSource, builtin_source
 
@@ -174,26 +175,6 @@ def late(apply_after: int = 10) -> Callable[[Workload], None]:
     return apply
 
 
-class FromEleventh(torch.optim.AdamW):
-    """Another learning rate from its eleventh step."""
-
-    def step(self, closure: Any = None) -> Any:
-        self.taken = getattr(self, "taken", 0) + 1
-        for group in self.param_groups:
-            group["lr"] = 3e-4 * (1.05 if self.taken > 10 else 1)
-        return super().step()
-
-
-class StopsDecay(torch.optim.AdamW):
-    """Decays no weight once its state says that ten steps were taken."""
-
-    def step(self, closure: Any = None) -> Any:
-        taken = max((float(state["step"]) for state in self.state.values()), default=0)
-        for group in self.param_groups:
-            group["weight_decay"] = 0.0 if taken >= 10 else 0.1
-        return super().step()
-
-
 def loss(change: Callable[[Tensor], Tensor]) -> Callable[[Workload], Workload]:
     """Another loss."""
 
@@ -229,90 +210,19 @@ def adamw(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
     return functools.partial(torch.optim.AdamW, **({"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1} | options))
 
 
-class Idle(torch.optim.AdamW):
-    """Updates nothing."""
+def changed(before: Callable[[Any], object]) -> Callable[[Any], torch.optim.Optimizer]:
+    """The built-in model's AdamW, something done to it before each step; `taken` counts them."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        return None
+    class Changed(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            self.taken = getattr(self, "taken", 0) + 1
+            before(self)
+            return super().step()
 
-
-class Forgets(torch.optim.AdamW):
-    """Starts every update without moments, and so without the bias of later ones."""
-
-    def step(self, closure: Any = None) -> Any:
-        self.state.clear()
-        return super().step()
+    return functools.partial(Changed, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
 
 
-class SkipsLast(torch.optim.AdamW):
-    """Leaves one parameter as it is."""
-
-    def step(self, closure: Any = None) -> Any:
-        self.param_groups[0]["params"][-1].grad = None
-        return super().step()
-
-
-WRONG: dict[str, Planted] = {
-    "all gradients × 1.02": Planted(gradient("", 1.02)),
-    "all gradients × 100": Planted(gradient("", 100.0)),
-    "one block's gradients × 1.10": Planted(gradient("blocks.1.", 1.10)),
-    "query gradients × 1.45": Planted(gradient("query", 1.45)),
-    "query gradients × 0.55": Planted(gradient("query", 0.55)),
-    "key gradients × 1.45": Planted(gradient("key", 1.45)),
-    "embedding gradient × 1.45": Planted(gradient("embedding", 1.45)),
-    "norm gradients × 1.45": Planted(gradient("norm", 1.45)),
-    "gate gradients × 1.25": Planted(gradient("gate", 1.25)),
-    "down gradient of one layer × 0.9": Planted(gradient("blocks.2.feed_forward.down", 0.9)),
-    "one head's query rows × 1.5": Planted(gradient("blocks.0.attention.query", 1.5, slice(16, 32))),
-    "one row of the head's gradient zero": Planted(gradient("head", 0.0, slice(32, 33))),
-    "one row of an up projection's gradient zero": Planted(gradient("blocks.1.feed_forward.up", 0.0, slice(7, 8))),
-    "dq × 1.25": Planted(through("attention.query", 1.25)),
-    "dk × 1.25": Planted(through("attention.key", 1.25)),
-    "dv × 1.10": Planted(through("attention.value", 1.10)),
-    "what flows back into one block × 1.2": Planted(through("blocks.1", 1.2)),
-    "attention scale × 1.05": Planted(output("attention.query", lambda q: q * 1.05)),
-    "attention's output × 1.03": Planted(output("attention.output", lambda o: o * 1.03)),
-    "one value head zero": Planted(
-        output("blocks.1.attention.value", lambda v: v * (torch.arange(64, device=v.device) < 48))
-    ),
-    "key heads in another order": Planted(output("blocks.0.attention.key", lambda k: k.roll(16, -1))),
-    "a window of 120 of 128": Planted(attention(window)),
-    "one row without its diagonal key": Planted(attention(no_diagonal)),
-    "the mask one key too wide": Planted(attention(ahead)),
-    "the first key unseen": Planted(attention(first_unseen)),
-    "one head without a mask": Planted(attention(torch.ones_like, head=2)),
-    "gate × 1.1": Planted(output("feed_forward.gate", lambda x: x * 1.1)),
-    "no final norm gain": Planted(output("feed_forward_norm", lambda x: x * 1.02)),
-    "loss × 1.02": Planted(loss(lambda value: value * 1.02)),
-    "a sum for a mean": Planted(loss(lambda value: value * 256)),
-    "loss right, gradient × 1.03": Planted(loss(lambda value: value.detach() + 1.03 * (value - value.detach()))),
-    "targets one token late": Planted(batches(lambda x, y: (x, y.roll(1, -1)))),
-    "half the batch twice": Planted(batches(lambda x, y: (x[:1].repeat(2, 1), y[:1].repeat(2, 1)))),
-    "one block's gradients × 1.5 after ten steps": Planted(late()),
-    "an optimizer that updates nothing": Planted(optimizer(functools.partial(Idle, lr=3e-4)), OPTIMIZER),
-    "one that ascends": Planted(optimizer(adamw(maximize=True)), OPTIMIZER),
-    "learning rate × 10": Planted(optimizer(adamw(lr=3e-3)), OPTIMIZER),
-    "learning rate × 1.05": Planted(optimizer(adamw(lr=3.15e-4)), OPTIMIZER),
-    "SGD for AdamW": Planted(optimizer(functools.partial(torch.optim.SGD, lr=3e-4)), OPTIMIZER),
-    "no weight decay": Planted(optimizer(adamw(weight_decay=0.0)), OPTIMIZER),
-    "β₂ of 0.999": Planted(optimizer(adamw(betas=(0.9, 0.999))), OPTIMIZER),
-    "β₁ of 0.8": Planted(optimizer(adamw(betas=(0.8, 0.95))), OPTIMIZER),
-    "weight decay inside the gradient (Adam)": Planted(
-        optimizer(functools.partial(torch.optim.Adam, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)), OPTIMIZER
-    ),
-    "moments forgotten": Planted(
-        optimizer(functools.partial(Forgets, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)), OPTIMIZER
-    ),
-    "one parameter not updated": Planted(
-        optimizer(functools.partial(SkipsLast, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)), OPTIMIZER
-    ),
-    "learning rate × 1.05 after ten steps": Planted(
-        optimizer(functools.partial(FromEleventh, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)), OPTIMIZER
-    ),
-    "no weight decay after ten steps": Planted(
-        optimizer(functools.partial(StopsDecay, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)), OPTIMIZER
-    ),
-}
+WRONG: dict[str, Planted] = table(globals(), "WRONG")
 """What it is → how it is planted."""
 
 
