@@ -70,6 +70,14 @@ def signal_at(running, *moments):
     return out, said + err, running.returncode
 
 
+def test_a_terminal_that_has_gone_changes_no_exit_code():
+    code = "import os; from trainstep.commands import cli\nwith cli._leaving_at_once(): os.kill(os.getpid(), 1)"
+    output, entry = os.pipe()
+    os.close(output)
+    with open(entry, "wb") as gone:
+        assert subprocess.run([sys.executable, "-c", code], stderr=gone, check=False).returncode == 143
+
+
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 def test_a_signal_keeps_the_rows_and_writes_the_report(number, tmp_path):
     out, err, code = signal_at(start(tmp_path, measure="time.sleep(60)"), ("measuring", number))

@@ -117,7 +117,8 @@ def _leaving_at_once() -> Iterator[None]:
 
     def leave(number: int, frame: object) -> None:
         if os.getpid() == process:  # else a worker's end
-            os.write(2, f"{LEFT}\n".encode())
+            with contextlib.suppress(OSError):  # its reader, or its terminal, has gone
+                os.write(2, f"{LEFT}\n".encode())
         os._exit(code_of(number))
 
     process = os.getpid()
