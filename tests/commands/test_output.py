@@ -1,5 +1,6 @@
 """What becomes of a run when its output, its disk or its patience ends: results are on disk, and one line says why."""
 
+import ast
 import os
 import re
 import resource
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainstep.base.errors import UsageError
+import trainstep
+from trainstep.base.errors import UsageError, say
 from trainstep.commands.output import console_for_output, run_and_report, show_table
 from trainstep.report.tables import text_table
 from trainstep.rows import StepRow
@@ -261,3 +263,17 @@ def test_a_full_disk_is_one_line_and_what_fits_is_kept(tmp_path):
     assert "1.5" in out, "the table is printed even so"
     assert len(read_records(tmp_path / "results.jsonl")) == 1
     assert not (tmp_path / "report.html").exists()
+
+
+def test_everything_is_printed_by_functions_that_clean_it(capsys):
+    """`sys.stdout.write` has a launch file alone, which is for a file."""
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in Path(trainstep.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert [each.partition(":")[0] for each in found] == ["errors.py"], found
+    say("\x1b[31mred\x1b]0;title\x07")
+    console_for_output(to_stderr=True).print("a\x9bb")
+    assert capsys.readouterr() == ("\\x1b[31mred\\x1b]0;title\\x07\n", "a\\x9bb\n")

@@ -8,6 +8,7 @@ and keeps its traceback.
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
@@ -56,6 +57,11 @@ spaces without width, half surrogates, tags."""
 def printable(text: str) -> str:
     """Text of anybody's for a terminal: what it would obey instead of showing is written as its escape, `\\x1b`."""
     return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def say(text: str, *, end: str = "\n", to_stderr: bool = False) -> None:
+    """Print text of anybody's. All printing goes through here or through `console_for_output`, which cleans it too."""
+    print(printable(text), end=end, file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
 def place_of(error: BaseException) -> str:

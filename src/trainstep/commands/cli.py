@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trainstep.base.errors import CollectiveError, UsageError, printable
+from trainstep.base.errors import CollectiveError, UsageError, say
 from trainstep.base.guards import STOPS, code_of
 from trainstep.commands.bench import Bench
 from trainstep.commands.compare import Compare
@@ -56,7 +56,7 @@ def main(words: Sequence[str] | None = None) -> None:
         code = _run(sys.argv[1:] if words is None else words)
         out.flush()
         if failure := output_failed(out):
-            print(f"trainstep: {failure}", file=sys.stderr)
+            say(f"trainstep: {failure}", to_stderr=True)
             code = code or BAD_INPUT
     sys.exit(code)
 
@@ -69,7 +69,7 @@ def _run(words: Sequence[str]) -> int:
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except UsageError as error:
-        return _say(printable(str(error)))
+        return _say(str(error))
     if command.debug:
         logging.basicConfig()
         logging.getLogger("trainstep").setLevel(logging.DEBUG)
@@ -79,15 +79,15 @@ def _run(words: Sequence[str]) -> int:
     except UsageError as error:
         if command.debug:
             raise
-        return _say(printable(str(error)))
+        return _say(str(error))
     except CollectiveError as error:
-        print(f"trainstep: {printable(str(error))}", file=sys.stderr, flush=True)
+        say(f"trainstep: {error}", to_stderr=True)
         if command.debug:
             raise
         sys.stdout.flush()
         os._exit(ALONE)  # threads that wait for the missing rank too would be waited for
     except KeyboardInterrupt as error:
-        print(LEFT, file=sys.stderr)
+        say(LEFT, to_stderr=True)
         return code_of(error.args[0] if error.args else None)
 
 
@@ -106,7 +106,7 @@ def _say(mistake: str) -> int:
 
         if not is_first_to_say(mistake):
             return 0 if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] else BAD_INPUT
-    print(f"trainstep: {mistake}", file=sys.stderr)
+    say(f"trainstep: {mistake}", to_stderr=True)
     return BAD_INPUT
 
 

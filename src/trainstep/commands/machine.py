@@ -8,7 +8,7 @@ from typing import Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
-from trainstep.base.errors import UsageError
+from trainstep.base.errors import UsageError, say
 from trainstep.commands.options import Common, commas
 from trainstep.commands.output import console_for_output
 
@@ -23,7 +23,7 @@ class Info(Common):
 
         device = resolve_device("auto")
         for name, value in {**describe(device), **gpu_state(device)}.items():
-            print(f"{name:18} {value}")
+            say(f"{name:18} {value}")
         return 0
 
 

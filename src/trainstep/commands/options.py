@@ -11,7 +11,6 @@ import io
 import itertools
 import re
 import shlex
-import sys
 import textwrap
 import typing
 from abc import ABC, abstractmethod
@@ -25,7 +24,7 @@ from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from trainstep.base.config import SHAPE, SIZES, ModelConfig, StepConfig, check_value, load_toml, resolve_size
-from trainstep.base.errors import UsageError
+from trainstep.base.errors import UsageError, say
 from trainstep.base.guards import launch_folder
 from trainstep.observe.command import script_at
 
@@ -115,7 +114,7 @@ def _is_default(word: str) -> bool:
     name = word.removeprefix("--")
     if is_default := name in DEFAULTS and word.startswith("--"):
         text = f"trainstep: {word} is the default now, and --{DEFAULTS[name]} the opposite; the next version refuses it"
-        print(text, file=sys.stderr)
+        say(text, to_stderr=True)
     return is_default
 
 
@@ -125,7 +124,7 @@ def _renamed(word: str) -> str:
         raise UsageError(f"--{name} is gone: {GONE[name]}")
     if not word.startswith("--") or name not in RENAMED:
         return word
-    print(f"trainstep: --{name} is now --{RENAMED[name]}; the next version accepts that alone", file=sys.stderr)
+    say(f"trainstep: --{name} is now --{RENAMED[name]}; the next version accepts that alone", to_stderr=True)
     return f"--{RENAMED[name]}{equals}{value}"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainstep.base.errors import UsageError, printable
+from trainstep.base.errors import UsageError, printable, say
 from trainstep.base.guards import StopSignals, code_of
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def show_table(console: rich.console.Console, table: Table) -> None:
         console.print(to_terminal(table, console.width))
         return
     console.print(f"{table.caption} ({len(table.rows):,} rows, as comma-separated values)")
-    print(to_csv(table), end="")  # its cells are printable
+    say(to_csv(table), end="")
 
 
 def console_for_output(*, to_stderr: bool = False) -> rich.console.Console:

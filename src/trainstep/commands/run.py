@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import FlagCreatePairsOff, Suppress
 
-from trainstep.base.errors import UsageError
+from trainstep.base.errors import UsageError, say
 from trainstep.base.guards import StopSignals
 from trainstep.commands.options import RENAMED, Common, words_of
 from trainstep.commands.output import console_for_output, show_report
@@ -106,9 +105,9 @@ class Run(Common):
                 with StopSignals(raises=True):
                     self._report(command, rank, code, deep)
             except KeyboardInterrupt:
-                print("trainstep: the report was interrupted; the script had ended before", file=sys.stderr)
+                say("trainstep: the report was interrupted; the script had ended before", to_stderr=True)
             except Exception as error:  # the exit code is the script's, whatever fails here
-                print(f"trainstep: the report failed: {type(error).__name__}: {error}", file=sys.stderr)
+                say(f"trainstep: the report failed: {type(error).__name__}: {error}", to_stderr=True)
             if deep is not None:
                 deep.close()
         elif deep is not None and not code:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
-from trainstep.base.errors import UsageError
+from trainstep.base.errors import UsageError, say
 from trainstep.commands.bench import Bench
 from trainstep.commands.memory import Memory
 from trainstep.commands.options import Common, parse_as
@@ -64,12 +64,12 @@ class Sweep(Common):
         cases = grid.cases
         if self.dry_run:
             for case in cases:
-                print("finished" if case.is_finished(retried) else "to run", shlex.join(case.words), sep="  ")
-            print(_count(cases, retried))
+                say(f"{'finished' if case.is_finished(retried) else 'to run'}  {shlex.join(case.words)}")
+            say(_count(cases, retried))
             return 0
         timeout_s = self.timeout if self.timeout is not None else grid.timeout_s
         with held_folder(out, "trainstep sweep", wait_s=ENDING_S) as lock, StopSignals(raises=True):
-            print(_count(cases, retried), flush=True)
+            say(_count(cases, retried))
             gpus = visible_gpus() if self.jobs > 1 else ()
             execute = functools.partial(run_here, jobs=self.jobs, gpus=gpus, timeout_s=timeout_s, lock=lock)
             with contextlib.closing(sweep_records(cases, execute, retried)) as records:
@@ -90,5 +90,5 @@ def _told(records: Iterator[Row], axes: Sequence[str], total: int) -> Iterator[R
     for record in records:
         if not sys.stdout.isatty():
             point = {name: record.case[name] for name in (*axes, "row") if record.case.get(name) is not None}
-            print(f"{record.values['number']}/{total} {named(point)}: {record.status}", flush=True)
+            say(f"{record.values['number']}/{total} {named(point)}: {record.status}")
         yield record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +43,7 @@ class Train(AnyModel):
 
     def run(self) -> int:
         if self.launch:
-            print(self.launch_file(), end="")
+            sys.stdout.write(self.launch_file())
             return 0
         from trainstep.parallel.process import join_group_or_alone
         from trainstep.train.loop import train

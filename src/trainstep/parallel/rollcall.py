@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from trainstep.base.errors import CollectiveError, UsageError, line_of, place_of, printable
+from trainstep.base.errors import CollectiveError, UsageError, line_of, place_of, printable, say
 from trainstep.parallel.announced import BESIDE, Call, members, noted, started
 from trainstep.parallel.verdict import Answer, apart, verdict
 
@@ -227,8 +227,7 @@ class Rollcall:
             before = now
 
     def _leave_at_once(self, found: str, where: str = "") -> NoReturn:
-        told = f"{printable(found)}; {printable(f'rank {self._rank} {where}is ended')}"
-        print(f"trainstep: {told}", file=sys.stderr, flush=True)
+        say(f"trainstep: {found}; rank {self._rank} {where}is ended", to_stderr=True)
         os._exit(1)
 
     def _watch(self) -> None:
