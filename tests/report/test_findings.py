@@ -1,13 +1,17 @@
 """Each rule against rows made to trigger it, and against rows that must not: by ids and figures."""
 
+import contextlib
+import json
 import math
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.report.changes import carried, drifted, final
 from tests.report.page import Page
+from trainstep.base.errors import UsageError
 from trainstep.report.findings import TOPICS
 from trainstep.report.page import render
 from trainstep.report.subjects import RULES, findings
@@ -15,7 +19,7 @@ from trainstep.report.subjects.climbs import climbs, recommended_flags
 from trainstep.report.subjects.ladder import ERRORS
 from trainstep.report.subjects.steps import STEPS, analysed_step
 from trainstep.report.tables import make_table
-from trainstep.rows import CeilingRow, ChangeRow, CheckpointingRow, ParallelRow, StepRow, WorkloadRow
+from trainstep.rows import CeilingRow, ChangeRow, CheckpointingRow, ParallelRow, StepRow, WorkloadRow, row_of
 from trainstep.rows.records import Times, make_row
 
 SETTINGS = {"workload": "m", "precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach", "compile": "off",
@@ -340,3 +344,25 @@ def test_errors_stand_beside_what_is_allowed_of_each():
 
 def test_failed_steps_are_passed_over():
     assert findings([StepRow(**CASE, warmup=5, status="out of memory", reason="too big")]) == []
+
+
+def braced(value):
+    if isinstance(value, str):
+        return f"{value}{{rows.__class__}}"
+    return [braced(each) for each in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    "name", ["cpu-tour", "h200-analyze-2.7B-4096", "h200-memory", "h200-residuals", "h200-allocations"]
+)
+def test_no_text_of_a_file_is_a_template(name):
+    lines = Path(f"docs/results/{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    for section, name in sorted({(part, name) for row in rows for part in ("case", "values") for name in row[part]}):
+        changed = [
+            row | {section: {key: braced(each) if key == name else each for key, each in row[section].items()}}
+            for row in rows
+        ]
+        if changed != rows:
+            with contextlib.suppress(UsageError):  # where a rule needs a name that it knows
+                findings([row_of(**row) for row in changed])

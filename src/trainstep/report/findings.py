@@ -110,6 +110,9 @@ _WRITTEN: Mapping[str, Callable[[Any], str]] = {
 
 
 class _Figures(Formatter):
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        return kwargs[field_name], field_name  # a figure itself, never an attribute of one
+
     def format_field(self, value: Any, format_spec: str) -> str:
         if isinstance(value, tuple):
             format_spec = format_spec or "list"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from trainstep.base.errors import UsageError
 from trainstep.rows.records import Scalar
 
 NONE = "–"
@@ -67,8 +68,9 @@ def as_float(value: Scalar) -> float | None:
 
 
 def numeric(value: object) -> float:
-    """A record's value that is known to be a number."""
-    assert isinstance(value, (int, float)), f"expected a number, got {value!r}"
+    """A record's value that has to be a number; `UsageError` for rows of a file where it is none."""
+    if not isinstance(value, (int, float)):
+        raise UsageError(f"a row has {value!r} where a number belongs; measure again")
     return float(value)
 
 

@@ -173,7 +173,7 @@ def peak_findings(records: Sequence[Row]) -> list[Finding]:
     if owners:
         figures |= {"owners": tuple(row.owner for row in owners)}
         names = listed(["allocations without a known owner" if row.owner == "unknown" else row.owner for row in owners])
-        said += f": {names} {'makes' if names in ('optimizer state', 'batch') else 'make'} up most of the peak"
+        said += f": {literal(names)} {'makes' if names in ('optimizer state', 'batch') else 'make'} up most of the peak"
         remedies = list(dict.fromkeys(each for row in owners for each in _remedies(row.owner, parts, step, phase)))
     elif 1 - transient > MOST:
         said += ": most of it stays"
@@ -275,7 +275,7 @@ def owner_findings(records: Sequence[Row]) -> list[Finding]:
     if not shares:
         return []
     said = "At its peak, {peak_gib:gib} in {phase}, memory is "
-    said += listed([f"{owner} {share:.0%}" for owner, share in shares.items()])
+    said += literal(listed([f"{owner} {share:.0%}" for owner, share in shares.items()]))
     figures: dict[str, Scalar] = {f"share of {owner}": share for owner, share in shares.items()}
     part = next(((row, share) for row, share in own if row.owner == "activations" and not row.is_total), None)
     if part is not None:
@@ -285,7 +285,8 @@ def owner_findings(records: Sequence[Row]) -> list[Finding]:
     largest = next(iter(belonging(records, AllocationRow, step)), None)
     if largest is not None and largest.line and largest.mib is not None:
         times = f", {largest.count} times a step" if (largest.count or 1) > 1 else ""
-        said += f" The largest allocation, {{largest_gib:gib}}{times}, is made by {{line}} ({made_in(largest)})."
+        said += f" The largest allocation, {{largest_gib:gib}}{times}, is made by {{line}}"
+        said += literal(f" ({made_in(largest)}).")
         figures |= {"largest_gib": largest.mib / 1024, "line": largest.line}
     proof, proven = _proof(records, step.workload)
     figures = {"peak_gib": step.peak_gib, "phase": step.peak_phase, **figures, **proven}

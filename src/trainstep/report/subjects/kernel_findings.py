@@ -137,7 +137,7 @@ def _top(profile: ProfileRow, where: str, words: str) -> list[Finding]:
     calls = "1 call" if round(numeric(figures["calls"])) == 1 else "{calls:.0f} calls"
     said = (
         f"In {words}, the kernel that takes most time is {literal(brief_name(str(values[top])))} "
-        f"({values[f'{top}_family']}): {{share:share}} of the kernel time, {{ms:ms}} in {calls}"
+        f"({literal(str(values[f'{top}_family']))}): {{share:share}} of the kernel time, {{ms:ms}} in {calls}"
     )
     if values[often] != values[top]:
         said += ". Called most often, {most_calls:.0f} times, is " + literal(brief_name(str(values[often])))

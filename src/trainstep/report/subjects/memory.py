@@ -172,7 +172,7 @@ def fit_findings(records: Sequence[Row]) -> list[Finding]:
     for row in (row for row in of_kind(records, PeakRow) if row.status == "out of memory"):
         needs = row.predicted_gib
         why = ": it needs {predicted_gib:gib} by prediction" if needs is not None else ""
-        said = f"Does not fit: a {{mode}} at {_told(row, 'context', 'precision')}{why}."
+        said = f"Does not fit: a {{mode}} at {literal(_told(row, 'context', 'precision'))}{why}."
         claim = Claim("A {mode} does not fit", ("peak", "peaks"), gib=needs, is_part=False)
         every.append(found("memory.does-not-fit", said, claim, mode=row.mode, context=row.context, predicted_gib=needs))
     return every
@@ -281,7 +281,7 @@ def _kept(rows: Sequence[ResidualRow], under: str) -> Iterator[Finding]:
     if block is not None and first is not None and first.share is not None:
         said = (
             "forward keeps {gib:gib} for the backward of one block; the largest part, {share:.0%}, is kept for "
-            f"{{operation}} in {{module}} ({first.tensor})."
+            f"{{operation}} in {{module}} ({literal(str(first.tensor))})."
         )
         claim = Claim("What one block keeps for backward", ("residuals",), gib=block, is_part=False, severity="aside")
         figures = {"share": first.share, "operation": first.operation, "module": first.module}

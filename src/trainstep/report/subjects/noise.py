@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from trainstep.report.findings import Finding, found, listed
+from trainstep.report.findings import Finding, found, listed, literal
 from trainstep.report.numbers import in_ms, numeric
 from trainstep.report.subjects.climbs import changes, of_steps
 from trainstep.report.subjects.steps import analysed_step, is_same_step
@@ -103,9 +103,9 @@ def throttled(rows: Sequence[Row]) -> Iterator[Finding]:
         slowed = [(name, reason) for name, reason in known if reason != "nothing"]
         if slowed:
             reasons = Counter(reason for _, reason in slowed)
+            told = literal(listed([f"by its {reason} in {count}" for reason, count in reasons.items()]))
             said = (
-                f"The GPU was slowed, right after the last step, in {{rows}} of {{of}} {many}: "
-                f"{listed([f'by its {reason} in {count}' for reason, count in reasons.items()])}. "
+                f"The GPU was slowed, right after the last step, in {{rows}} of {{of}} {many}: {told}. "
                 "Their times are those of a GPU at that limit: another GPU, or a colder one, gives others."
             )
             figures: dict[str, Scalar] = {

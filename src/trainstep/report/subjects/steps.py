@@ -14,7 +14,7 @@ from trainstep.report import columns
 from trainstep.report.blocks import Chart, Charts, Facts, Section, facts_of, section
 from trainstep.report.charts.lines import Series, lines
 from trainstep.report.columns import Cell, Column, median_cell, value_cell
-from trainstep.report.findings import Claim, Finding, found
+from trainstep.report.findings import Claim, Finding, found, literal
 from trainstep.report.numbers import number, numeric
 from trainstep.report.subjects.climbs import advised, changes, tried
 from trainstep.report.tables import Table, TableRow, define, page_table
@@ -72,8 +72,8 @@ ODD = (0.75, 1.75)  # A ratio of backward to forward outside of these multiples 
 def full_steps(rows: Sequence[Row]) -> list[StepRow]:
     """The rows of the one full step that was taken apart, one per warm-up; none where a grid of steps was measured."""
     steps = [row for row in of_kind(rows, StepRow) if row.status == "ok" and row.mode == "step"]
-    cases = {tuple((name, value) for name, value in row.case.items() if name != "warmup") for row in steps}
-    return steps if len(cases) == 1 else []
+    same = {**steps[0].case, "warmup": None} if steps else {}
+    return steps if all({**row.case, "warmup": None} == same for row in steps) else []
 
 
 def analysed_step(rows: Sequence[Row]) -> StepRow | None:
@@ -189,7 +189,7 @@ def utilisation(rows: Sequence[Row]) -> list[Finding]:
         judged += end
     said = (
         "The step reaches {achieved_tflops:n} TFLOP/s, {share:.0%} of what a large "
-        f"{step.precision} matrix product reaches on this device ({{ceiling_tflops:n}} TFLOP/s): {judged}"
+        f"{literal(str(step.precision))} matrix product reaches on this device ({{ceiling_tflops:n}} TFLOP/s): {judged}"
     )
     return [found(f"utilisation.{judgement}", said, claim, **figures)]
 
