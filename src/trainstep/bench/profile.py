@@ -29,7 +29,7 @@ from trainstep.measure.profile.rows import profile_rows, summary_values, timing_
 from trainstep.measure.step import BatchedStep, case_columns, phase_samples
 from trainstep.measure.timing import Timing, device_clock, time_steps
 from trainstep.rows import CeilingRow, ProfileRow
-from trainstep.rows.records import Row, Scalar, make_row
+from trainstep.rows.records import Row, Scalar, collection_paused, make_row
 from trainstep.step.casting import check_precision
 from trainstep.step.training_step import TrainingStep, build_step
 from trainstep.step.workload import WorkloadSource, resolve_device
@@ -109,8 +109,9 @@ def _measure(
             trace=file,
             prepare_next=runner.prepare_next,
         )
-        recorded = read_chrome_trace(file)
-    return phase_samples(plain), phase_samples(profiled), profiles_of(recorded, _lists(runner.step))
+        with collection_paused():
+            profiles = profiles_of(read_chrome_trace(file), _lists(runner.step))
+    return phase_samples(plain), phase_samples(profiled), profiles
 
 
 def run_nvtx(source: WorkloadSource, config: StepConfig, *, warmup: int, steps: int) -> Timing:

@@ -37,10 +37,11 @@ class Compare(Common):
 
         if not 0 <= self.spread < math.inf:
             raise UsageError(f"spread is {self.spread}; expected a share of 0 or more, as 0.03 for 3 %")
+        console = console_for_output()
         with collection_paused():
-            old, new = read_records(self.old), read_records(self.new)
-            comparisons = compare(old, new, self.spread, self.across)
-            console = console_for_output()
+            with console.status(f"reading {self.old} and {self.new}"):
+                old, new = read_records(self.old), read_records(self.new)
+                comparisons = compare(old, new, self.spread, self.across)
             show_table(console, comparison_table(comparisons, f"{self.old} → {self.new}"))
             if conditions := other_conditions(old, new):
                 console.print(f"• Not measured under the same conditions: {'; '.join(conditions)}.")

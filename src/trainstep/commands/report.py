@@ -35,8 +35,19 @@ class Report(Common):
             raise UsageError(f"{len(self.runs)} runs are named, which has no folder of its own; say where with --out")
         first = self.runs[0]
         folder = self.out or (first if first.is_dir() else first.parent)
-        with collection_paused():
+        console, named = console_for_output(), ", ".join(map(str, self.runs))
+        with collection_paused(), console.status(f"reading {named}") as status:
             found = [[history(path)] if (path / METRICS).exists() else read_records(path) for path in self.runs]
-            write_html([row for rows in found for row in rows], folder / PAGE)
-        console_for_output().print(f"written to {folder / PAGE}")
+            rows = [row for each in found for row in each]
+            status.update(f"drawing the page of {len(rows):,} rows")
+            try:
+                write_html(rows, folder / PAGE)
+            except (ArithmeticError, LookupError, TypeError, AttributeError) as error:
+                if self.debug:
+                    raise
+                raise UsageError(
+                    f"no page can be made of {named}: its rows do not go together ({type(error).__name__}: {error}); "
+                    "expected rows as a trainstep command wrote them. --debug shows where"
+                ) from error
+        console.print(f"written to {folder / PAGE}")
         return 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from trainstep.measure.flops import FUSED, grouped_flops
 
@@ -80,6 +81,7 @@ _MAPS = {
 }
 
 
+@lru_cache(4096)  # most calls of a step are alike
 def operator_cost(name: str, tensors: Tensors | None, lists: Lists = UNKNOWN_LISTS) -> Cost | None:
     """Cost of one call of `aten::mm`, `trainstep::…` or a kernel of torch.compile's; None where it is not counted."""
     if tensors is None:

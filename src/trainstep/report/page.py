@@ -24,8 +24,13 @@ from trainstep.report.numbers import in_ms, typeset
 from trainstep.report.subjects import SECTIONS, findings
 from trainstep.report.subjects.climbs import recommended_flags
 from trainstep.report.summary import summary
-from trainstep.rows import WorkloadRow
+from trainstep.rows import AllocationRow, FamilyRow, KernelRow, OwnerRow, PieceRow, TimelineRow, WorkloadRow
 from trainstep.rows.records import Row, of_kind
+
+MOST_ROWS = 3000
+"""Rows that a page is made of."""
+PARTS = (FamilyRow, KernelRow, PieceRow, TimelineRow, OwnerRow, AllocationRow)
+"""Rows of which a row before them is the whole."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class Report:
 
 
 def render(records: Sequence[Row]) -> str:
-    """The page of these records; kinds that are absent have no section."""
+    """The page of these records; kinds that are absent have no section. Of very many it shows the first."""
+    every, records = len(records), _first(records)
     sections = [section for make in SECTIONS if (section := make(records)) is not None]
     first = summary(records, findings(records), sections)
     sections = [*([first] if first is not None else []), *sections]
@@ -86,7 +92,7 @@ def render(records: Sequence[Row]) -> str:
     source = environment.loader.get_source  # type: ignore[union-attr]
     return environment.get_template("page.html.jinja").render(
         title=_title(records),
-        subtitle=_subtitle(records),
+        subtitle=_subtitle(records, every),
         sections=sections,
         heights={name: plot.height for name, plot in plots.items()},
         has_intervals=any(name.endswith(("_low_ms", "_low")) for row in records for name in row.values),
@@ -113,8 +119,14 @@ def _title(records: Sequence[Row]) -> str:
     return ", ".join(names or dict.fromkeys(record.kind for record in records)) or "no results"
 
 
-def _subtitle(records: Sequence[Row]) -> list[str]:
-    parts = []
+def _first(records: Sequence[Row]) -> Sequence[Row]:
+    """The first `MOST_ROWS`, with all parts of the last."""
+    later = range(MOST_ROWS, len(records))
+    return records[: next((at for at in later if not isinstance(records[at], PARTS)), len(records))]
+
+
+def _subtitle(records: Sequence[Row], every: int) -> list[str]:
+    parts = [f"the first {len(records):,} of {every:,} rows; results.jsonl has all"] if len(records) < every else []
     for facts in of_kind(records, WorkloadRow)[:1]:
         if facts.batch is not None:
             parts.append(f"batch {facts.batch} × context {facts.context}")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Place = Literal["files", "terminal", "page"]
 
+LONGEST = 1000
+"""Rows of a table on the page."""
 _NUMBER = re.compile(r"[-−]?[\d,.]+(e-?\d+)?|–|")
 _SHORT = 12  # Words up to this long are set like numbers, in a narrow column
 
@@ -84,16 +86,16 @@ def make_table(definition: Definition, rows: Sequence[Row], place: Place = "file
     columns, key, is_strong = definition.columns, definition.key, definition.is_strong
     name = name or definition.name or definition.kind.kind.replace(" ", "-")
     caption = definition.caption(rows) if callable(definition.caption) else definition.caption
-    table = tabulate(name, caption, columns(rows) if callable(columns) else columns, rows, place)
+    limit = {"terminal": definition.longest, "page": LONGEST}.get(place) or len(rows)
+    shown = rows[:limit]
+    table = tabulate(name, caption, columns(rows) if callable(columns) else columns, shown, place)
     lines = [
         replace(line, key=key(row) if key else str(index), is_strong=is_strong is not None and is_strong(row))
-        for index, (line, row) in enumerate(zip(table.rows, rows, strict=True))
+        for index, (line, row) in enumerate(zip(table.rows, shown, strict=True))
     ]
-    shown = definition.longest
-    if place != "terminal" or shown is None or len(rows) <= shown:
-        return replace(table, rows=lines)
-    caption = f"{table.caption}; the first {shown} of {len(rows)} rows, the others in tables/{table.name}.csv"
-    return replace(table, caption=caption, rows=lines[:shown])
+    where = {"terminal": f"tables/{table.name}.csv"}.get(place, "results.jsonl")
+    rest = f"; the first {limit:,} of {len(rows):,} rows, the others in {where}" if len(rows) > limit else ""
+    return replace(table, caption=table.caption + rest, rows=lines)
 
 
 def page_table(definition: Definition, records: Sequence[Row], name: str = "") -> Table | None:

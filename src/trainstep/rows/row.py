@@ -12,7 +12,6 @@ that is None is not written.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
@@ -110,13 +109,16 @@ class Row:
         for name, form in _fields(type(self))[section]:  # type: ignore[arg-type]  # classes are hashable
             value = getattr(self, name)
             if form == "times":
-                columns = itertools.product(value, _TIME_COLUMNS.items())
-                found |= {f"{phase}_{end}": getattr(value[phase], part) for phase, (part, end) in columns}
-            elif form == "open":
-                found |= value
-            else:
+                value = {
+                    f"{phase}_{end}": getattr(parts, part)
+                    for phase, parts in value.items()
+                    for part, end in _TIME_COLUMNS.items()
+                }
+            if form:
+                found |= {column: each for column, each in value.items() if each is not None}
+            elif value is not None:
                 found[name] = value
-        return {name: value for name, value in found.items() if value is not None}
+        return found
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)
@@ -174,6 +176,9 @@ def decode_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str,
     for name, value in found.items():
         if type(value) is int:  # msgspec makes a float of it for a float's field, and tables show 4 as 4.00
             object.__setattr__(row, name, value)
+    for section, columns in (("case", case), ("values", values)):  # as they are, rather than made of the fields again
+        told = {name: tuple(each) if type(each) is list else each for name, each in columns.items() if each is not None}
+        object.__setattr__(row, section, told)
     return row
 
 

@@ -55,7 +55,7 @@ def test_kernels_are_where_they_belong(tmp_path, settings):
     assert profile.steps == STEPS
     unknown = {(each.name, each.operator, each.phase) for each in profile.kernels if not (each.phase and each.module)}
     assert profile.share(lambda each: bool(each.phase and each.module)) >= 0.98, unknown
-    for index, kernels in enumerate(profile.by_step().values()):
+    for index, kernels in enumerate(profile.by_step.values()):
         laps = timing.samples[index].laps
         for phase, lap in laps.items():
             own = [each for each in kernels if each.phase == phase]

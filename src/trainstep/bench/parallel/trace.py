@@ -102,7 +102,7 @@ def trace_row(row: ParallelRow, found: Sequence[TracedStep | None] | Failure, *,
     profile = shown.profile
     overlap = overlap_of(profile.kernels)
     communication = length(overlap.communication)
-    drawn, series = timeline_values(profile, next(iter(profile.by_step()), None), LONGEST)
+    drawn, series = timeline_values(profile, next(iter(profile.by_step), None), LONGEST)
     kept = {name: column for name, column in series.items() if not name.startswith("module")}
     start = min((each.start_us for each in profile.kernels), default=0.0)
     shortest = overlap.span_us * SHORTEST_SHARE

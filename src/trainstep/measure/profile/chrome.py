@@ -15,7 +15,9 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from trainstep.base.errors import UsageError
 from trainstep.base.files import open_regular
@@ -187,7 +189,7 @@ class _Collector:
             given = (arguments["Input Dims"], arguments.get("Input type", []), arguments.get("Concrete Inputs"))
             shapes = str(given)
             if shapes not in self._tensors:
-                self._tensors[shapes] = _tensors(*given)
+                self._tensors[shapes] = _tensors(given)
             tensors = self._tensors[shapes]
         start, duration = times
         self._ranges.append(Range(self._thread(event), start, start + duration, kind, name, sequence, tensors))
@@ -287,7 +289,12 @@ def _kind(text: str, is_operator: bool, is_backward: bool) -> tuple[RangeKind, s
     return kind, name, sequence
 
 
-def _tensors(dims: Sequence[Any], types: Sequence[str], scalars: Sequence[str] | None) -> Tensors:
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+_Shapes = list[Annotated[tuple[_Size, ...], msgspec.Meta(max_length=16)]]
+
+
+def _tensors(given: Any) -> Tensors:
+    dims, types, scalars = msgspec.convert(given, tuple[list[list[Any]], list[str], list[str] | None])
     shapes: list[tuple[int, ...]] = []
     dtypes: list[str] = []
     counts: list[int] = []
@@ -296,8 +303,8 @@ def _tensors(dims: Sequence[Any], types: Sequence[str], scalars: Sequence[str] |
         if dtype == "TensorList" and not shape:
             unknown_lists += 1
         elif dtype not in ("", "Scalar", "ScalarList", "None"):
-            alone = [shape] if dtype != "TensorList" else shape
-            shapes += [tuple(each) for each in alone]
+            alone = msgspec.convert([shape] if dtype != "TensorList" else shape, _Shapes)
+            shapes += alone
             dtypes += [dtype] * len(alone)
             counts.append(len(alone))
     return Tensors(tuple(shapes), tuple(dtypes), tuple(counts), unknown_lists, tuple(scalars or ()))

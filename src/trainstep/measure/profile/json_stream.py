@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainstep.base.errors import UsageError
-from trainstep.base.files import open_regular
+from trainstep.base.files import open_regular, parse_line
 
 LARGEST_VALUE = 2**22  # characters of one field, or of one element of a list
 _PIECE = 2**22  # bytes read at once
@@ -106,8 +106,8 @@ class _Reader:
                 break
             if _BETWEEN.match(self._text, end + 1):
                 try:
-                    found = json.loads(f"[{self._text[self._at : end + 1]}]")
-                except (ValueError, RecursionError):
+                    found = parse_line(f"[{self._text[self._at : end + 1]}]".encode())
+                except ValueError:
                     continue  # an end inside of an element, or something wrong, which reading one by one will name
                 self._at = end + 1
                 self._separator("]")

@@ -17,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, cast, get_args
 
 from trainstep.base.operators import ATTENTION, FUSED
@@ -186,13 +187,20 @@ class KernelProfile:
 
     def per_step_ms(self, kernels: Iterable[Kernel] | None = None) -> float:
         """Milliseconds per step that kernels took, added up."""
-        return sum(each.duration_us for each in (self.kernels if kernels is None else kernels)) / self.steps / 1e3
+        own_us = self.total_us if kernels is None else sum(each.duration_us for each in kernels)
+        return own_us / self.steps / 1e3
+
+    @cached_property
+    def total_us(self) -> float:
+        """Microseconds of all kernels."""
+        return sum(each.duration_us for each in self.kernels)
 
     def share(self, known: Callable[[Kernel], bool]) -> float:
         """Share of all kernel time for which something holds."""
-        total = sum(each.duration_us for each in self.kernels)
-        return sum(each.duration_us for each in self.kernels if known(each)) / total if total else 0.0
+        own_us = sum(each.duration_us for each in self.kernels if known(each))
+        return own_us / self.total_us if self.total_us else 0.0
 
+    @cached_property
     def by_step(self) -> dict[str | None, list[Kernel]]:
         """Step → its kernels and transfers, in the order they started."""
         found: dict[str | None, list[Kernel]] = {}

@@ -79,7 +79,7 @@ def overlap_of(kernels: Iterable[Kernel]) -> Overlap:
 
 def hidden_ms(profile: KernelProfile) -> float:
     """Milliseconds per step of communication while something is computed."""
-    hidden = (overlap_of(own).hidden for own in profile.by_step().values())
+    hidden = (overlap_of(own).hidden for own in profile.by_step.values())
     return sum(map(length, hidden)) / profile.steps / 1e3
 
 

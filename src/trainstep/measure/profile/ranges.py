@@ -8,14 +8,18 @@ compiled code, as one. Steps run through the same stopwatch as without a profile
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import os
 import re
+import shutil
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, Literal
 
 import torch
@@ -185,16 +189,21 @@ def profiler_of_steps(steps: int, trace: Path, *, on_gpu: bool, shapes: bool) ->
     if not on_gpu:  # torch 2.13's profiler says on stderr when it starts and stops; where a GPU is, it may say more
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
+    # acc_events=True would silence it, but makes an object of each event, which took most of a large step's profile.
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # of earlier cycles: there is one
+
     def export(done: profile) -> None:
-        with aside(trace) as draft:
-            done.export_chrome_trace(str(draft))
+        # torch would pack it line by line, which takes three times as long.
+        with aside(trace) as draft, NamedTemporaryFile(suffix=".json") as plain:
+            done.export_chrome_trace(plain.name)
+            with open(plain.name, "rb") as text, gzip.open(draft, "xb", 6) as packed:
+                shutil.copyfileobj(text, packed, 2**20)
 
     return profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
         schedule=schedule(wait=0, warmup=WARMUP, active=steps, repeat=1),
         record_shapes=shapes,
         experimental_config=_all_threads() if not on_gpu else None,
-        acc_events=True,  # there is one cycle; without it torch warns of others
         on_trace_ready=export,
     )
 

@@ -38,7 +38,7 @@ def profile_rows(
 
 
 def _middle_step(profile: KernelProfile) -> str | None:
-    names = list(profile.by_step())
+    names = list(profile.by_step)
     return names[len(names) // 2] if names else None
 
 
@@ -69,7 +69,7 @@ def summary_values(profile: KernelProfile) -> dict[str, Scalar]:
     values |= _top("step", step, profile)
     if forward:
         values |= {"matmul_share_forward": _matmul_share(forward)} | _top("forward", forward, profile)
-    if found := gaps(profile.by_step().get(_middle_step(profile), [])):
+    if found := gaps(profile.by_step.get(_middle_step(profile), [])):
         values |= {
             "gaps": len(found),
             "gaps_ms": sum(gap.duration_us for gap in found) / 1e3,
@@ -98,7 +98,7 @@ def _copies(profile: KernelProfile) -> dict[str, Scalar]:
             (each for each in own if each.family == TRANSFER),
             (each for each in own if each.family not in (TRANSFER, "communication")),
         )
-        for own in profile.by_step().values()
+        for own in profile.by_step.values()
     )
     told = [each for each in moved if re.search(r"(?i)pinned|pageable", each.name)]
     to_host = [each for each in moved if re.search(r"DtoH|D2M|Device-to-Host|DeviceToHost", each.name)]
@@ -113,7 +113,7 @@ def _copies(profile: KernelProfile) -> dict[str, Scalar]:
 
 def busy_ms(profile: KernelProfile, phase: str | None = None) -> float:
     """Milliseconds per step in which at least one kernel or transfer ran: of any phase, or of the one named."""
-    steps = profile.by_step().values()
+    steps = profile.by_step.values()
     own = ([each for each in step if phase in (None, each.phase)] for step in steps)
     return sum(map(busy_us, own)) / profile.steps / 1e3
 
@@ -158,7 +158,7 @@ def _top(where: str, kernels: Sequence[Kernel], profile: KernelProfile) -> dict[
         f"top_{where}_kernel_family": by_name[first][0].family,
         f"top_{where}_kernel_calls": calls[first] / profile.steps,
         f"top_{where}_kernel_ms": profile.per_step_ms(by_name[first]),
-        f"top_{where}_kernel_share": _us(by_name[first]) / _us(kernels),
+        f"top_{where}_kernel_share": _share(by_name[first], kernels),
         f"most_called_{where}_kernel": short_name(most_called),
         f"most_called_{where}_kernel_calls": calls[most_called] / profile.steps,
     }
@@ -170,11 +170,12 @@ def rates(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
     moved = {each.call: each.bytes for each in kernels if each.bytes}
     both = flops.keys() & moved.keys()
     bytes_of_both = sum(moved[call] for call in both)
+    computing, moving = (_us(each for each in kernels if each.call in calls) for calls in (flops, moved))
     return {
         "tflop": sum(flops.values()) / steps / 1e12 if flops else None,
         "gb": sum(moved.values()) / steps / 1e9 if moved else None,
-        "tflops": sum(flops.values()) / _us(each for each in kernels if each.call in flops) / 1e6 if flops else None,
-        "gb_s": sum(moved.values()) / _us(each for each in kernels if each.call in moved) / 1e3 if moved else None,
+        "tflops": sum(flops.values()) / computing / 1e6 if computing else None,
+        "gb_s": sum(moved.values()) / moving / 1e3 if moving else None,
         "flop_per_byte": sum(flops[call] for call in both) / bytes_of_both if bytes_of_both else None,
     }
 
@@ -237,7 +238,7 @@ def _kernels(profile: KernelProfile, own: Mapping[str, Any]) -> Iterator[KernelR
             family=family,
             operator=max(operators, key=lambda each: _us(operators[each])),
             mean_us=measured["ms"] * 1e3 / measured["calls"] if measured["calls"] else None,
-            share=None if family == TRANSFER else _share(group, profile.kernels),
+            share=None if family == TRANSFER or not profile.total_us else _us(group) / profile.total_us,
             **measured,
             full_name=name if short_name(name) != name else None,
         )
@@ -250,7 +251,7 @@ def timeline_values(
 
     Where there are more than `longest` bars, short neighbours are drawn as one, and the values say so.
     """
-    kernels = profile.by_step().get(step, [])
+    kernels = profile.by_step.get(step, [])
     bars, shortest_us = _fitted([_Bar(each) for each in kernels], longest)
     start = min((bar.start for bar in bars), default=0.0)
     series: dict[str, Sequence[Scalar]] = {

@@ -225,6 +225,7 @@ class _Places:
     def __init__(self, ranges: Sequence[Range]) -> None:
         self._ranges = ranges
         self._parents = parents_of(ranges)
+        self._starts = [(each.thread, each.start) for each in ranges]
         self._places = [Attribution()] * len(ranges)
         # The operator that made the node of a sequence number. Numbers are each thread's own, so what a thread makes
         # inside nodes, as backward recomputes, stands apart.
@@ -237,7 +238,7 @@ class _Places:
 
     def at(self, thread: Thread, time: float) -> Attribution:
         """The place of the innermost range; nothing is known where the thread had none open."""
-        position = bisect.bisect_right(self._ranges, (thread, time), key=lambda each: (each.thread, each.start)) - 1
+        position = bisect.bisect_right(self._starts, (thread, time)) - 1
         index = position if position >= 0 and self._ranges[position].thread == thread else None
         while index is not None and self._ranges[index].end <= time:
             index = self._parents[index]
