@@ -85,7 +85,7 @@ def test_an_interrupted_command_goes_on_where_it_was(monkeypatch, tmp_path):
     assert [(case["what"], case["called"], case["rounding"]) for case in found["cases"]] == [
         (what, True, 4.0) for what in "abc"
     ]
-    assert found["environment"]["commit"] == "0123456789"
+    assert found["environments"]["step"]["commit"] == "0123456789"
     assert list((tmp_path / "results").iterdir()) == []
 
 

@@ -188,7 +188,7 @@ Case = Mapping[str, Any]
 def planted() -> tuple[list[Case], str]:
     """What `python -m tools.trust.planted` kept, and where it ran."""
     found = kept("planted.json")
-    return found["cases"], where([StepRow(environment=found["environment"])])
+    return found["cases"], where([StepRow(environment=each) for each in found["environments"].values()])
 
 
 def is_large(case: Case) -> bool:

@@ -1,7 +1,7 @@
 """`python -m tools.trust.planted`: check all injected bugs and all right variants, and keep docs/results/planted.json.
 
 Rows are written to results/ as they come, so that a command that was interrupted goes on where it was, at the same
-commit. With names of judges it asks those alone, so that several processes share the work; the last one keeps it.
+commit. With names of judges it asks those alone, and what the others said, and at which commit, stays.
 
 How large a wrong is, is told apart from whether it is caught: in bf16 it is what the wrong does in float32, where
 rounding does not blur it, over half of bf16's budget, which is the most that bf16's own roundings did. None stands for
@@ -167,7 +167,7 @@ def commands() -> Iterator[Case]:
     for name in list(WRONG)[::SOME]:
         planted = step.in_bf16_alone(WRONG[name])
         some.append((name, planted.source(), BASE, planted.change, True))
-    some += [(name, *RIGHT[name], False) for name in list(RIGHT)[::SOME]]
+    some += [(name, *RIGHT[name], False) for name in list(right.RIGHT)[::SOME]]
     for judge, refuses in {"ladder": climbed, "bench step": benched}.items():
         for what, source, config, change, is_wrong in some:
             precision = dataclasses.replace(config, **change).precision.removesuffix("-pure")
@@ -256,17 +256,24 @@ def main(*judges: str) -> None:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 file.flush()
                 print(f"{number}/{len(cases)}", *row.values(), sep=" | ", flush=True)
-    rows = _rows(partial)
+    kept = json.loads(KEPT.read_text("utf-8")) if KEPT.exists() else {"environments": {}, "cases": []}
+    rows = _by_key(kept["cases"]) | _rows(partial)
     if missing := [case for case in cases if case.key not in rows]:
         print(f"{len(missing)} of {len(cases)} are not judged yet, by {', '.join({case.judge for case in missing})}")
         return
+    judged = {case.judge for case in cases if not judges or case.judge in judges}
+    environments = kept["environments"] | dict.fromkeys(judged, environment)
     lines = ",\n".join(json.dumps(rows[case.key], ensure_ascii=False) for case in cases)
-    KEPT.write_text(f'{{"environment": {json.dumps(environment)},\n"cases": [\n{lines}\n]}}\n', encoding="utf-8")
+    about = json.dumps(environments)
+    KEPT.write_text(f'{{"environments": {about},\n"cases": [\n{lines}\n]}}\n', encoding="utf-8")
     partial.unlink()
 
 
 def _rows(partial: Path) -> dict[tuple[str, ...], dict[str, Any]]:
-    rows = [json.loads(line) for line in partial.read_text("utf-8").splitlines()]
+    return _by_key([json.loads(line) for line in partial.read_text("utf-8").splitlines()])
+
+
+def _by_key(rows: list[dict[str, Any]]) -> dict[tuple[str, ...], dict[str, Any]]:
     return {(row["judge"], row["what"], row["setting"]): row for row in rows}
 
 
