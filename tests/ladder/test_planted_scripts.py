@@ -16,7 +16,15 @@ from trainstep.ladder.single import Script
 from trainstep.observe.copying import Copies
 
 SCRIPTS = tomllib.loads((Path(planted.__file__).parent / "scripts.toml").read_text())
-SOME = "a module's halved", "left on in", "statistics: move", "no best model", "a function for", "inference"
+SOME = (
+    "a module's halved",
+    "left on in",
+    "statistics: move",
+    "returns zeros",
+    "a dict's decays",
+    "drawn by torch",
+    "foreach",
+)
 
 
 def judge_of(text, folder, patch):

@@ -11,9 +11,10 @@ rounding are allowed.
 An optimizer that gets the very gradients that it got before is held to its first update as well, at float32's
 tolerance (`check.updates`): what it does otherwise shows there long before it shows in the weights at the end.
 
-Buffers after the first pass and at the end are compared too (`check.buffers`), but not in fp16, where a pass that
-overflows moves them once more. The elements of dropout must be equal, and files that the script writes must be written
-again, where the script repeats them.
+What else a run shows (`ladder.trial.shown`) is compared as buffers are (`check.buffers`): buffers after the first pass
+and at the end, copies of the weights, and outputs in evaluation. In fp16 it is not, where a pass that overflows moves
+buffers once more. The modes of models' calls and the elements of dropout must be equal, and files that the script
+writes must be written again, where the script repeats them.
 
 Roundings grow as training goes on, and so do the differences of the random runs: losses are held against those at the
 same update, and weights at the end. Where rounding alone moves what is compared by half of itself, nothing can be held

@@ -34,7 +34,8 @@ from trainstep.observe.log import RankLog
 from trainstep.rows import ANOTHER_STEP, FINAL, PATCHED, ChangeRow
 from trainstep.rows.records import Times
 
-NOT_REPRODUCIBLE, EAGER = "not reproducible", "with the random numbers of eager code"
+NOT_REPRODUCIBLE = "not reproducible"
+EAGER, BY_INDICES = "with the random numbers of eager code", "with batches that draw by their indices"
 MOVED = ". It ran in a copy of the folder; --in-place runs it in the folder itself"
 MOST_ROUNDS = 3
 """Times that B A A B is run, at most."""
@@ -384,7 +385,9 @@ class ScriptRunner:
         """The fields of a row that say what was found; a budget that says nothing is left out."""
         columns = {name: value for name, value in found.columns().items() if not name.startswith("float32_")}
         drops = self.judge is not None and self.judge.reference.said.get(PROBABILITIES)
-        return columns | {"compared": ("without dropout" if drops else EAGER) if self.draws else None}
+        how = [("without dropout" if drops else EAGER)] * self.draws
+        how += [BY_INDICES] * bool(self.first and self.first.log.facts.get("draws_batches"))
+        return columns | {"compared": ", ".join(how) or None}
 
 
 def _found_places(made: Sequence[Change], taken: Taken) -> list[Change]:

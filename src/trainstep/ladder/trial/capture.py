@@ -29,6 +29,7 @@ from trainstep.check.buffers import NO_BUFFERS, Buffers, Watched, joined
 from trainstep.check.gradients import Gradients, dense
 from trainstep.check.parts import norm
 from trainstep.ladder.trial.in_memory import make_room
+from trainstep.ladder.trial.shown import Shown
 from trainstep.step.batches import tensors_of
 
 FILE = "captured"
@@ -54,7 +55,7 @@ class Captured:
     peak_gib: float | None  # on a GPU
     fixed_gib: float | None = None  # of it, what no batch changes: weights, their gradients, optimizers' states
     limit_gib: float | None = None  # what the process could have of the GPU's memory
-    shown: Buffers = NO_BUFFERS  # buffers at the first update and at the end, as values
+    shown: Buffers = NO_BUFFERS  # buffers at the first update and at the end, and what `shown.Shown` has
     said: Mapping[str, str] = field(default_factory=dict)  # what must be equal, in words: the modes of calls, dropout
     files: frozenset[str] = frozenset()  # names of those that it wrote into its copy of the folder
 
@@ -88,6 +89,7 @@ class Capture:
         self._by_optimizer: dict[int, list[str]] = {}  # optimizer's place → names whose first update is not over
         self._checksum = hashlib.blake2b(digest_size=DIGEST)
         self._is_finished = False
+        self.shown = Shown()
         self.took_s = 0.0
         """Seconds of copying and writing so far."""
 
@@ -150,7 +152,7 @@ class Capture:
             known = {id(each): each for root in self.roots for each in root.parameters()}
             known |= {id(each): each for each in named.values()}
             numbers = sum(_own(each.detach()).numel() for each in known.values())  # other optimizers may come
-            make_room(folder / FILE, len(GROUPS) * torch.float32.itemsize * numbers)
+            make_room(folder / FILE, (len(GROUPS) + 2) * torch.float32.itemsize * numbers)
             self._file = TensorFile(folder / FILE)
             self._buffers = [each.changes(" in the first update") for each in self._watched]
         scale = getattr(optimizer, "grad_scale", None)  # fused ones take it off themselves
@@ -166,6 +168,7 @@ class Capture:
                 self._checksum.update(digest)
         self._first_moved |= self._file.add(FIRST_MOVED, shapes)
         self._by_optimizer[len(self._seen) - 1] = list(named)
+        self.shown.hold(self.roots, self._initial, self._no_copies())
 
     def finish(self, updates: int, said: Mapping[str, str] = {}) -> None:
         """The script ends after so many updates; `said` must be equal in other runs."""
@@ -176,7 +179,7 @@ class Capture:
             self._see_first_update(place)
         assert self._file is not None, "an optimizer was seen"
         ended = [each.changes(" at the end") for each in self._watched]
-        shown = joined([*self._buffers, *ended])
+        shown = joined([*self._buffers, *ended, self.shown.found(self.roots, self._initial, self._no_copies())])
         _add(self._file, BEFORE, shown.before)
         _add(self._file, AFTER, shown.after)
         sizes = {name: norm(before) for name, (_, before) in self._initial.items()}
@@ -186,7 +189,7 @@ class Capture:
         losses = [math.fsum(float(each) for each in update) for update in self._losses]
         own = {"loss": losses[0] if losses else math.nan, "weights": self._checksum.hexdigest(), "losses": losses}
         own |= {"unchanged": sorted(shown.unchanged), "modules": sorted(shown.modules)}
-        own |= {"sizes": sizes, "updates": updates, "said": said}
+        own |= {"sizes": sizes, "updates": updates, "said": {"calls of models": self.shown.modes, **said}}
         self._file.finish(own | self._memory())
         self.took_s += time.monotonic() - start
 
@@ -213,6 +216,11 @@ class Capture:
                 yield value.grad.detach()
         for optimizer in self._seen:  # most keep a dict for each parameter, some a tensor for all
             yield from tensors_of(list(optimizer.state.values()))
+
+    def _no_copies(self) -> list[Tensor]:
+        """Tensors that are no copies of the weights: of training, and of this."""
+        own = [*self._first_moved.values(), *(before for _, before in self._initial.values())]
+        return [*self._kept(), *own, *(value for each in self._watched for value in each.before.values())]
 
     def _see_first_update(self, place: int) -> None:
         """An optimizer steps again, or will no more."""

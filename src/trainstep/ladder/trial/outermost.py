@@ -1,8 +1,9 @@
-"""The outermost training calls of a script's models, seen before they run.
+"""The outermost calls of a script's models: the first training call before it runs, and each when it is over.
 
-There a change to a model is made from outside, since the script has built it by then and has not used it yet.
-`nn.Module.__call__` is replaced until a few updates are done, and put back while an outermost call is under way. So
-what is compiled inside never sees this.
+Before the first call a change to a model is made from outside, since the script has built it by then and has not used
+it yet. `nn.Module.__call__` is replaced until a few updates are done, and put back while an outermost call is under
+way. So what is compiled inside never sees this. Where calls are told of, a model that is put into evaluation mode has
+it replaced again, until the next update.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ from torch import nn
 
 
 class Outermost:
-    """Calls each of `on_first` with a model that is about to be called in training for the first time."""
+    """Calls each of `on_first` with a model that is about to be called in training for the first time.
 
-    def __init__(self) -> None:
+    Args:
+        on_over: called with a module and its results when an outermost call is over.
+    """
+
+    def __init__(self, on_over: Callable[[nn.Module, Any], object] | None = None) -> None:
         self.on_first: list[Callable[[nn.Module], object]] = []
+        self._on_over = on_over
         self.draws = False
         """True if a call in training drew random numbers of torch."""
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -43,6 +49,8 @@ class Outermost:
                 states = [] if self.draws or not module.training else _states()
                 results = original(module, *args, **kwargs)
                 self.draws |= bool(states) and not all(map(torch.equal, states, _states()))
+                if self._on_over is not None:
+                    self._on_over(module, results)
                 return results
             finally:
                 self._is_within = False
@@ -55,6 +63,16 @@ class Outermost:
             return outermost(*args, **kwargs)
 
         self._put(looking)
+        if self._on_over is not None:
+            train = nn.Module.train
+
+            def switched(module: Any, mode: bool = True) -> Any:
+                if not mode:
+                    self._is_on = True
+                    self._put(looking)
+                return train(module, mode)
+
+            nn.Module.train = switched  # type: ignore[assignment, method-assign]
 
     def remove(self) -> None:
         """Look no longer."""

@@ -63,13 +63,16 @@ class Trial:
         import torch
 
         from trainstep.ladder.trial.capture import Capture
+        from trainstep.ladder.trial.drawn import draw_by_indices
         from trainstep.ladder.trial.outermost import Outermost
         from trainstep.ladder.trial.settings import Settings
 
         torch.manual_seed(self._task["seed"])
+        draw_by_indices(self._task["seed"], lambda: self._log.write_from_child("facts", {"draws_batches": True}))
         captured = self._task["captured"]
         self._capture = Capture(None if captured is None else Path(captured))
-        self._outermost, self._settings = Outermost(), Settings()
+        self._outermost = Outermost(None if captured is None else self._see_call)
+        self._settings = Settings()
         self.on_first_call = self._outermost.on_first
         self.on_first_call += [self._see_model, self._settings.see_model]
         if self._task["without_dropout"]:
@@ -91,6 +94,8 @@ class Trial:
         self._finder, self._hooks = session.finder, session.hooks
         self._hooks.before_update = self._update_begins
         self._hooks.on_loss = self._see_loss
+        leave = [self.finish, session.on_stop]  # while the frames are there that hold copies of the weights
+        session.on_stop = lambda: [each() for each in leave]
 
     def finish(self) -> None:
         """The script ends."""
@@ -114,6 +119,10 @@ class Trial:
     def _see_model(self, module: Any) -> None:
         with self._hooks.aside():
             self._capture.see_model(module)
+
+    def _see_call(self, module: Any, results: Any) -> None:
+        with self._hooks.aside():
+            self._capture.shown.see_call(module, results)
 
     def _see_loss(self, tensors: Any) -> None:
         self._capture.see_loss(tensors)

@@ -159,7 +159,7 @@ ERRORS = Definition(
         _limit("Updates", "update_error"),
         _limit("Losses", "losses_error"),
         _limit("Weights at the end", "moved_error"),
-        _limit("Buffers", "shown_error"),
+        _limit("Buffers, copies, evaluation", "shown_error"),
         Column("Used at most", _most_used),
         columns.value("Compared", "compared"),
     ],
