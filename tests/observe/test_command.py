@@ -306,9 +306,8 @@ def test_what_is_compiled_in_the_step_that_is_recorded_runs_as_it_is_written(tmp
 
 def test_a_script_that_compiles_its_step_is_judged(tmp_path):
     """Roundings are drawn under a mode in which torch compiles nothing, and raises where it must."""
-    words = ["--ladder", "--cwd-copy", "--steps", "4", "--changes", "bf16 autocast"]
+    words = ["--ladder", "--steps", "4", "--changes", "bf16 autocast"]
     ended, rows = run_command(tmp_path, *words, "python", SCRIPTS / "compiled_step.py", cwd=tmp_path)
-    assert "--cwd-copy is the default now, and --in-place the opposite" in sentences(ended)
     assert "Each run has a copy of this folder" in sentences(ended)
     assert ended.returncode == 0, ended.stderr
     baseline, other = of_kind(rows, ChangeRow)

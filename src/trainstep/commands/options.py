@@ -43,7 +43,7 @@ def parse_as(commands: Any, words: Sequence[str]) -> Common:
     Raises SystemExit after --help, which was printed; UsageError for other words that name no command and its flags.
     """
     options: Any = {"prog": "trainstep", "description": DESCRIPTION, "config": (OmitArgPrefixes, DisallowNone)}
-    given, told = [_renamed(word) for word in words if not _is_default(word)], io.StringIO()
+    given, told = [_renamed(word) for word in words], io.StringIO()
     try:
         with contextlib.redirect_stderr(told):
             parsed, unknown = tyro.cli(commands, args=given, return_unknown_args=True, **options)
@@ -96,11 +96,8 @@ OF_SCRIPTS = {"ladder": ["--ladder"], "memory": ["--deep"], "profile": ["--deep"
 RENAMED = {"rungs": "changes"}
 """Flags of the version before → today's; the old names are accepted for this version."""
 
-DEFAULTS = {"cwd-copy": "in-place"}
-"""Flags of the version before that are the default today → the flag for the opposite."""
-
-
 GONE = {
+    "cwd-copy": "a ladder works in a copy of the folder; --in-place asks for the folder itself",
     "executor": "a sweep runs where it is started; on Slurm give its command to sbatch (docs/sweep.md)",
     "measure": "analyze measures rates for --calibration, and bench step a whole step",
     "nsys": "profile --nvtx runs under nsys profile, and --from reads its export (docs/profile.md)",
@@ -108,14 +105,6 @@ GONE = {
     "samples": "train writes no text",
 }
 """Flags that no command has any more → what to do instead."""
-
-
-def _is_default(word: str) -> bool:
-    name = word.removeprefix("--")
-    if is_default := name in DEFAULTS and word.startswith("--"):
-        text = f"trainstep: {word} is the default now, and --{DEFAULTS[name]} the opposite; the next version refuses it"
-        say(text, to_stderr=True)
-    return is_default
 
 
 def _renamed(word: str) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from trainstep.ladder.changes import attention, checkpointing, compiling, layout, loaders, optimizer, precision
+from trainstep.ladder.changes import attention, checkpointing, compiling, loaders, optimizer, precision
 from trainstep.ladder.changes.debugging import without_debugging
 
 
@@ -161,15 +161,6 @@ def test_autocast_is_around_the_model_and_results_are_float32(trial):
     result = model(torch.ones(2, 4))
     assert seen == [torch.bfloat16]
     assert (result["y"].dtype, result["n"][0].dtype, result["n"][1]) == (torch.float32, torch.float32, 3)
-
-
-def test_channels_last_leaves_parameters_where_optimizers_have_them(trial):
-    layout.channels_last(trial)
-    model = nn.Conv2d(3, 4, 3)
-    before = model.weight
-    trial.sees(model)
-    assert model.weight is before
-    assert model.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_what_is_compiled_is_compiled_once_for_any_size(trial, monkeypatch):

@@ -13,8 +13,7 @@ SETTINGS = {
     "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False, "batch_size": 2}],
     "optimizers": [{"fused": False, "foreach": False, "file": "train.py"}],
     "models": [
-        {"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "convolutions": 1, "is_channels_last": False}
-        | {"is_whole_compiled": False},
+        {"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "is_whole_compiled": False},
     ],
     "checkpoints": False,
     "recompiles": True,
@@ -45,11 +44,9 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(change):
         ("compiled model", {"models": [{"is_compiled": True}]}, "sets it itself"),
         *(
             (rung, {"models": []}, "no call of a model was seen outside of compiled code")
-            for rung in ("bf16 autocast", "compiled model", "compiled blocks", "checkpointed blocks", "channels last")
+            for rung in ("bf16 autocast", "compiled model", "compiled blocks", "checkpointed blocks")
         ),
         ("compiled blocks", {"models": [{"blocks": 0}]}, "no repeated blocks"),
-        ("channels last", {"models": [{"convolutions": 0}]}, "no convolutions"),
-        ("channels last", {"models": [{"convolutions": 1, "is_channels_last": True}]}, "sets it itself"),
         ("pinned memory", {"loaders": [{"pin_memory": True}]}, "sets it itself: pin_memory=True"),
         ("pinned memory", {"on_gpu": False}, "needs a GPU"),
         ("loader workers", {"loaders": []}, "makes no DataLoader"),

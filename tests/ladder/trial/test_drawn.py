@@ -46,12 +46,8 @@ class Data(Dataset):
 
 
 def states():
-    return (
-        random.getstate(),
-        torch.get_rng_state().tolist(),
-        numpy.random.get_state()[1].tolist(),
-        str(OWN.bit_generator.state),
-    )
+    own, shared = str(OWN.bit_generator.state), numpy.random.get_state()[1].tolist()
+    return random.getstate(), torch.get_rng_state().tolist(), shared, own
 
 
 @pytest.mark.parametrize("what", DRAWS)

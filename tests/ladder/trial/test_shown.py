@@ -15,21 +15,14 @@ def test_calls_are_told_by_their_mode_and_outputs_of_those_in_evaluation_are_kep
     monkeypatch.setattr(shown, "MOST_CALLS", 2)
     monkeypatch.setattr(shown, "MOST_ELEMENTS", 4)
     model, found = nn.Linear(2, 3), Shown()
-    for training, has_gradients, size in (
-        (True, True, 9),
-        (True, True, 9),
-        (True, False, 1),
-        (False, True, 3),
-        (False, False, 2),
-    ):
+    calls = [(True, True, 9), (True, True, 9), (True, False, 1), (False, True, 3), (False, False, 2)]
+    for training, has_gradients, size in calls:
         model.train(training)
         with torch.set_grad_enabled(has_gradients):
             found.see_call(model, {"logits": model(torch.ones(size, 2)), "ids": torch.arange(3)})
     found.see_call(nn.MSELoss(), torch.ones(1))
-    assert (
-        found.modes
-        == "2 in training, 1 in training without gradients, 1 in evaluation, 1 in evaluation without gradients"
-    )
+    modes = "2 in training, 1 in training without gradients, 1 in evaluation, 1 in evaluation without gradients"
+    assert found.modes == modes
     kept = found.found([], {}, [])
     own = model(torch.ones(1, 2)).detach()[0]
     assert list(kept.after) == ["output 1 of evaluation call 1", "output 1 of evaluation call 2"]

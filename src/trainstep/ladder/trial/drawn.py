@@ -7,6 +7,7 @@ first batch drew nothing from.
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import sys
@@ -86,8 +87,5 @@ def _generator(value: Any) -> Generator | None:
         return value.get_state, value.set_state, value.seed
     if (bits := getattr(value, "bit_generator", None)) is None:
         return None
-
-    def put(state: Any) -> None:
-        bits.state = state
-
+    put = functools.partial(setattr, bits, "state")
     return lambda: bits.state, put, lambda seed: put(type(bits)(seed).state)

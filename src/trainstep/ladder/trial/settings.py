@@ -30,7 +30,6 @@ CHECKPOINTS = (
 name."""
 ATTENTION, DROPPING = "ScaledDotProduct", ", dropping"
 """In the name of every node of scaled_dot_product_attention's backward; what is added where it drops some."""
-CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
 
 
 class Settings:
@@ -63,12 +62,9 @@ class Settings:
 
     def see_model(self, module: nn.Module) -> None:
         """A model is about to be called for the first time, before anything about it is changed."""
-        frame = sys._getframe(1)
-        place = place_of_call(frame)
+        place = place_of_call(sys._getframe(1))
         self._roots.append(module)
         weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        convolutions = [part.weight for part in module.modules() if isinstance(part, CONVOLUTIONS)]
-        parts = list(module.modules())
         self._models.append(
             {
                 "class": type(module).__name__,
@@ -76,14 +72,10 @@ class Settings:
                 "line": place.line,
                 "device": weights[0].device.type,
                 "dtypes": sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}),
-                "is_compiled": any(map(is_compiled, parts)),
+                "is_compiled": any(map(is_compiled, module.modules())),
                 "is_whole_compiled": any(map(is_compiled, (module, getattr(module, "module", None)))),
                 "floats": None,
                 "blocks": len(find_blocks(module)),
-                "convolutions": len(convolutions),
-                "is_channels_last": bool(convolutions)
-                and all(weight.is_contiguous(memory_format=_last(weight)) for weight in convolutions)
-                and not all(weight.is_contiguous() for weight in convolutions),
             }
         )
         model = self._models[-1]
@@ -207,7 +199,3 @@ def _floats(results: Any) -> list[bool] | None:
     if not any(isinstance(each, torch.Tensor) for each in several):
         return None
     return [isinstance(each, torch.Tensor) and each.is_floating_point() for each in several]
-
-
-def _last(weight: torch.Tensor) -> torch.memory_format:
-    return torch.channels_last if weight.dim() == 4 else torch.channels_last_3d

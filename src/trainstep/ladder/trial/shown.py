@@ -47,11 +47,9 @@ class Shown:
         """The outermost call of a module is over. Blocks that backward computes again are no such calls."""
         if torch._C._current_graph_task_id() >= 0 or next(module.parameters(), None) is None:
             return
-        is_trained = module.training and torch.is_grad_enabled()
-        self._modes.append(
-            ("training" if module.training else "evaluation") + " without gradients" * (not torch.is_grad_enabled())
-        )
-        if is_trained or self._kept == MOST_CALLS:
+        mode = "training" if module.training else "evaluation"
+        self._modes.append(mode if torch.is_grad_enabled() else f"{mode} without gradients")
+        if self._modes[-1] == "training" or self._kept == MOST_CALLS:
             return
         self._kept += 1
         floats = [each.detach() for each in tensors_of(results) if each.is_floating_point()]
