@@ -260,8 +260,11 @@ class Session:
         self.log.write("facts", {"noted": self.finder.noted})
 
     def _tag_settings(self) -> None:
-        """Note settings that are on in the step under way, and the first time the files that may set them."""
-        for name in settings_on(self.hooks.roots.called()):
+        """Note settings that are on in the step under way, and the first time the files that may set them.
+
+        In a deep run the profiler is ours.
+        """
+        for name in set(settings_on(self.hooks.roots.called())) - ({"own-profiler"} if self.plan.is_deep else set()):
             if not self._has_files:
                 self._has_files = True
                 self.log.write("facts", {"files": user_files()})
