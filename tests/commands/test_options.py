@@ -6,6 +6,7 @@ import math
 import pytest
 
 from trainstep.base.config import SIZES, StepConfig
+from trainstep.base.errors import UsageError
 from trainstep.bench.cases import AttentionCase
 from trainstep.commands.cli import main, parse
 from trainstep.train.config import TrainConfig
@@ -94,5 +95,5 @@ def test_a_flag_with_or_without_a_value():
     assert parse(["memory", "--fit"]).fit == ""
     assert parse(["memory", "--fit", "--compare"]).fit == ""
     assert parse(["memory", "--fit", "65%", "--compare"]).fit == "65%"
-    with pytest.raises(SystemExit):
+    with pytest.raises(UsageError, match="expected one SIZE, or none"):
         parse(["memory", "--fit", "1GiB", "2GiB"])

@@ -98,7 +98,7 @@ def test_a_long_run_is_drawn_in_points_of_several_updates(tmp_path):
     [
         ({"step": 1}, "rows that are not a training run's"),
         (OLD | {"step": 1, "since_start": 1, "loss": "low"}, "rows that are not a training run's"),
-        (OLD | {"step": 1, "since_start": 1, "loss": float("nan")}, "rows that are not a training run's"),
+        (OLD | {"step": 1, "since_start": 1, "loss": float("nan")}, "loss is nan; expected a finite number"),
         (OLD | {"step": 1, "since_start": 1, "start": 7}, "rows that are not a training run's"),
         (OLD | {"step": 1, "since_start": 1, "start": {"case": {"colour": 1}, "environment": {}}}, "not a training"),
         (OLD | {"step": 1, "since_start": 1, "ranks_own_ms": [[]]}, "not a training run's"),

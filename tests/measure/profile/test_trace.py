@@ -92,7 +92,7 @@ def cut(data):
         (b"[1, 2]", "no object with a list of traceEvents"),
         (cut(json.dumps(GPU).encode()), "cut short"),
         (cut(gzip.compress(json.dumps(GPU).encode(), mtime=0)), "cut short"),
-        (gzip.compress(json.dumps(GPU).encode(), mtime=0)[:-8] + b"damaged!", "damaged"),
+        (gzip.compress(json.dumps(GPU).encode(), mtime=0)[:-8] + b"damaged!", "CRC check failed"),
         (
             b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}',
             "the event k of category kernel at ts None has no 'ts'; expected events as torch.profiler's",
