@@ -6,27 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from tests.observe.measuring import measure
+from tests.observe.measuring import run_command
 from trainstep.report.page import Report
 from trainstep.report.subjects.run import HABITS, late_ranks
 from trainstep.rows.records import read_records
 
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 KINDS = tuple(f"script.{habit}" for habit in HABITS)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_on():
-    yield
-    torch.set_anomaly_enabled(False)
-    torch.use_deterministic_algorithms(False)
-    torch.compiler.reset()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.set_debug_level(dist.DebugLevel.OFF)
 
 
 def scripts(pattern="*.md"):
@@ -42,9 +29,10 @@ def scripts(pattern="*.md"):
 
 @pytest.mark.parametrize(("text", "ids"), scripts())
 def test_a_cause_is_found_with_its_line(text, ids, tmp_path):
+    """In a process of its own: what a script leaves on, another test would have."""
     path = tmp_path / "train.py"
     path.write_text(text)
-    _, rows = measure(path, tmp_path)
+    _, rows = run_command(tmp_path / "out", path, cwd=tmp_path)
     found = {each.id: each.sentence for each in Report(rows).findings if each.id in KINDS}
     assert list(found) == ids
     marked = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# here")]

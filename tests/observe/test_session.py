@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from tests.observe.measuring import DEEP, line_of, measure
+from tests.observe.measuring import DEEP, SCRIPTS, line_of, measure, run_command
 from trainstep.observe.beyond import COLLECTIVES
 from trainstep.observe.border import READS
 from trainstep.observe.loaders import Loaders
@@ -211,7 +211,10 @@ def test_closures_of_optimizers(tmp_path):
 
 
 def test_recompilations_with_their_reason(tmp_path):
-    log, rows = measure("compiled.py", tmp_path)
+    """In a process of its own, as dynamo counts all that a process compiles."""
+    ended, rows = run_command(tmp_path, SCRIPTS / "compiled.py")
+    log = read_log(log_path(tmp_path, 0))
+    assert ended.returncode == 0, ended.stderr
     (again,) = of_kind(rows, RecompilationRow)
     assert (again.line, again.compilations, again.last_step) == (line_of("compiled.py", "AGAIN"), 5, 5)
     assert "size" in again.why
