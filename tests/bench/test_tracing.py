@@ -179,6 +179,14 @@ class Batched(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD])
+def test_a_plan_for_a_gpu_updates_all_parameters_in_one_pass(optimizer):
+    """Some optimizers have such a pass and no fused form."""
+    source = source_of(lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), optimizer=optimizer)
+    _, names = kept(source)
+    assert any(each.startswith("aten::_foreach_") for each in names)
+
+
 def test_a_plan_for_a_gpu_keeps_dropout_by_bytes_and_norms_in_float32():
     elements = 8 * 16
     saved, _ = kept(source_of(lambda: nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1))))

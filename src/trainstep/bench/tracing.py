@@ -176,7 +176,7 @@ def _traced_eagerly(
     with inside():
         step = TrainingStep(workload, config)
         for group in [] if stays_here else step.optimizer.param_groups:
-            if group.get("foreach", False) is None and not group["fused"]:
+            if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # torch's default on a GPU
     step.scaler = None if fakes is not None else step.scaler  # it looks at values: whether a gradient is infinite
     warmup = WARMUP if fakes is None else 1  # with random depths, the step that `memory --peaks` would measure
