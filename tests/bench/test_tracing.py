@@ -132,6 +132,37 @@ def test_whole_numbers_that_code_looks_at_are_known_without_data(has_lengths):
     assert traced.peak == measure_peaks(source, CPU, "step").peak
 
 
+class Placed(nn.Module):
+    """Blocks that are told the positions of their elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Place() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, torch.arange(len(x)))
+        return x
+
+
+class Place(nn.Linear):
+    def __init__(self):
+        super().__init__(16, 16)
+
+    def forward(self, x, positions):
+        return super().forward(x + positions[:, None]).pow(2)
+
+
+@pytest.mark.parametrize("how", [{}, {"precision": "bf16", "for_gpu": True}], ids=["here", "on a GPU"])
+@pytest.mark.parametrize("policy", ["every-1", "selective"])
+def test_blocks_that_know_positions_are_checkpointed_without_data(policy, how):
+    """What checkpointing compares of them has its data too, and what runs again has the same operators."""
+    config = StepConfig(device="cpu", checkpointing=policy, precision=how.get("precision", "fp32"))
+    traced = trace_step(source_of(Placed), config, for_gpu=bool(how))
+    assert "without data" in traced.basis
+    assert how or traced.peak == measure_peaks(source_of(Placed), config, "step").peak
+
+
 class Attends(nn.Module):
     """Attention with dropout, of 4 heads, and of a mask where it has one."""
 
@@ -149,8 +180,8 @@ def kept(source, **how):
     traced = trace_step(source, StepConfig(device="cpu", **how), for_gpu=True)
     assert "without data, with CUDA kernels" in traced.basis
     plain = trace_step(source, StepConfig(device="cpu", **how))
-    names = {each.name for each in traced.operators}
-    return max(each.other for each in plain.moments["loss"]) - max(each.other for each in traced.moments["loss"]), names
+    own, ours = (max(each.other for each in one.moments["loss"]) for one in (plain, traced))
+    return own - ours, {each.name for each in traced.operators}
 
 
 @pytest.mark.parametrize(
@@ -159,7 +190,7 @@ def kept(source, **how):
         (Attends, "fp32", "efficient"),
         (Attends, "bf16", "flash"),
         (lambda: Attends(torch.ones(64, 64).tril() > 0), "bf16-pure", "efficient"),
-        (lambda: Batched(nn.TransformerEncoderLayer(16, 4, 16, batch_first=True)), "fp32", "efficient"),
+        (lambda: nn.TransformerEncoderLayer(16, 4, 16, batch_first=True), "fp32", "efficient"),
     ],
     ids=["fp32", "bf16", "mask", "layer"],
 )
@@ -170,27 +201,16 @@ def test_a_plan_for_a_gpu_keeps_no_scores(make, precision, name):
     assert saved > 2 * 4 * 64 * 64 * (2 if "bf16" in precision else 4), "more than one matrix of scores"
 
 
-class Batched(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD])
 def test_a_plan_for_a_gpu_updates_all_parameters_in_one_pass(optimizer):
     """Some optimizers have such a pass and no fused form."""
-    source = source_of(lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), optimizer=optimizer)
-    _, names = kept(source)
+    _, names = kept(source_of(lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), optimizer=optimizer))
     assert any(each.startswith("aten::_foreach_") for each in names)
 
 
 def test_a_plan_for_a_gpu_keeps_dropout_by_bytes_and_norms_in_float32():
-    elements = 8 * 16
     saved, _ = kept(source_of(lambda: nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1))))
-    assert saved == 3 * elements, "a mask of booleans"
+    assert saved == 3 * (8 * 16), "a mask of booleans"
     saved, _ = kept(source_of(lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))), precision="bf16")
     assert saved < 0, "its input and its result in float32"
 

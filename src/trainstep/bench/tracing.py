@@ -23,7 +23,7 @@ from trainstep.base.config import StepConfig, StepMode
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.precision import PRECISIONS
 from trainstep.checkpointing.policies import policy_of
-from trainstep.measure.as_on_gpu import AsOnGpu
+from trainstep.measure.as_on_gpu import as_on_gpu
 from trainstep.measure.flops import counted_flops
 from trainstep.measure.outcome import Failure, attempt, one_line
 from trainstep.measure.step import WARMUP
@@ -45,19 +45,16 @@ class ShapesAlone(FakeTensorMode):
     Positions, labels and masks are few bytes, and code looks at them.
     """
 
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        without = super().__torch_dispatch__
         if not any(isinstance(each, FakeTensor) for each in given):
-            is_whole = bool(given) and not any(map(_has_fractions, given))  # else it may be large, and is tried without
-            made = func(*args, **kwargs) if is_whole else without(func, types, args, kwargs)
+            is_asked = "Tensor" not in str(func._schema).rpartition("->")[2]  # such as whether two are equal
+            is_known = bool(given) and (is_asked or not any(map(_has_fractions, given)))  # else it may be large
+            made = func(*args, **kwargs) if is_known else super().__torch_dispatch__(func, types, args, kwargs)
             if not any(_has_fractions(each) for each in tree_leaves(made) if isinstance(each, Tensor)):
-                return made if is_whole else func(*args, **kwargs)
-        return without(func, types, args, kwargs)
+                return made if is_known else func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _has_fractions(tensor: Tensor) -> bool:
@@ -88,12 +85,12 @@ def trace_step(
     policy = policy_of(config.checkpointing)
     if policy is not None and any(block.host for block in policy.blocks.values()):
         raise UnsupportedError("what goes to host memory cannot be traced; measure it (trainstep memory --peaks)")
-    fakes = ShapesAlone()
+    fakes = ShapesAlone(allow_non_fake_inputs=True)
     large = _without_room(source, config, fakes) if only_shapes else None
     try:
         if large is not None:
             return _traced(large, config, mode, fakes, _LARGE, for_gpu)
-        return _traced(source.build(config), config, mode, ShapesAlone(), _FAKE, for_gpu)
+        return _traced(source.build(config), config, mode, ShapesAlone(allow_non_fake_inputs=True), _FAKE, for_gpu)
     except Exception as error:  # whatever the model's own code raises when its tensors have no data
         of = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
         why = f"{of}{one_line(error, 120)}"
@@ -170,7 +167,7 @@ def _traced_eagerly(
 
     @contextmanager
     def inside() -> Iterator[None]:
-        with fakes or nullcontext(), nullcontext() if stays_here else AsOnGpu():
+        with fakes or nullcontext(), nullcontext() if stays_here else as_on_gpu():
             yield
 
     with inside():

@@ -1,15 +1,17 @@
 """Operators that torch chooses on a GPU, called on tensors without data where there is none: they keep other tensors.
 
 A CPU keeps scaled dot-product attention's scores where it has dropout, dropout's mask in the input's dtype, and norms
-and softmax under autocast in 16 bits. `AsOnGpu` calls what torch chooses on CUDA, as its registrations say
+and softmax under autocast in 16 bits. `as_on_gpu` calls what torch chooses on CUDA, as its registrations say
 (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`, `native/Dropout.cpp`, `autocast_mode.h`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -19,40 +21,40 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-_FLASH_HEAD_DIM = 256
-_IN_FLOAT32 = {
-    *(F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, torch.layer_norm, torch.group_norm),
-    *(torch.softmax, torch.log_softmax, torch.pow, torch.rsqrt, torch.exp, torch.log, torch.sum, torch.cumsum),
-    *(Tensor.softmax, Tensor.log_softmax, Tensor.pow, Tensor.rsqrt, Tensor.exp, Tensor.log, Tensor.sum, Tensor.cumsum),
-}
+_IN_FLOAT32 = "layer_norm group_norm softmax log_softmax cross_entropy pow rsqrt exp log sum cumsum"
 """Functions that autocast computes in float32 on CUDA, and not on a CPU; rarer ones are left out."""
 
 
-class AsOnGpu(TorchFunctionMode):
-    """Function mode that calls the operators of CUDA on fake tensors, which need no kernels.
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Inside, the operators of CUDA are called on fake tensors, which need no kernels.
 
-    A mode does not see what torch's functions in Python call, as `multi_head_attention_forward`; they look names up.
+    Functions are replaced where they are looked up, and a mode finds those that code holds. No mode is on where a
+    checkpointed block runs again in backward, nor in torch's own functions, as `multi_head_attention_forward`.
     """
+    with ExitStack() as stack:
+        for owner, name, own in _OWN:
+            stack.enter_context(mock.patch.object(owner, name, own))
+        stack.enter_context(_AsOnGpu())
+        yield
 
-    def __enter__(self) -> AsOnGpu:
-        for func, own in _OWN.items():
-            setattr(F, func.__name__, own)
-        return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *ended: object) -> None:
-        for func in _OWN:
-            setattr(F, func.__name__, func)
-        super().__exit__(*ended)  # type: ignore[no-untyped-call]
-
+class _AsOnGpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map(_in_float32, (args, kwargs))
-        return _OWN.get(func, func)(*args, **kwargs)
+        return _BY_FUNCTION.get(func, func)(*args, **kwargs or {})
 
 
-def _in_float32(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+def _in_float32(func: Callable[..., Any]) -> Callable[..., Any]:
+    def cast(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    @functools.wraps(func)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map(cast, (args, kwargs))
+        return func(*args, **kwargs)
+
+    return run
 
 
 def _attention(
@@ -70,9 +72,8 @@ def _attention(
         query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
     how: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if query.dim() != 4 or query.dtype == torch.float64:
-        how |= {"attn_mask": attn_mask, "enable_gqa": enable_gqa}
-        return _ATTENTION(query, key, value, **how)
-    if attn_mask is None and query.dtype.itemsize == 2 and query.shape[-1] <= _FLASH_HEAD_DIM:
+        return _ATTENTION(query, key, value, attn_mask, enable_gqa=enable_gqa, **how)
+    if attn_mask is None and query.dtype.itemsize == 2 and query.shape[-1] <= 256:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **how)[0]
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
     if attn_mask is not None:
@@ -85,10 +86,13 @@ def _attention(
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if inplace or not training or not 0 < p < 1:
-        return _DROPOUT(input, p, training, inplace)
-    return torch.native_dropout(input, p, True)[0]
+    is_fused = training and not inplace and 0 < p < 1
+    return torch.native_dropout(input, p, True)[0] if is_fused else _DROPOUT(input, p, training, inplace)
 
 
 _ATTENTION, _DROPOUT = F.scaled_dot_product_attention, F.dropout
-_OWN: dict[Any, Callable[..., Tensor]] = {_ATTENTION: _attention, _DROPOUT: _dropout}
+_OWN: list[tuple[Any, str, Any]] = [(F, "scaled_dot_product_attention", _attention), (F, "dropout", _dropout)]
+for _owner in (F, torch, Tensor):
+    _known = [name for name in _IN_FLOAT32.split() if hasattr(_owner, name)]
+    _OWN += [(_owner, name, _in_float32(getattr(_owner, name))) for name in _known]
+_BY_FUNCTION = {getattr(owner, name): own for owner, name, own in _OWN}
