@@ -27,7 +27,7 @@ from trainstep.base.schemes import SCHEMES
 from trainstep.check.reference import OWN_ARITHMETIC
 from trainstep.check.step import RIGHT_UNCOMPILED
 from trainstep.measure.environment import describe
-from trainstep.rows import CheckpointingRow, MemoryTimelineRow, ParallelRow, PeakRow, StepRow
+from trainstep.rows import MemoryTimelineRow, ParallelRow, PeakRow, StepRow
 from trainstep.rows.records import Row, of_kind
 
 COMPARED = "single,naive,flat,overlapped,bucketed-25,sharded-optimizer,fsdp,torch-ddp,torch-zero,torch-fsdp2"
@@ -38,7 +38,7 @@ COMMANDS = {
     "dtypes": "dtypes --precision fp32,bf16",
     "timeline": "memory --timeline",
     "residuals": "memory --residuals",
-    "checkpointing": "memory --checkpointing --policies none,every-1,selective --steps 2",
+    "checkpointing": "memory --peaks --mode step --policies none,every-1,selective",
     "peaks": "memory --peaks",
     "bench step": "bench step --precision fp32,bf16 --steps 3",
     "bench parallel": f"bench parallel --steps 2 --rounds 1 --scheme {COMPARED}",
@@ -70,7 +70,7 @@ def outcome(ended: Ended) -> dict[str, Any]:
             found.setdefault(what, {})[f"{row.scheme}: {row.reason}" if peers else str(row.reason)] = None
         elif (why := row.values.get("not_checked")) and why != PLAIN:
             found.setdefault("not checked", {})[str(why)] = None
-        if isinstance(row, PeakRow | CheckpointingRow) and abs(row.prediction_error or 0) > PREDICTED:
+        if isinstance(row, PeakRow) and abs(row.prediction_error or 0) > PREDICTED:
             found.setdefault("off", {})[f"predicted peak {row.prediction_error:+.1%}"] = None
     worst = next((each for each in WORST_FIRST if each in found), None)
     said = list(dict.fromkeys(text for texts in found.values() for text in texts))

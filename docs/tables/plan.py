@@ -42,7 +42,7 @@ from trainstep.plan.strategies import RESERVED_BYTES
 from trainstep.report import subjects
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, make_table, text_table
-from trainstep.rows import ChangeRow, CheckpointingRow, ParallelRow, PeakRow, PlanCheckRow, PlanFeedForwardRow, StepRow
+from trainstep.rows import ChangeRow, FitRow, ParallelRow, PeakRow, PlanCheckRow, PlanFeedForwardRow, StepRow
 from trainstep.rows.records import Row
 
 
@@ -115,7 +115,7 @@ CHECKED: Mapping[str, type[Row]] = {
     "h200-step-sizes": StepRow,
     "h200-analyze-2.7B": ChangeRow,
     "h200-memory": PeakRow,
-    "h200-checkpointing": CheckpointingRow,
+    "h200-checkpointing": FitRow,
 } | {
     f"h200-parallel{run}": ParallelRow
     for run in (

@@ -12,7 +12,7 @@ from trainstep import Workload
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.bench.allocations import allocation_records
 from trainstep.bench.dtypes import dtype_records
-from trainstep.bench.memory import checkpointing_records, peak_records
+from trainstep.bench.memory import peak_records
 from trainstep.bench.profile import profile_records
 from trainstep.bench.residuals import residual_records
 from trainstep.bench.step import StepCase, run_cases
@@ -25,6 +25,7 @@ from trainstep.step.workload import WorkloadSource, builtin_source
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 
 CONFIG = StepConfig(device="cpu")
+POLICIES = [StepConfig(device="cpu", checkpointing=name) for name in ("none", "every-1", "selective")]
 
 
 @torch.compile(fullgraph=True, dynamic=False)
@@ -92,14 +93,13 @@ def found(records):
 @pytest.mark.parametrize(
     "records",
     [
-        functools.partial(peak_records, configs=[CONFIG], modes=["forward", "step"]),
+        functools.partial(peak_records, configs=POLICIES, modes=["forward", "step"]),
         functools.partial(allocation_records, config=CONFIG),
         functools.partial(dtype_records, configs=[CONFIG]),
         functools.partial(residual_records, config=CONFIG),
-        functools.partial(checkpointing_records, config=CONFIG, names=["none", "every-1", "selective"], steps=1),
         functools.partial(profile_records, config=CONFIG, warmup=1, steps=1, profiled_steps=1),
     ],
-    ids=["peaks", "timeline", "dtypes", "residuals", "checkpointing", "profile"],
+    ids=["peaks", "timeline", "dtypes", "residuals", "profile"],
 )
 def test_every_instrument_measures_it(records):
     assert found(records(source()))

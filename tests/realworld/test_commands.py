@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.realworld import models
-from trainstep.base.config import StepConfig
+from trainstep.base.config import POLICIES, StepConfig
 from trainstep.bench.allocations import allocation_records
 from trainstep.bench.dtypes import dtype_records
-from trainstep.bench.memory import checkpointing_records
+from trainstep.bench.memory import peak_records
 from trainstep.bench.residuals import measure_compiled_block, measure_residuals
 from trainstep.bench.step import StepCase, run_cases
 from trainstep.report.subjects.memory import cache_findings
@@ -44,7 +44,9 @@ def test_memory_is_one_figure_however_it_is_looked_at(name: str) -> None:
     source = source_of(name)
     [step] = run_cases([StepCase(source, CONFIG, warmup=2, steps=1)], check=False)
     rows = list(allocation_records(source, CONFIG))
-    policies = list(checkpointing_records(source, CONFIG, ["none", "every-1", "selective"], steps=1))
+    policies = list(
+        peak_records(source, [dataclasses.replace(CONFIG, checkpointing=name) for name in POLICIES], ["step"])
+    )
     assert_measured([step, *rows, *policies])
     [timeline] = of_kind(rows, MemoryTimelineRow)
     assert step.peak_gib is not None

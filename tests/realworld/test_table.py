@@ -11,7 +11,7 @@ import measuring
 from measure_models import outcome, peaks_disagree
 from measuring import Ended, keep, run
 from trainstep.check.reference import OWN_ARITHMETIC
-from trainstep.rows import CheckpointingRow, MemoryTimelineRow, ParallelRow, PeakRow, StepRow
+from trainstep.rows import MemoryTimelineRow, ParallelRow, PeakRow, StepRow
 from trainstep.rows.records import Row, Status, write_whole
 
 
@@ -35,7 +35,7 @@ def wrong(scheme: str) -> ParallelRow:
         ([step("wrong", f"by 2 ({OWN_ARITHMETIC})")], "limit", [f"by 2 ({OWN_ARITHMETIC})"]),
         ([step(not_checked="out of memory: 3 GiB")], "not checked", ["out of memory: 3 GiB"]),
         ([PeakRow(prediction_error=0.04)], "right", []),
-        ([CheckpointingRow(checkpointing="none", prediction_error=-0.06)], "off", ["predicted peak -6.0%"]),
+        ([PeakRow(checkpointing="none", prediction_error=-0.06)], "off", ["predicted peak -6.0%"]),
         ([], "crashes", []),
     ],
 )

@@ -19,7 +19,7 @@ from trainstep.report.subjects.climbs import climbs, recommended_flags
 from trainstep.report.subjects.ladder import ERRORS
 from trainstep.report.subjects.steps import STEPS, analysed_step
 from trainstep.report.tables import make_table
-from trainstep.rows import CeilingRow, ChangeRow, CheckpointingRow, ParallelRow, StepRow, WorkloadRow, row_of
+from trainstep.rows import CeilingRow, ChangeRow, FitRow, ParallelRow, StepRow, WorkloadRow, row_of
 from trainstep.rows.records import Times, make_row
 
 SETTINGS = {"workload": "m", "precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach", "compile": "off",
@@ -241,7 +241,7 @@ def test_a_lower_precision_is_advised_where_there_is_one(precision, advised):
     [
         ("changes", partial(ChangeRow, change="bf16"), "bf16"),
         ("schemes", partial(ParallelRow, scheme="fsdp", world_size=2), "fsdp"),
-        ("policies", partial(CheckpointingRow, checkpointing="every-1"), "every-1"),
+        ("activations", partial(FitRow, form="every-1"), "every-1"),
         ("steps", partial(StepRow, workload="m", mode="forward"), "m"),
     ],
 )

@@ -86,11 +86,14 @@ def test_columns_are_the_kind_s():
         row_of("change", row.case, {})
 
 
-@pytest.mark.parametrize("kind", ["rung", "control", "script rung"])
-def test_a_ladder_of_an_earlier_version_ends_in_one_line_that_says_what_to_do(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "do"),
+    [("rung", "climb it"), ("control", "climb it"), ("script rung", "climb it"), ("checkpointing", "measure it")],
+)
+def test_a_kind_of_an_earlier_version_ends_in_one_line_that_says_what_to_do(tmp_path, kind, do):
     path = tmp_path / "results.jsonl"
     path.write_text(json.dumps({"kind": kind, "case": {"workload": "tiny"}}) + "\n")
-    with pytest.raises(UsageError, match=f"line 1: a row of kind '{kind}', which versions before .* climb it again"):
+    with pytest.raises(UsageError, match=f"line 1: a row of kind '{kind}', which versions before .* {do} again"):
         read_records(path)
 
 

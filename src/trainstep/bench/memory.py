@@ -1,27 +1,21 @@
-"""The peak memory of a step, predicted and measured: `trainstep memory --peaks` (phase by phase) and `--checkpointing`
-(with its time, policy by policy)."""
+"""`trainstep memory --peaks`: the peak memory of a step, phase by phase, predicted and measured."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-import torch
-
-from trainstep.base.config import POLICIES, StepConfig, StepMode
+from trainstep.base.config import StepConfig, StepMode
 from trainstep.base.errors import UnsupportedError
-from trainstep.base.stats import summarize
 from trainstep.bench.tracing import trace_step
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, MemoryPeaks
 from trainstep.measure.outcome import Failure, attempt, failed_row
-from trainstep.measure.step import WARMUP, case_columns, measure_step, memory_values, step_peaks
+from trainstep.measure.step import WARMUP, case_columns, memory_values, step_peaks
 from trainstep.plan.memory import PeakBytes, peak_bytes
 from trainstep.plan.traced import TracedStep
-from trainstep.rows import CheckpointingRow, PeakRow
+from trainstep.rows import PeakRow
 from trainstep.rows.records import Scalar, make_row
-from trainstep.step.blocks import find_blocks
 from trainstep.step.training_step import build_step
 from trainstep.step.workload import WorkloadSource, resolve_device
 
@@ -56,52 +50,6 @@ def peak_records(source: WorkloadSource, configs: Iterable[StepConfig], modes: S
             else:
                 values = memory_values(found) | _peak_values(predicted, found)
                 yield make_row(PeakRow, case, values, environment=environment)
-
-
-def default_policies(source: WorkloadSource, config: StepConfig) -> list[str]:
-    """Every policy that treats all blocks alike.
-
-    Raises:
-        UnsupportedError: the workload has no blocks.
-    """
-    if source.model is None and not find_blocks(source.build(config).module):
-        raise UnsupportedError(f"{source.name} has no blocks in an nn.ModuleList, so nothing to checkpoint by block")
-    return list(POLICIES)
-
-
-def checkpointing_records(
-    source: WorkloadSource,
-    config: StepConfig,
-    names: Sequence[str],
-    *,
-    memory_gib: float | None = None,
-    warmup: int = 2,
-    steps: int = 10,
-) -> Iterator[CheckpointingRow]:
-    """A row per policy, in the order given.
-
-    Args:
-        memory_gib: what the step may take, for naming the best policy; None: the GPU's memory, on a CPU no limit.
-    """
-    device = resolve_device(config.device)
-    environment = describe(device)
-    if memory_gib is None and device.type == "cuda":
-        memory_gib = torch.cuda.get_device_properties(device).total_memory / GIB
-    configs = [dataclasses.replace(config, checkpointing=name) for name in names]  # so that a wrong name costs no run
-    for each in configs:
-        case = case_columns(source, each) | {"checkpointing": each.checkpointing}
-        found = attempt(partial(measure_step, source, each, "step", warmup, steps))
-        predicted = _predicted_peak(source, each, "step")
-        values: dict[str, Scalar] = {"memory_gib": memory_gib}
-        if isinstance(predicted, PeakBytes | TracedStep):
-            values["predicted_moment"] = predicted.moment
-        if isinstance(found, Failure):
-            values |= _peak_values(predicted, None)
-            yield failed_row(CheckpointingRow, case, found, environment, values)
-            continue
-        step_ms = [sample.wall_ms for sample in found.timing.samples]
-        values |= summarize(step_ms).columns("step") | _peak_values(predicted, found.memory)
-        yield make_row(CheckpointingRow, case, values, samples={"step": step_ms}, environment=environment)
 
 
 def _predicted_peak(

@@ -94,9 +94,6 @@ class BenchParallel(OneModel):
     trace: FlagCreatePairsOff[bool] = False
     """Also record one step of each scheme with the profiler after timing: the report then draws them one below the
     other, and says how much communication is hidden behind computation."""
-    gathers: FlagCreatePairsOff[bool] = False
-    """Also mark, after timing, when each block's gather ended and when forward or backward needed it, without a
-    profiler and under it; of schemes that shard weights, torch's too."""
     warmup: int = 5
     """Steps before the timed ones, in each round."""
     sustained: FlagCreatePairsOff[bool] = False
@@ -123,8 +120,7 @@ class BenchParallel(OneModel):
                 for scheme in schemes
             ]
             with folder_of_ranks(self, process) as out:
-                how: dict[str, Any] = {"gathers": self.gathers, "rounds": self.rounds}
-                measure = partial(run_cases, cases, process, out if self.trace else None, **how)
+                measure = partial(run_cases, cases, process, out if self.trace else None, rounds=self.rounds)
                 total = len(cases) * (1 + self.trace)
                 return first_rank_reports(process, lambda told: measure(on_part=told), out, "bench parallel", total)
 
@@ -148,7 +144,7 @@ class BenchParallel(OneModel):
             self.refuse("{flag} is for hsdp and torch-hsdp; name one of them by --scheme, or leave it out", "replicas")
         if not any(SCHEMES[name].shards_weights for name in names):
             why = "{flag} is for schemes that shard weights; name fsdp by --scheme, or leave it out"
-            self.refuse(why, "blocks_per_group", "gathers")
+            self.refuse(why, "blocks_per_group")
         named = [scheme for name in names for scheme in SCHEMES[name].by_blocks(self.blocks_per_group)]
         ranks, hosts = process.world_size, process.hosts
         return [scheme.on(ranks, hosts, each) for scheme in named for each in scheme.choices(self.replicas)]

@@ -1,4 +1,4 @@
-"""`trainstep memory`: where the memory of a step goes, what checkpointing makes of it, and how to make it fit."""
+"""`trainstep memory`: where the memory of a step goes, and how to make it fit."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ class Memory(OneModel):
     residuals: FlagCreatePairsOff[bool] = False
     """Tensors that forward saves for backward: the largest by module and operation, eager and compiled. And the
     gradients that the backward of one block makes, by how it changes the memory in use."""
-    checkpointing: FlagCreatePairsOff[bool] = False
-    """Predict and measure the peak of a step under checkpointing policies, and name the best."""
     fit: _Fit = None
     """Make the step fit this much memory (130GiB, 500MiB, or 65% of the plain peak; by default what the GPU has) at the
     least added time: choose for each block which activations to keep, compute again or send to host memory, then apply
@@ -52,13 +50,11 @@ class Memory(OneModel):
     snapshot: Annotated[Path | None, arg(name="from")] = None
     """Nothing is measured: draw the memory snapshot in this file, anyone's from _dump_snapshot of torch.cuda.memory."""
     policies: commas(str) = ()  # type: ignore[valid-type]
-    """Checkpointing policies: any of none, every-1 (for the input of every block), selective. With
-    --checkpointing those to compare (by default all); else those to show."""
+    """Checkpointing policies under which to show the step: any of none, every-1 (for the input of every block),
+    selective."""
     mode: commas(StepMode) = ()  # type: ignore[valid-type]
     """Modes that --peaks and --timeline measure: forward (without gradients), forward-backward, or the whole step with
     the optimizer; by default forward,step."""
-    memory_gib: float | None = None
-    """GiB that a step may take, for naming the best policy; by default what the GPU has, on a CPU no limit."""
     step: MemoryGrid = field(default_factory=dict)
     """Settings of the steps; the checkpointing policies have a flag of their own."""
     out: Path = Path("results/memory")
@@ -68,8 +64,6 @@ class Memory(OneModel):
     def run(self) -> int:
         if self.steps < 1:
             raise UsageError(f"steps is {self.steps}; expected at least 1")
-        if self.memory_gib is not None and not self.memory_gib > 0:
-            raise UsageError(f"memory_gib is {self.memory_gib}; expected a positive number")
         if self.host_gib is not None and not self.host_gib >= 0:
             raise UsageError(f"host_gib is {self.host_gib}; expected 0 or more")
         if self.fit is not None and self.policies:
@@ -81,9 +75,7 @@ class Memory(OneModel):
             with self.in_folder(self.snapshot.stem) as own:
                 return run_and_report(imported_records(self.snapshot), own.out, f"memory of {self.snapshot.name}")
         for is_used, where, *names in (
-            (self.fit is not None, "--fit", "compare", "host_gib", "update_after_backward"),
-            (self.checkpointing, "--checkpointing", "memory_gib"),
-            (self.checkpointing or self.fit is not None, "--checkpointing and --fit", "steps"),
+            (self.fit is not None, "--fit", "compare", "host_gib", "steps", "update_after_backward"),
             (self.peaks or self.timeline or not self._chosen, "--peaks and --timeline", "mode"),
         ):
             if not is_used:
@@ -94,15 +86,14 @@ class Memory(OneModel):
 
     @property
     def _chosen(self) -> bool:
-        return self.peaks or self.timeline or self.residuals or self.checkpointing or self.fit is not None
+        return self.peaks or self.timeline or self.residuals or self.fit is not None
 
     def _records(self, source: WorkloadSource) -> Iterator[Row]:
         from trainstep.bench.allocations import allocation_records
-        from trainstep.bench.memory import checkpointing_records, default_policies, peak_records
+        from trainstep.bench.memory import peak_records
         from trainstep.bench.residuals import residual_records
 
-        plain = self._configs(source)
-        shown = self._configs(source, self.policies) if self.policies and not self.checkpointing else plain
+        shown = self._configs(source)
         modes: Sequence[StepMode] = self.mode or ("forward", "step")
         if self.peaks or not self._chosen:
             yield from peak_records(source, shown, modes)
@@ -114,27 +105,22 @@ class Memory(OneModel):
         if self.residuals:
             for config in shown:
                 yield from residual_records(source, config)
-        if self.checkpointing:
-            for config in plain:
-                names = self.policies or default_policies(source, config)
-                yield from checkpointing_records(source, config, names, memory_gib=self.memory_gib, steps=self.steps)
-
         if self.fit is not None:
             from trainstep.bench.fit.search import Budget, fit_records
 
             budgets = Budget.parse_all(self.fit)
             files = itertools.count(1)
-            for config in plain:
-                names = ["fit.json" if len(plain) * len(budgets) == 1 else f"fit-{next(files)}.json" for _ in budgets]
+            for config in shown:
+                names = ["fit.json" if len(shown) * len(budgets) == 1 else f"fit-{next(files)}.json" for _ in budgets]
                 wanted = {budget: self.out / name for budget, name in zip(budgets, names, strict=True)}
                 how: dict[str, Any] = {"host_gib": self.host_gib, "update_after_backward": self.update_after_backward}
                 yield from fit_records(source, config, wanted, **how, compare=self.compare, steps=self.steps)
 
-    def _configs(self, source: WorkloadSource, policies: Sequence[str] = ()) -> list[StepConfig]:
+    def _configs(self, source: WorkloadSource) -> list[StepConfig]:
         """Every combination of the step's flags, under every policy."""
         from trainstep.bench.cases import expand
 
         preset = self.preset()[1]
         given = self.step | own_precisions(source, self.step, (preset.precision,))
-        given |= {"checkpointing": policies} if policies else {}
+        given |= {"checkpointing": self.policies} if self.policies else {}
         return [StepConfig(**values) for values in expand(axes_of(given, preset))]

@@ -43,7 +43,7 @@ def parse_as(commands: Any, words: Sequence[str]) -> Common:
     Raises SystemExit after --help, which was printed; UsageError for other words that name no command and its flags.
     """
     options: Any = {"prog": "trainstep", "description": DESCRIPTION, "config": (OmitArgPrefixes, DisallowNone)}
-    given, told = [_renamed(word) for word in words], io.StringIO()
+    given, told = [_renamed(word, words[0]) for word in words], io.StringIO()
     try:
         with contextlib.redirect_stderr(told):
             parsed, unknown = tyro.cli(commands, args=given, return_unknown_args=True, **options)
@@ -99,18 +99,20 @@ RENAMED = {"rungs": "changes"}
 GONE = {
     "cwd-copy": "a ladder works in a copy of the folder; --in-place asks for the folder itself",
     "executor": "a sweep runs where it is started; on Slurm give its command to sbatch (docs/sweep.md)",
+    "memory --checkpointing": "bench step --checkpointing none,every-1,selective times policies, memory --fit chooses",
+    "gathers": "bench parallel has the waits for gathers in exposed communication, and --trace draws them",
     "measure": "analyze measures rates for --calibration, and bench step a whole step",
     "nsys": "profile --nvtx runs under nsys profile, and --from reads its export (docs/profile.md)",
     "page-every": "train draws the page at its end; trainstep report draws that of a run under way",
     "samples": "train writes no text",
 }
-"""Flags that no command has any more → what to do instead."""
+"""Flags that no command, or one, has any more → what to do instead."""
 
 
-def _renamed(word: str) -> str:
+def _renamed(word: str, command: str) -> str:
     name, equals, value = word.removeprefix("--").partition("=")
-    if word.startswith("--") and name in GONE:
-        raise UsageError(f"--{name} is gone: {GONE[name]}")
+    if word.startswith("--") and (why := GONE.get(name) or GONE.get(f"{command} --{name}")):
+        raise UsageError(f"--{name} is gone: {why}")
     if not word.startswith("--") or name not in RENAMED:
         return word
     say(f"trainstep: --{name} is now --{RENAMED[name]}; the next version accepts that alone", to_stderr=True)

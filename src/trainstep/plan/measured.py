@@ -191,8 +191,8 @@ def _positive(row: Row, name: str) -> float:
 
 
 def checked(records: Iterable[Row], machine: Machine, network_bytes_per_s: float = 40e9) -> Iterator[PlanCheckRow]:
-    """Measured steps of named sizes, each beside its prediction: rows of the kinds step, change, peak, checkpointing
-    and parallel. What has no prediction, as compiled code's memory, stays empty."""
+    """Measured steps of named sizes, each beside its prediction: rows of the kinds step, change, peak, fit and
+    parallel. What has no prediction, as compiled code's memory, stays empty."""
     for row in records:
         if row.status != "ok" or row.case.get("workload") not in SIZES or row.case.get("mode", "step") != "step":
             continue

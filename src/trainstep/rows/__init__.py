@@ -26,7 +26,11 @@ KINDS: Mapping[str, type[Row]] = {
 """Name in files → kind, in the order of the page."""
 
 
-_GONE = ("rung", "control", "script rung")  # which became "change"
+_GONE = {
+    **dict.fromkeys(("rung", "control", "script rung"), "before 2026-11-28 wrote of ladders: climb it again"),
+    "checkpointing": "before 2026-11-29 wrote of policies: measure it again with bench step --checkpointing",
+}
+"""Kinds of earlier versions → what wrote them, and what to do."""
 
 
 def row_of(kind: str, case: Mapping[str, Any], values: Mapping[str, Any] | None = None, **rest: Any) -> Row:
@@ -41,7 +45,7 @@ def row_of(kind: str, case: Mapping[str, Any], values: Mapping[str, Any] | None 
         ValueError: no such kind, columns that it does not have, or values of another type than its fields.
     """
     if kind in _GONE:
-        raise ValueError(f"a row of kind {kind!r}, which versions before 2026-11-28 wrote of ladders: climb it again")
+        raise ValueError(f"a row of kind {kind!r}, which versions {_GONE[kind]}")
     if kind not in KINDS:
         raise ValueError(f"unknown kind of row {kind!r}")
     return decode_row(KINDS[kind], case, values or {}, **rest)

@@ -1,4 +1,4 @@
-"""Rows of memory: peaks by phase, the timeline of allocations with its owners, residuals, checkpointing, fits."""
+"""Rows of memory: peaks by phase, the timeline of allocations with its owners, residuals, fits."""
 
 from __future__ import annotations
 
@@ -87,18 +87,6 @@ class ResidualRow(StepSettings, kind="residual"):
     mib: float | None = None
     share: float | None = None
     formula_mib: float | None = None
-
-
-class CheckpointingRow(StepSettings, PredictedPeak, kind="checkpointing"):
-    """A step's peak and time under one checkpointing policy, predicted and measured."""
-
-    times: Mapping[str, Times] = times()
-    memory_gib: float | None = None  # what the step may take
-    predicted_moment: str | None = None
-    peak_phase: str | None = None
-    cache_gib: float | None = None  # as in `Peaks`
-    uncompiled: bool | None = None
-    not_predicted: str | None = None  # why a user's step has no prediction
 
 
 class FitRow(StepSettings, Checked, PredictedPeak, kind="fit"):

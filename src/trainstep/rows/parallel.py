@@ -140,25 +140,6 @@ class ParallelTraceRow(SchemeSettings, kind="parallel trace"):
     exposed_from_us: float | None = None  # exposed communication is drawn from this length on
 
 
-class ParallelGatherRow(SchemeSettings, kind="parallel gather"):
-    """A gather of a sharded scheme, when it ended and when it was needed, from the start of its step.
-
-    Of a few steps the median one, on the rank that waits longest for its gathers.
-    """
-
-    phase: str = setting()  # that needs it
-    block: str = setting()
-    place: int = setting()  # in a step, in the order in which gathers are needed
-    rank: int | None = None
-    steps: int | None = None  # of which it is the median one
-    step_ms: float | None = None  # as timed, on the slowest rank
-    started_ms: float | None = None
-    ended_ms: float | None = None
-    needed_ms: float | None = None
-    exposed_ms: float | None = None  # that the step waits, since the gather ended after it was needed
-    profiled_exposed_ms: float | None = None  # the same under the profiler
-
-
 class ParallelFamilyRow(SchemeSettings, kind="parallel family"):
     """Kernels of one family that compute in one phase of rank 0's profiled step under a scheme."""
 

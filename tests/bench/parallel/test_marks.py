@@ -5,8 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from trainstep.bench.parallel import gathers, waits
-from trainstep.bench.parallel.gathers import Gathers
+from trainstep.bench.parallel import waits
 from trainstep.bench.parallel.waits import Transfers, Waits
 
 
@@ -68,51 +67,11 @@ def gpu():
         yield made
 
 
-class Group:
-    """A group as FSDP2 has it, on that GPU; its gather takes 5 ms of the side stream."""
-
-    def __init__(self, gpu, name):
-        self._gpu, self._module_fqn, self._all_gather_result = gpu, name, None
-
-    def unshard(self):
-        self._gpu.side.wait_event(Event().record(self._gpu.computing))
-        self._gpu.side.time += 5.0
-        self._all_gather_result = mock.Mock(all_gather_event=Event().record(self._gpu.side), all_gather_work=None)
-
-    def wait_for_unshard(self):
-        self._gpu.computing.wait_event(self._all_gather_result.all_gather_event)
-        self._all_gather_result = None
-
-
 def no_phase(name):
     return mock.MagicMock()
 
 
 CUDA = torch.device("cuda", 0)
-
-
-def test_a_gather_is_late_by_what_its_stream_ends_after_the_one_that_computes_comes_to_it(gpu):
-    groups = [Group(gpu, f"blocks.{number}") for number in range(3)]
-
-    def step(phase):
-        with phase("forward"):
-            gpu.computing.time += 1.0
-            for group in groups:
-                group.unshard()
-            for group, ms in zip(groups, (3.0, 30.0, 0.0), strict=True):
-                group.wait_for_unshard()
-                gpu.computing.time += ms
-
-    marked = ((Group, "unshard", "wait_for_unshard"),)
-    with mock.patch.object(gathers, "_MARKED", marked):
-        found = Gathers(CUDA)
-        with found.watching():
-            found.around(step)(no_phase)
-    times = {block: (each.started, each.ended, each.needed, each.exposed)
-             for (_, block, _), each in found.times(1).items()}  # fmt: skip
-    assert times == {
-        "blocks.0": (1.0, 6.0, 1.0, 5.0), "blocks.1": (1.0, 11.0, 9.0, 2.0), "blocks.2": (1.0, 16.0, 41.0, 0.0)
-    }  # fmt: skip
 
 
 def test_waits_of_the_stream_that_computes_are_its_own_and_no_other_streams(gpu):

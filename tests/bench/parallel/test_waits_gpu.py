@@ -1,19 +1,16 @@
-"""The same on two GPUs: waits are a stream's, and gathers are told by events."""
+"""The same on two GPUs, where waits are a stream's."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from tests.bench.parallel.test_gathers import MODEL as DEEPER
 from tests.bench.parallel.test_waits import MODEL, WAITS_IN, waits_seen
 from tests.workers import Workers
 from trainstep.base.config import StepConfig
 from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel import ParallelCase
-from trainstep.bench.parallel.gathers import gather_rows
 from trainstep.bench.parallel.run import Timed, measure, parallel_row
-from trainstep.rows import ParallelRow
 from trainstep.step.workload import WorkloadSource, builtin_source
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -63,22 +60,3 @@ def test_a_stream_waits_for_a_late_one_wherever_its_scheme_waits(gpus):
     assert found.keys() == {"single", *WAITS_IN}
     for name, (rank, row) in found.items():
         waits_seen(name, rank, row, slack=1.01)
-
-
-def _gathers(process):
-    config = StepConfig(context=16, batch=2, device="cuda")
-    source = builtin_source("little", DEEPER)
-    cases = [ParallelCase(source, config, SCHEMES[name]) for name in ("fsdp", "fsdp-collectives", "torch-fsdp2")]
-    return list(gather_rows(cases, {case: ParallelRow(**case.columns(2)) for case in cases}, process))
-
-
-def test_gathers_are_told_by_events(gpus):
-    rows, _ = gpus.run(_gathers)
-    for scheme, count in (("fsdp", 10), ("fsdp-collectives", 10), ("torch-fsdp2", 9)):
-        own = [row for row in rows if row.scheme == scheme]
-        assert len(own) == count, [(row.phase, row.block, row.reason) for row in own]
-        for row in own:
-            assert 0 <= row.started_ms <= row.ended_ms
-            assert row.exposed_ms == pytest.approx(max(0.0, row.ended_ms - row.needed_ms))
-            assert row.profiled_exposed_ms is not None
-        assert [row.needed_ms for row in own] == sorted(row.needed_ms for row in own)

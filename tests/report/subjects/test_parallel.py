@@ -12,7 +12,6 @@ from trainstep.report.subjects.parallel import (
     computation_findings,
     data_findings,
     exposed_findings,
-    gather_findings,
     host_findings,
     label_among,
     overlap_findings,
@@ -23,7 +22,6 @@ from trainstep.rows import (
     CollectiveFitRow,
     CollectiveRow,
     ParallelFamilyRow,
-    ParallelGatherRow,
     ParallelRow,
     ParallelTraceRow,
 )
@@ -189,21 +187,6 @@ def test_the_schemes_that_hide_most_and_least_of_their_communication_are_told():
     (two,) = overlap_findings(rows[:2])
     assert (two.figures["most"], two.figures["least"]) == ("fsdp", "flat")
     assert overlap_findings(rows[3:]) == []
-
-
-def test_gathers_that_are_late_are_told_with_the_one_that_is_latest():
-    def gather(block, exposed, profiled=None, scheme="fsdp"):
-        return ParallelGatherRow(scheme=scheme, world_size=2, phase="forward", block=block, place=0, step_ms=100.0,
-                                 exposed_ms=exposed, profiled_exposed_ms=profiled)  # fmt: skip
-
-    rows = [gather("0", 0.0, 0.5), gather("1", 2.0), gather("2", 3.0, 4.0), gather("3", None)]
-    late, in_time = gather_findings([*rows, gather("0", 0.0, scheme="z")])
-    assert late.figures == {
-        "scheme": "fsdp", "gathers": 3, "in_time": 1, "exposed_ms": 5.0, "step_ms": 100.0, "block": "2",
-        "phase": "forward", "most_ms": 3.0, "profiled_exposed_ms": 4.5, "made_late": ("0 in forward",),
-    }  # fmt: skip
-    assert in_time.figures == {"scheme": "z", "gathers": 1, "in_time": 1}
-    assert gather_findings([gather("3", None)]) == []
 
 
 def launched(scheme, step, issue, wait, optimizer=(7.0, 4.0), **settings):

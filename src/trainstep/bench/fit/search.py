@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainstep.base.config import EVERY_BLOCK, StepConfig
+from trainstep.base.config import EVERY_BLOCK, POLICIES, StepConfig
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.hardware import free_host_bytes
 from trainstep.base.stats import summarize
 from trainstep.bench.fit.costs import block_costs
-from trainstep.bench.memory import UNFOLLOWED, default_policies
+from trainstep.bench.memory import UNFOLLOWED
 from trainstep.check.step import StepCheck
 from trainstep.check.verdict import Verdict
 from trainstep.checkpointing.policies import BlockPolicy, Policy
@@ -161,7 +161,7 @@ def fit_records(
                 raise
             too_small = Failure("unsupported", one_line(error))
             yield run.failed("fit", run.under(f"@{file}"), too_small, budget_gib=limit / GIB)
-    for name in default_policies(source, run.config)[1:] if compare else ():  # the first is none
+    for name in POLICIES[1:] if compare else ():  # the first is none
         found = attempt(partial(measure_step, source, run.under(name), "step", warmup, steps))
         yield run.row(name, run.under(name), found, costs, None)
 

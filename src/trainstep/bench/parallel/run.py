@@ -30,7 +30,6 @@ from trainstep.base.precision import PRECISIONS
 from trainstep.base.stats import summarize
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.batches import same_on_all_ranks
-from trainstep.bench.parallel.gathers import gather_rows
 from trainstep.bench.parallel.planned import moments, planned_bytes
 from trainstep.bench.parallel.ratios import ratios_alike, with_speedups
 from trainstep.bench.parallel.trace import trace_rows, traced_step
@@ -53,7 +52,7 @@ from trainstep.parallel.replicas import (
     wait_for_parameters,
 )
 from trainstep.plan.communication import COLLECTIVES, bytes_sent
-from trainstep.rows import ParallelFamilyRow, ParallelGatherRow, ParallelRatioRow, ParallelRow, ParallelTraceRow
+from trainstep.rows import ParallelFamilyRow, ParallelRatioRow, ParallelRow, ParallelTraceRow
 from trainstep.rows.records import Scalar, SoFar, Status, Times, make_row
 from trainstep.step.batches import count_tokens, tensors_of
 from trainstep.step.training_step import TrainingStep
@@ -70,10 +69,9 @@ def run_cases(
     process: Process,
     traces: Path | None = None,
     *,
-    gathers: bool = False,
     rounds: int = 1,
     on_part: Callable[[str], object] = lambda part: None,
-) -> Iterator[ParallelRow | ParallelRatioRow | ParallelTraceRow | ParallelFamilyRow | ParallelGatherRow | SoFar]:
+) -> Iterator[ParallelRow | ParallelRatioRow | ParallelTraceRow | ParallelFamilyRow | SoFar]:
     """Measure schemes, all of one workload and configuration but for compilation. All ranks must iterate; rank 0 gets
     the rows.
 
@@ -81,7 +79,6 @@ def run_cases(
 
     Args:
         traces: folder for traces of one step of each scheme that was timed, recorded after all are; None records none.
-        gathers: also mark when those that shard weights have gathered them, and when they need them.
         rounds: how often each scheme is built and timed.
         on_part: told what is done next: of a large model judging takes minutes before the first time.
 
@@ -90,10 +87,6 @@ def run_cases(
     """
     if not cases or cases[0].steps < 1 or cases[0].warmup < 0 or rounds < 1:
         raise UsageError("nothing to run: name at least one scheme, one step and one round, and a warm-up of 0 or more")
-    if gathers and not any(case.scheme.shards_weights for case in cases):
-        raise UsageError(
-            "--gathers marks schemes that shard weights, and none of those named does; add --scheme fsdp or torch-fsdp2"
-        )
     precision = cases[0].config.precision
     if PRECISIONS[precision].needs_scaler:
         raise UsageError(
@@ -117,12 +110,9 @@ def run_cases(
     if process.rank == 0:
         yield from with_speedups(list(rows.values()))
         yield from ratios_alike(rows.values())
-    timed = [each for each in agreements if isinstance(results[each], Timed)]
-    if gathers:
-        yield from gather_rows([each for each in timed if each.scheme.shards_weights], rows, process, on_part)
     if traces is None:
         return
-    for case in timed:
+    for case in (each for each in agreements if isinstance(results[each], Timed)):
         compiled = f"-{case.config.compile}" if case.config.compile != cases[0].config.compile else ""
         on_part(f"{case.label}: a step is recorded")
         label = case.scheme.label.replace(" ", "-")

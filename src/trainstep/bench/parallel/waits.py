@@ -79,45 +79,12 @@ def replaced(owner: type, name: str, around: Callable[[Function], Function]) -> 
         setattr(owner, name, original)
 
 
-class Phases:
-    """A step that is taken with marks: when it began, and which phase it is in."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.marks = Marks(device)
-        self.phase: str | None = None
-        self.began: Any = None
-
-    def around(self, step: Step) -> Step:
-        """The step, which tells its phases here too."""
-
-        def taken(phase: PhaseContext) -> object:
-            self.begin()
-            return step(together(phase, self._in_phase))
-
-        return taken
-
-    def begin(self) -> None:
-        """A step begins."""
-        self.began = self.marks.now()
-
-    def end_phase(self, name: str) -> None:
-        """A phase is about to end."""
-
-    @contextmanager
-    def _in_phase(self, name: str) -> Iterator[None]:
-        self.phase = name
-        try:
-            yield
-            self.end_phase(name)
-        finally:
-            self.phase = None
-
-
-class Waits(Phases):
+class Waits:
     """Marks on both sides of every wait of the steps that are taken inside `watching`."""
 
     def __init__(self, step: TrainingStep) -> None:
-        super().__init__(step.device)
+        self.marks = Marks(step.device)
+        self.phase: str | None = None
         self._steps: list[list[tuple[str, Any, Any]]] = []  # of each, the phase and both marks of every wait
         self._thread = threading.get_ident()
         self._backward_ended: Any = None
@@ -141,14 +108,25 @@ class Waits(Phases):
                 found[-1][phase] = found[-1].get(phase, 0.0) + self.marks.ms(first, last)
         return found
 
-    def begin(self) -> None:
-        super().begin()
-        self._steps.append([])
-        self._backward_ended = None
+    def around(self, step: Step) -> Step:
+        """The step, which tells its phases here too."""
 
-    def end_phase(self, name: str) -> None:
-        if name == "backward" and self._backward_ended is not None:
-            self._steps[-1].append((name, self._backward_ended, self.marks.now()))
+        def taken(phase: PhaseContext) -> object:
+            self._steps.append([])
+            self._backward_ended = None
+            return step(together(phase, self._in_phase))
+
+        return taken
+
+    @contextmanager
+    def _in_phase(self, name: str) -> Iterator[None]:
+        self.phase = name
+        try:
+            yield
+            if name == "backward" and self._backward_ended is not None:
+                self._steps[-1].append((name, self._backward_ended, self.marks.now()))
+        finally:
+            self.phase = None
 
     def _marked(self, wait: Function) -> Function:
         def marked(waiter: Any, *args: Any, **kwargs: Any) -> Any:

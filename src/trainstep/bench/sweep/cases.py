@@ -21,7 +21,6 @@ from trainstep.bench.cases import expand
 from trainstep.rows import (
     AttentionRow,
     ChangeRow,
-    CheckpointingRow,
     CollectiveRow,
     MemoryTimelineRow,
     ParallelRow,
@@ -40,7 +39,7 @@ ROW_KINDS: Mapping[str, tuple[type[Row], ...]] = {
     "bench ladder": (ChangeRow,),
     "bench parallel": (ParallelRow,),
     "bench step": (StepRow,),
-    "memory": (PeakRow, CheckpointingRow, MemoryTimelineRow),
+    "memory": (PeakRow, MemoryTimelineRow),
     "plan": (PlanRow,),
     "profile": (ProfileRow,),
 }

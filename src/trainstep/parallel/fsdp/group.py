@@ -101,11 +101,6 @@ class GatherGroup:
         return plain and tensor.untyped_storage()._cdata == self._storage._cdata
 
     @property
-    def under_way(self) -> Pending | None:
-        """The group's gather, while nobody has waited for it."""
-        return self._pending
-
-    @property
     def communicates(self) -> bool:
         """True if gathering it takes a collective."""
         return self._all_gather is not None

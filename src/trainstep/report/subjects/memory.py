@@ -1,14 +1,13 @@
-"""Memory: peaks of the analysed step and of a grid, and a step under each checkpointing policy."""
+"""Memory: peaks of the analysed step and of a grid, and what forward keeps."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from trainstep.base.advice import Line
-from trainstep.base.config import CASE, EVERY_BLOCK, settings_with
-from trainstep.base.stats import ratio_of_medians
+from trainstep.base.config import CASE, settings_with
 from trainstep.report import columns
 from trainstep.report.blocks import Chart, Charts, Facts, Section, fact, section
 from trainstep.report.charts import KINDS
@@ -16,12 +15,12 @@ from trainstep.report.charts.lines import Series, curves, key_of
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Column
 from trainstep.report.findings import Claim, Finding, found, literal
-from trainstep.report.numbers import gib, in_gib, number, unit_of
+from trainstep.report.numbers import gib, number, unit_of
 from trainstep.report.subjects import allocations
 from trainstep.report.subjects.allocations import phase_peaks
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import define, page_table
-from trainstep.rows import CheckpointingRow, PeakRow, ResidualRow, WorkloadRow
+from trainstep.rows import PeakRow, ResidualRow, WorkloadRow
 from trainstep.rows.records import Row, Scalar, by_case, of_kind
 
 AGREES = 0.05  # A prediction of the peak that is off by more than this share is remarked on
@@ -38,17 +37,6 @@ PEAKS = define(
     *columns.values({"peak (GiB)": "peak_gib", "predicted (GiB)": "predicted_gib"}, digits=4),
     columns.value("prediction off by (%)", "prediction_error", digits=2),
     columns.value("not predicted", "not_predicted"),
-    columns.OUTCOME,
-)
-CHECKPOINTING = define(
-    CheckpointingRow,
-    "One training step under checkpointing policies: peak memory predicted and measured, and time",
-    *(each for each in columns.SETTINGS if each.title != "checkpointing"),
-    columns.word("checkpointing", "checkpointing"),
-    *columns.values({"predicted (GiB)": "predicted_gib", "peak (GiB)": "peak_gib"}, digits=4),
-    columns.value("prediction off by (%)", "prediction_error", digits=2),
-    *columns.values({"not predicted": "not_predicted", "peak in": "peak_phase"}),
-    columns.median("step (ms) [95 %]", "step"),
     columns.OUTCOME,
 )
 
@@ -101,24 +89,9 @@ def _by_context(rows: Sequence[PeakRow], contexts: Sequence[int]) -> Chart:
     return Chart("peaks-by-context", "Peak by context", caption, plot, key_of(series))
 
 
-def checkpointing(records: Sequence[Row]) -> Section | None:
-    """The peak under each checkpointing policy, predicted and measured."""
-    lead = (
-        "Every K blocks keeps the input of every K blocks and runs the blocks again in backward. Every K costs one "
-        "more forward of the blocks, so the K with the smallest peak is the best."
-    )
-    table = page_table(CHECKPOINTING, records)
-    return section("checkpointing", "Checkpointing", "What checkpointing makes of it", lead, table)
-
-
-def _study_name(rows: Sequence[CheckpointingRow]) -> str:
-    return ", ".join(filter(None, (rows[0].precision, rows[0].attention)))
-
-
 def prediction_findings(records: Sequence[Row]) -> list[Finding]:
     """Distances of the plan's peaks from the measured ones."""
-    rows: list[PeakRow | CheckpointingRow] = [*of_kind(records, PeakRow), *of_kind(records, CheckpointingRow)]
-    errors = [(abs(row.prediction_error), row) for row in rows if row.prediction_error is not None]
+    errors = [(abs(row.prediction_error), row) for row in of_kind(records, PeakRow) if row.prediction_error is not None]
     if not errors:
         return []
     worst, row = max(errors, key=lambda each: each[0])
@@ -176,57 +149,6 @@ def fit_findings(records: Sequence[Row]) -> list[Finding]:
         claim = Claim("A {mode} does not fit", ("peak", "peaks"), gib=needs, is_part=False)
         every.append(found("memory.does-not-fit", said, claim, mode=row.mode, context=row.context, predicted_gib=needs))
     return every
-
-
-def checkpointing_findings(records: Sequence[Row]) -> list[Finding]:
-    """Say whether a checkpoint at every block is worth it, study by study."""
-    studies = by_case(of_kind(records, CheckpointingRow), "checkpointing")
-    names = [f"{_study_name(study)}: " if len(studies) > 1 else "" for study in studies]
-    return [finding for study, name in zip(studies, names, strict=True) for finding in _best_policy(study, name)]
-
-
-def _best_policy(study: Sequence[CheckpointingRow], name: str) -> Iterator[Finding]:
-    """A checkpoint at every block, for the memory given: not needed if the step fits without."""
-    rows = {str(row.checkpointing): row for row in study}
-    peaks = {name: row.peak_gib for name, row in rows.items() if row.peak_gib}
-    if (peak := peaks.get(EVERY_BLOCK)) is None:
-        return
-    limit, without = study[0].memory_gib, peaks.get("none")
-    # Peaks that print alike are no gain, and a step that fits needs none, so neither is called the best.
-    cost, ratio = _time_against_none(rows)
-    against = "; without checkpointing {without_gib:gib}" if without is not None else ""
-    if without is not None and (without <= peak or in_gib(without) == in_gib(peak)):
-        id, cost = "no-gain", ""
-        said = "Checkpoints at every block save no memory: {without_gib:gib} without, {peak_gib:gib} with them."
-    elif without is not None and limit is not None and without <= limit:
-        id = "not-needed"
-        said = (
-            f"No checkpointing is needed: the step fits without ({{without_gib:gib}} of {in_gib(limit)}). For a larger "
-            "batch or context, a checkpoint at every block peaks at {peak_gib:gib}."
-        )
-    elif limit is not None and peak > limit:
-        id = "none-fits"
-        said = f"A checkpoint at every block does not fit {in_gib(limit)}: it peaks at {{peak_gib:gib}}{against}."
-    else:
-        id, said = "best", f"A checkpoint at every block peaks at {{peak_gib:gib}}{against}."
-    figures = {"peak_gib": peak, "without_gib": without, **ratio}
-    saved = without - peak if id == "best" and without is not None else None
-    claim = Claim("A checkpoint at every block needs least", ("checkpointing",), gib=saved, is_part=False)
-    yield found(f"checkpointing.{id}", literal(name) + said + cost, claim, **figures)
-
-
-def _time_against_none(rows: Mapping[str, Row]) -> tuple[str, dict[str, Scalar]]:
-    """Cost in time of a checkpoint at every block; nothing without the samples that an interval needs."""
-    if any(name not in rows or not rows[name].samples.get("step") for name in ("none", EVERY_BLOCK)):
-        return "", {}
-    ratio = ratio_of_medians(rows[EVERY_BLOCK].samples["step"], rows["none"].samples["step"])
-    if ratio.interval is None:
-        return " Too few steps were timed to say what that costs in time.", {"time_ratio": None}
-    low, high = ratio.interval.low, ratio.interval.high
-    differs = 1 not in ratio.interval
-    told = "a step takes {time_ratio:.2f}× the time without" if differs else "these samples show no difference in time"
-    said = f" With it {told} ({columns.INTERVAL} {{time_ratio_low:.2f}}–{{time_ratio_high:.2f}})."
-    return said, {"time_ratio": ratio.value, "time_ratio_low": low, "time_ratio_high": high}
 
 
 _GROUP = ("group", "rank", "module")  # Settings that tell the rows of one part apart
@@ -303,8 +225,8 @@ def _kept(rows: Sequence[ResidualRow], under: str) -> Iterator[Finding]:
         yield kept("compiled-step", said, eager_gib=step, compiled_gib=compiled_step)
 
 
-TABLES = (PEAKS, *allocations.TABLES, RESIDUALS, CHECKPOINTING)
-SECTIONS = (memory, peaks, *allocations.SECTIONS, residuals, checkpointing)
+TABLES = (PEAKS, *allocations.TABLES, RESIDUALS)
+SECTIONS = (memory, peaks, *allocations.SECTIONS, residuals)
 RULES = (
     *allocations.RULES,
     residual_findings,
@@ -312,5 +234,4 @@ RULES = (
     uncompiled_findings,
     cache_findings,
     fit_findings,
-    checkpointing_findings,
 )

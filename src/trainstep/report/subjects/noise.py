@@ -12,7 +12,6 @@ from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.rows import (
     AttentionRow,
     ChangeRow,
-    CheckpointingRow,
     CollectiveRow,
     FitRow,
     ParallelRow,
@@ -47,7 +46,6 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[tuple[str, Row]]]:
 TIMED: Mapping[type[Row], str] = {
     StepRow: "steps",
     ChangeRow: "changes",
-    CheckpointingRow: "checkpointing policies",
     FitRow: "choices of activations",
     AttentionRow: "cases of attention",
     ParallelRow: "schemes",
@@ -58,7 +56,7 @@ _WHOLE = ("step", "both", "time")  # the time of a row that its phases are parts
 
 
 def _name(row: Row) -> str:
-    for name in ("change", "scheme", "collective", "impl", "form", "checkpointing", "workload"):
+    for name in ("change", "scheme", "collective", "impl", "form", "workload"):
         if (value := row.case.get(name)) is not None:
             return str(value)
     return TIMED[type(row)]

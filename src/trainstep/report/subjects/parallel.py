@@ -14,7 +14,7 @@ from trainstep.report.columns import Cell, Column
 from trainstep.report.findings import Claim, Finding, found
 from trainstep.report.numbers import number, numeric
 from trainstep.report.tables import define, page_table
-from trainstep.rows import ParallelFamilyRow, ParallelGatherRow, ParallelRatioRow, ParallelRow, ParallelTraceRow
+from trainstep.rows import ParallelFamilyRow, ParallelRatioRow, ParallelRow, ParallelTraceRow
 from trainstep.rows.records import AnyRow, Row, Scalar, by_case, of_kind
 
 _RANKS, _REPLICAS = columns.case("ranks", "world_size"), columns.case("replicas", "replicas")
@@ -102,19 +102,6 @@ FAMILIES = define(
     columns.count("kernels", "kernels"),
     *columns.values({"ms": "ms", "share (%)": "share"}),
 )
-GATHERS = define(
-    ParallelGatherRow,
-    "When each gather ended and when it was needed, from the start of a typical step; and what the step waited for it, "
-    "without a profiler and under it",
-    *_ARM,
-    columns.word("phase", "phase"),
-    columns.word("block", "block"),
-    columns.value("started (ms)", "started_ms", brief=False),
-    *columns.values({"ended (ms)": "ended_ms", "needed (ms)": "needed_ms", "exposed (ms)": "exposed_ms"}),
-    columns.value("profiled: exposed (ms)", "profiled_exposed_ms"),
-    columns.OUTCOME,
-    longest=48,
-)
 RATIOS = define(
     ParallelRatioRow,
     "Ours over torch’s: below 1 is faster, or smaller; a peer with several settings takes its fastest",
@@ -146,35 +133,6 @@ def _ends(rows: Sequence[AnyRow], key: Callable[[AnyRow], float]) -> list[tuple[
     """Name the rows that have most and least of something; one row alone is the most."""
     ordered = sorted(rows, key=key, reverse=True)
     return [("most", ordered[0]), ("least", ordered[-1])][: len(ordered)]
-
-
-def gather_findings(records: Sequence[Row]) -> list[Finding]:
-    """Findings on each sharded scheme: whether its gathers are over when they are needed, and what the profiler makes
-    of it."""
-    told = []
-    for group in by_case(of_kind(records, ParallelGatherRow), "phase", "block", "place"):
-        rows = [row for row in group if row.exposed_ms is not None]
-        if not rows:
-            continue
-        late = sorted((row for row in rows if row.exposed_ms), key=lambda row: -numeric(row.exposed_ms))
-        said = "{scheme}: {in_time} of {gathers} gathers are over when they are needed"
-        figures: dict[str, Scalar] = {"scheme": rows[0].label, "gathers": len(rows), "in_time": len(rows) - len(late)}
-        if late:
-            said += "; the step waits {exposed_ms:n} ms of its {step_ms:ms} for the others, "
-            said += "most for {block} in {phase} ({most_ms:ms})"
-            figures |= {"exposed_ms": sum(numeric(row.exposed_ms) for row in late), "step_ms": rows[0].step_ms}
-            figures |= {"block": late[0].block, "phase": late[0].phase, "most_ms": late[0].exposed_ms}
-        # Gathers that are late only under the profiler are named apart: its own cost made them so.
-        made_late = [f"{row.block} in {row.phase}" for row in rows if not row.exposed_ms and row.profiled_exposed_ms]
-        profiled = [numeric(row.profiled_exposed_ms) for row in rows if row.profiled_exposed_ms is not None]
-        if profiled:
-            said += ". Under the profiler it waits {profiled_exposed_ms:ms}"
-            figures |= {"profiled_exposed_ms": sum(profiled)}
-        if made_late:
-            said += f", and {{made_late:list}} {'are' if len(made_late) > 1 else 'is'} late there alone"
-            figures |= {"made_late": tuple(made_late)}
-        told.append(found("parallel.gathers", f"{said}.", **figures))
-    return told
 
 
 def overlap_findings(records: Sequence[Row]) -> list[Finding]:
@@ -280,7 +238,6 @@ def parallel(records: Sequence[Row]) -> Section | None:
         _timed(of_kind(records, ParallelRow)),
         page_table(SCHEMES, records),
         page_table(RATIOS, records, "parallel ratios"),
-        page_table(GATHERS, records, "parallel gathers"),
         *_traced(of_kind(records, ParallelTraceRow)),
         page_table(TRACES, records, "parallel trace"),
         page_table(FAMILIES, records, "parallel families"),
@@ -358,6 +315,6 @@ def _explained(rows: Sequence[ParallelTraceRow]) -> str:
     return text
 
 
-TABLES = (SCHEMES, GATHERS, RATIOS, TRACES, FAMILIES)
-RULES = (data_findings, exposed_findings, gather_findings, host_findings, overlap_findings, computation_findings)
+TABLES = (SCHEMES, RATIOS, TRACES, FAMILIES)
+RULES = (data_findings, exposed_findings, host_findings, overlap_findings, computation_findings)
 SECTIONS = (parallel,)
