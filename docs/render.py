@@ -22,6 +22,7 @@ from trainstep.rows.records import read_records
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
+sys.path.insert(0, str(DOCS.parent))  # for the examples that tables are made by
 SUBJECTS = [import_module(f"tables.{path.stem}") for path in sorted(DOCS.glob("tables/[a-z]*.py"))]
 TABLES = {name: table for each in SUBJECTS for name, table in getattr(each, "TABLES", {}).items()}
 """Name in a page → what makes the table."""

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -42,7 +43,6 @@ LONG = (
     "--compile",
     "naive --seq 256 ",
     "--residuals",
-    "--checkpointing",
     "examples.nested",
     "step8b",
     "bench parallel",
@@ -99,7 +99,8 @@ def run(command, out, capsys):
     """Standard output of a command; trainstep alone and modules run in this process."""
     words = shlex.split(command)
     if words[0] == "python":
-        runpy.run_module(words[2], run_name="__main__")
+        with mock.patch.object(sys, "argv", words[2:]):
+            runpy.run_module(words[2], run_name="__main__")
         return capsys.readouterr().out
     words += ["--out", str(out)] if "trainstep" in words or "examples.step8b" in words else []
     if words[0] == "trainstep":

@@ -30,10 +30,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from examples import feed_forward
 from tables import RESULTS, results
 from trainstep.plan import machine
 from trainstep.plan.communication import Link, collective_seconds
-from trainstep.plan.feed_forward import FeedForward, feed_forward_records
 from trainstep.plan.limits import intensity, mesh_tokens
 from trainstep.plan.machine import ATTAINABLE, OPTIMIZER_FRACTION
 from trainstep.plan.measured import calibrated, checked, scheme_launches
@@ -42,7 +42,7 @@ from trainstep.plan.strategies import RESERVED_BYTES
 from trainstep.report import subjects
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, make_table, text_table
-from trainstep.rows import ChangeRow, FitRow, ParallelRow, PeakRow, PlanCheckRow, PlanFeedForwardRow, StepRow
+from trainstep.rows import ChangeRow, FitRow, ParallelRow, PeakRow, PlanCheckRow, StepRow
 from trainstep.rows.records import Row
 
 
@@ -190,13 +190,13 @@ def plan_mesh() -> Table:
     return text_table("plan-mesh", f"{FSDP_RANKS} × {TENSOR_RANKS}, forward pass", columns, rows)
 
 
-LAYER = FeedForward(tokens=524_288, d_model=4096, d_ff=11_008, flops_per_s=989e12, bytes_per_s=450e9)
+LAYER = feed_forward.FeedForward(tokens=524_288, d_model=4096, d_ff=11_008, flops_per_s=989e12, bytes_per_s=450e9)
 """SwiGLU, with the rates of an H100's datasheet: dense bf16, and NVLink in one direction."""
 
 
 def plan_feed_forward() -> Table:
-    """`trainstep plan --feed-forward` of one layer on 64 GPUs."""
-    return make_table(subjects.TABLES[PlanFeedForwardRow], list(feed_forward_records(LAYER, 64, None)))
+    """`examples/feed_forward.py` of one layer on 64 GPUs."""
+    return feed_forward.table(LAYER, 64)
 
 
 def plan_rings() -> Table:

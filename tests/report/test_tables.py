@@ -219,7 +219,6 @@ def test_findings_cannot_steer_a_terminal():
 
 @pytest.mark.parametrize(("names", "said"), [(("a",), "a"), (("b", "c"), "b and c"), (("d", "e", "f"), "d, e and f")])
 def test_a_finding_lists_names_in_words(names, said):
-    """`plan --feed-forward` printed Python's brackets and quotes."""
     assert found("kernels.top", "limits {names}.", names=names).sentence == f"limits {said}."
 
 

@@ -100,6 +100,7 @@ GONE = {
     "cwd-copy": "a ladder works in a copy of the folder; --in-place asks for the folder itself",
     "executor": "a sweep runs where it is started; on Slurm give its command to sbatch (docs/sweep.md)",
     "memory --checkpointing": "bench step --checkpointing none,every-1,selective times policies, memory --fit chooses",
+    "feed-forward": "python -m examples.feed_forward --layer B D F C W has it (docs/theory.md)",
     "gathers": "bench parallel has the waits for gathers in exposed communication, and --trace draws them",
     "measure": "analyze measures rates for --calibration, and bench step a whole step",
     "nsys": "profile --nvtx runs under nsys profile, and --from reads its export (docs/profile.md)",

@@ -64,12 +64,6 @@ class Plan(Common):
     """Blocks that are gathered together, in fsdp and hsdp."""
     policies: commas(str) = ()  # type: ignore[valid-type]
     """Checkpointing policies whose memory is shown: any of none, every-1; by default both."""
-    feed_forward: commas(float) = ()  # type: ignore[valid-type]
-    """Instead of a model one feed-forward layer: five numbers B,D,F,C,W. B tokens of all GPUs, D d_model, F d_ff, C
-    FLOP/s of a GPU, W bytes/s that it sends. Counts FLOPs, bytes and seconds on --gpus-per-node × --nodes GPUs, and up
-    to how many GPUs data, FSDP, tensor and 2-D parallelism are not limited by communication."""
-    matrices: int | None = None
-    """With --feed-forward: its matrices; by default 3, as SwiGLU has. A feed-forward without a gate has 2."""
     model: PlannedModel = field(default_factory=dict)
     step: PlannedStep = field(default_factory=dict)
     """Settings of the step. The batch is what each GPU brings."""
@@ -79,9 +73,6 @@ class Plan(Common):
     def run(self) -> int:
         from trainstep.plan.rows import plan_records
 
-        if self.feed_forward:
-            return self._feed_forward()
-        self.refuse("{flag} is for --feed-forward; add it, or leave it out", "matrices")
         if self.workload is not None:
             with self.in_folder(self.workload) as own:
                 return run_and_report(self._own_records(self.workload), own.out, f"plan of {self.workload}")
@@ -96,22 +87,6 @@ class Plan(Common):
         records = list(plan_records(request))  # complete, or an error, before anything is written
         with self.in_folder(request.name) as own:
             return run_and_report(records, own.out, f"plan of {request.name}")
-
-    def _feed_forward(self) -> int:
-        from trainstep.plan.feed_forward import FeedForward, feed_forward_records
-
-        own = ("feed_forward", "matrices", "gpus_per_node", "nodes", "tensor_parallel", "out")
-        self.refuse("--feed-forward plans one layer and no model; leave out {flag}", but=own)
-        if len(self.feed_forward) != 5:
-            raise UsageError(f"--feed-forward has {len(self.feed_forward)} numbers; expected five, as in B,D,F,C,W")
-        tokens, d_model, d_ff, flops, rate = self.feed_forward
-        layer = FeedForward(tokens, d_model, d_ff, flops, rate, 3 if self.matrices is None else self.matrices)
-        gpus = self.gpus_per_node * self.nodes
-        if min(self.gpus_per_node, self.nodes) < 1 or gpus > 10**7:
-            raise UsageError(f"there are {self.gpus_per_node} × {self.nodes} GPUs; expected 1 to 10,000,000 of them")
-        records = list(feed_forward_records(layer, gpus, self.tensor_parallel))
-        with self.in_folder("feed-forward") as held:
-            return run_and_report(records, held.out, "plan of a feed-forward layer")
 
     def _own_records(self, workload: str) -> Iterator[Row]:
         """The plan of a user's model. Complete, or an error, before its first row."""

@@ -10,7 +10,7 @@ Everything travels in `width` bytes per element (2 by default), and rings are lo
 
 P parameters, b tokens per rank, B tokens of a tensor parallel group, D × F and F × D the matrices between an all-gather
 and a reduce-scatter, M the connections (axes of a torus) that work for this axis at once. For m matrices of D × d_ff, F
-is m·d_ff/2 in forward and twice that in backward (`plan.feed_forward`). With both axes, a mesh of X × Y GPUs and b
+is m·d_ff/2 in forward and twice that in backward (examples/feed_forward.py). With both axes, a mesh of X × Y GPUs and b
 tokens per GPU, the two are either hidden behind the same computation at once, or one after the other:
 
     overlapped         b > α / (Y·M_x),  Y < M_y·F / α             best mesh: b > α² / (M_x·M_y·F)

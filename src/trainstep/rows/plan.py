@@ -93,30 +93,6 @@ class PlanLimitRow(PlannedStep, kind="plan limit"):
     tokens_per_gpu: int | None = None
 
 
-class PlanFeedForwardRow(Row, kind="plan feed-forward"):
-    """A pass of a feed-forward layer under one parallel strategy on N GPUs."""
-
-    tokens: float = setting()
-    d_model: float = setting()
-    d_ff: float = setting()
-    matrices: int = setting()
-    flops_per_s: float = setting()
-    bytes_per_s: float = setting()
-    gpus: int = setting()
-    axis: str = setting()
-    phase: str = setting()
-    data_ranks: int | None = None
-    tensor_ranks: int | None = None
-    tflop: float | None = None  # of each GPU, as all that follows
-    sent_mb: float | None = None
-    compute_ms: float | None = None
-    communication_ms: float | None = None
-    limited_by: str | None = None
-    formula: str | None = None
-    limit: float | None = None  # what the formula gives: N of long rings
-    most_gpus: float | None = None  # of rings as long as they are
-
-
 class PlanScalingRow(PlannedStep, kind="plan scaling"):
     """Throughput of one strategy on a number of GPUs, with the same batch on each."""
 

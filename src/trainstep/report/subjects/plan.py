@@ -15,7 +15,6 @@ from trainstep.report.numbers import NONE, number, numeric
 from trainstep.report.tables import Table, TableRow, define, page_table
 from trainstep.rows import (
     PlanCheckRow,
-    PlanFeedForwardRow,
     PlanLimitRow,
     PlanMachineRow,
     PlanMemoryRow,
@@ -94,19 +93,6 @@ TABLES = (
         *columns.values({"has": "tokens_per_gpu", "most GPUs at this global batch": "most_gpus"}),
     ),
     define(
-        PlanFeedForwardRow,
-        "Predicted: what each of N GPUs computes and sends for one feed-forward layer, and up to which N it is "
-        "compute-bound (α = C/W; a ring of N sends (N − 1)/N of what the formula counts, so its N is larger)",
-        *columns.cases({"B": "tokens", "D": "d_model", "F": "d_ff", "matrices": "matrices"}),
-        *columns.cases({"C (FLOP/s)": "flops_per_s", "W (bytes/s)": "bytes_per_s", "N": "gpus"}),
-        _shown("axis", "axis"),
-        _shown("pass", "phase"),
-        Column("mesh", lambda row: f"{row.values['data_ranks']} × {row.values['tensor_ranks']}"),
-        *columns.values({"TFLOP": "tflop", "sent (MB)": "sent_mb", "computing (ms)": "compute_ms"}),
-        *columns.values({"communicating (ms)": "communication_ms", "limited by": "limited_by"}),
-        *columns.values({"compute-bound while": "formula", "that is": "limit", "with rings of N": "most_gpus"}),
-    ),
-    define(
         PlanCheckRow,
         "Predicted beside measured",
         *columns.named("workload", "batch", "context", "strategy", "gpus"),
@@ -151,19 +137,7 @@ def findings(records: Sequence[Row]) -> list[Finding]:
     return [_fastest(fitting) if fitting else _nothing_fits(rows), *_not_launched(rows), *stated]
 
 
-def feed_forward_findings(records: Sequence[Row]) -> list[Finding]:
-    """Findings on the passes of a feed-forward layer that communication limits."""
-    rows = of_kind(records, PlanFeedForwardRow)
-    if not rows:
-        return []
-    bound = [f"{row.axis} ({row.phase})" for row in rows if row.limited_by == "communication"]
-    said = (
-        "On {gpus:,} GPUs communication limits {bound}." if bound else "On {gpus:,} GPUs all passes are compute-bound."
-    )
-    return [found("plan.feed-forward", said, gpus=rows[0].gpus, bound=tuple(bound))]
-
-
-RULES = (findings, feed_forward_findings)
+RULES = (findings,)
 
 
 def _fastest(rows: Sequence[PlanRow]) -> Finding:
@@ -216,8 +190,6 @@ def plan(records: Sequence[Row]) -> Section | None:
         "These are predictions, from the model’s shape and the rates below; nothing here was measured. "
         "Communication that hides behind computation slows it, by a share that was measured on two H200s."
     )
-    if of_kind(records, PlanFeedForwardRow):
-        lead = "These are counts of FLOPs and bytes, divided by the given rates. Nothing here was measured."
     lead = " ".join([lead, *(f"They stand on this: {basis}." for basis in bases)])
     blocks = *predicted, *scaling_table(records), checks
     return section("plan", "Plan", "Plan: predicted, not measured", lead, *blocks)

@@ -4,15 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from examples.feed_forward import AXES, COLUMNS, PRODUCTS, FeedForward, table
 from tables.plan import BYTES_PER_S, FLOPS_PER_S
 from tests.plan.test_communication import Ranks
 from trainstep.base.errors import UsageError
-from trainstep.commands.cli import main
-from trainstep.plan.feed_forward import AXES, FeedForward, feed_forward_records
 from trainstep.plan.limits import best_mesh_tokens, intensity
-from trainstep.report.subjects import findings
-from trainstep.rows import PlanFeedForwardRow
-from trainstep.rows.records import of_kind, read_records
 
 ELEMENT_BYTES = 2  # what the formulas say of an element that travels; the simulation computes in float64 to be exact
 
@@ -209,54 +205,26 @@ def test_where_one_axis_alone_is_best():
     assert wide.most_gpus("fsdp × tensor, one after the other", "forward") == wide.most_gpus("fsdp", "forward")
 
 
-def test_rows_of_a_layer():
-    rows = list(feed_forward_records(LAYERS[0], 64, None))
-    assert [(row.axis, row.phase) for row in rows] == [
-        (axis, phase) for axis in AXES for phase in ("forward", "backward")
-    ]
-    found = {(row.axis, row.phase): row for row in rows}
-    mesh = found["fsdp × tensor, overlapped", "forward"]
-    assert mesh.data_ranks * mesh.tensor_ranks == 64
-    others = [feed_forward_records(LAYERS[0], 64, y) for y in (1, 2, 4, 8, 16, 32, 64)]
-    each = [row.communication_ms for rows in others for row in rows if (row.axis, row.phase) == (mesh.axis, mesh.phase)]
-    assert mesh.communication_ms == min(each), "the best mesh of 64"
-    for row in rows:
-        assert row.limited_by == ("communication" if row.communication_ms > row.compute_ms else "computing")
-        assert row.compute_ms == pytest.approx(1e3 * row.tflop * 1e12 / 989e12)
-    assert found["tensor", "forward"].limited_by == "communication"
-    assert found["fsdp", "backward"].limited_by == "computing"
+def test_the_table_has_the_best_mesh_and_names_what_communication_limits():
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in table(LAYERS[0], 64).texts()]
+    assert [(row["axis"], row["pass"]) for row in rows] == [(axis, phase) for axis in AXES for phase in PRODUCTS]
+    found = {(row["axis"], row["pass"]): row for row in rows}
+    mesh = LAYERS[0].mesh(AXES[3], 64, None)
+    assert found[AXES[3], "forward"]["mesh"] == "{} × {}".format(*mesh) == "32 × 2"
+    seconds = [LAYERS[0].communication_s(AXES[3], "forward", 64 // y, y) for y in (1, 2, 4, 8, 16, 32, 64)]
+    assert LAYERS[0].communication_s(AXES[3], "forward", *mesh) == min(seconds), "the best mesh of 64"
+    bound = [place for place, row in found.items() if row["limited by"] == "communication"]
+    assert bound == [("tensor", "forward"), ("tensor", "backward")]
+    assert found["tensor", "forward"]["compute-bound while"] == "N < 3F/2α"
+    assert table(LAYERS[1], 64, 4).texts()[-1][2] == "16 × 4"
+    with pytest.raises(UsageError, match="64 GPUs do not divide into a mesh with tensor parallelism of 5"):
+        table(LAYERS[0], 64, 5)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "bound"), [(4, ()), (12, ("tensor (forward)",)), (64, ("tensor (forward)", "tensor (backward)"))]
+    "given", [{"tokens": -1}, {"d_model": float("nan")}, {"flops_per_s": 1e30}, {"bytes_per_s": 0}, {"matrices": 1}]
 )
-def test_the_finding_names_what_communication_limits(gpus, bound):
-    (found,) = findings(list(feed_forward_records(LAYERS[0], gpus, None)))
-    assert (found.id, found.figures["bound"]) == ("plan.feed-forward", bound)
-    limited = f"communication limits {' and '.join(bound)}." if bound else "all passes are compute-bound."
-    assert found.sentence == f"On {gpus} GPUs {limited}"
-
-
-PLAN = ["plan", "--feed-forward", "524288,4096,11008,989e12,450e9", "--gpus-per-node", "8", "--nodes", "8"]
-
-
-def test_the_command(tmp_path, capsys):
-    for words in ([], ["--matrices", "2", "--tensor-parallel", "4"]):
-        with pytest.raises(SystemExit) as stop:
-            main([*PLAN, *words, "--out", str(tmp_path)])
-        assert stop.value.code == 0
-        said = capsys.readouterr().out
-        rows = of_kind(read_records(tmp_path / "results.jsonl"), PlanFeedForwardRow)
-        assert {row.gpus for row in rows} == {64}
-        if words:
-            assert {(row.data_ranks, row.tensor_ranks) for row in rows[-4:]} == {(16, 4)}
-        assert ("F/α" if words else "3F/2α") in said
-        assert "counts of FLOPs and bytes, divided by the given rates" in (tmp_path / "report.html").read_text()
-    assert "3F/2α" not in said
-
-
-@pytest.mark.parametrize("given", [{"tokens": -1}, {"d_model": float("nan")}, {"flops_per_s": 1e30}])
 def test_a_layer_needs_positive_numbers(given):
     (name,) = given
-    with pytest.raises(UsageError, match=f"{name} is .*; expected a positive number"):
+    with pytest.raises(UsageError, match=f"{name} is .*; expected (a positive number|2 or more)"):
         FeedForward(**{"tokens": 1, "d_model": 2, "d_ff": 3, "flops_per_s": 4, "bytes_per_s": 5} | given)

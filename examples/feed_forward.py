@@ -1,5 +1,7 @@
 """A feed-forward layer on N GPUs: FLOPs, bytes, seconds, and the most GPUs before communication takes longer.
 
+    python -m examples.feed_forward --layer 524288 4096 11008 989e12 450e9 --gpus 64    # B, D, F, C and W
+
 The layer has m matrices: m − 1 of D × F, whose results are multiplied, and one of F × D. SwiGLU has three, a plain
 feed-forward two. B tokens, everything in two bytes per element, C FLOP/s of a GPU, W bytes/s that it sends, α = C / W.
 
@@ -10,20 +12,21 @@ feed-forward two. B tokens, everything in two bytes per element, C FLOP/s of a G
     fsdp × tensor    2·m·B·D·F / (X·Y)         fsdp of 2·m·D·F / Y, tensor of 2·(B/X)·D
 
 Backward computes twice the FLOPs. docs/theory.md derives the limits and has the equations of backward.
-
-Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+import tyro
+
 from trainstep.base.errors import UsageError
 from trainstep.plan.limits import data_axis_tokens, intensity, tensor_axis_ranks
-from trainstep.rows import PlanFeedForwardRow
+from trainstep.report.formats import to_markdown
+from trainstep.report.numbers import number
+from trainstep.report.tables import Table, text_table
 
 OVERLAPPED, IN_TURN = "fsdp × tensor, overlapped", "fsdp × tensor, one after the other"
 AXES = ("data", "fsdp", "tensor", OVERLAPPED, IN_TURN)
@@ -128,26 +131,49 @@ class FeedForward:
         return self.tokens / data_axis_tokens(alpha), tensor_axis_ranks(alpha, as_two)
 
 
-def feed_forward_records(layer: FeedForward, gpus: int, tensor: int | None) -> Iterator[PlanFeedForwardRow]:
-    """A row for each axis and phase on so many GPUs, `tensor` of which share a matrix in a mesh."""
+COLUMNS = (
+    *("axis", "pass", "mesh", "TFLOP", "sent (MB)", "computing (ms)", "communicating (ms)", "limited by"),
+    *("compute-bound while", "that is", "with rings of N"),
+)
+
+
+def table(layer: FeedForward, gpus: int, tensor: int | None = None) -> Table:
+    """A row for each axis and pass on so many GPUs, `tensor` of which share a matrix in a mesh."""
+    rows = []
     for axis in AXES:
         data, split = layer.mesh(axis, gpus, tensor)
         for phase in PRODUCTS:
             computing, communicating = layer.compute_s(phase, gpus), layer.communication_s(axis, phase, data, split)
-            formula = layer.formula(axis, phase)
-            yield PlanFeedForwardRow(
-                **vars(layer),
-                gpus=gpus,
-                axis=axis,
-                phase=phase,
-                data_ranks=data,
-                tensor_ranks=split,
-                tflop=layer.flops(phase, gpus) / 1e12,
-                sent_mb=sum(layer.sent(axis, phase, data, split)) / 1e6,
-                compute_ms=1e3 * computing,
-                communication_ms=1e3 * communicating,
-                limited_by="communication" if communicating > computing else "computing",
-                formula=formula and f"N < {formula}",
-                limit=layer.limit(axis, phase),
-                most_gpus=layer.most_gpus(axis, phase),
-            )
+            sent, formula = sum(layer.sent(axis, phase, data, split)), layer.formula(axis, phase)
+            figures = (layer.flops(phase, gpus) / 1e12, sent / 1e6, 1e3 * computing, 1e3 * communicating)
+            limit = (number(each(axis, phase)) for each in (layer.limit, layer.most_gpus))
+            bound = "communication" if communicating > computing else "computing"
+            mesh = axis, phase, f"{data} × {split}"
+            rows.append((*mesh, *map(number, figures), bound, number(formula and f"N < {formula}"), *limit))
+    given = ", ".join(f"{name} {value:,g}" for name, value in zip("BDFCWm", vars(layer).values(), strict=True))
+    caption = (
+        "Computed: what each of N GPUs computes and sends for one feed-forward layer, and up to which N it is "
+        "compute-bound (α = C/W; a ring of N sends (N − 1)/N of what the formula counts, so its N is larger)"
+    )
+    return text_table("plan-feed-forward", f"{caption} ({given}, N {number(gpus)})", COLUMNS, rows)
+
+
+def main(
+    layer: tuple[float, float, float, float, float] = (524_288, 4096, 11_008, 989e12, 450e9),
+    gpus: int = 64,
+    tensor_parallel: int | None = None,
+    matrices: int = 3,
+) -> None:
+    """FLOPs, bytes and seconds of one feed-forward layer on N GPUs, and the most GPUs that are compute-bound.
+
+    Args:
+        layer: B tokens of all GPUs, D d_model, F d_ff, C FLOP/s of a GPU, W bytes/s that it sends.
+        gpus: N.
+        tensor_parallel: GPUs that share a matrix in a mesh; by default those with the least communication.
+        matrices: 3, as SwiGLU has; a feed-forward without a gate has 2.
+    """
+    print(to_markdown(table(FeedForward(*layer, matrices), gpus, tensor_parallel)))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
