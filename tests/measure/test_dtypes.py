@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainstep.measure.dtypes import DtypeWatch, ModuleDtypes, accumulate, alike, short_name
+from trainstep.measure.dtypes import DtypeWatch, ModuleDtypes, alike, short_name
 
 
 class Toy(nn.Module):
@@ -108,19 +108,6 @@ def test_results_that_are_objects_are_looked_into():
     watch = DtypeWatch(nn.Identity())
     watch.result_of(lambda: SimpleNamespace(loss=torch.ones(()), logits=torch.ones(1, dtype=torch.bfloat16), n=3))()
     assert watch.found().result == ("fp32", "bf16")
-
-
-def test_a_hundredth_added_a_thousand_times():
-    found = {(each.accumulator, each.addend): round(each.total, 4) for each in accumulate()}
-    assert found == {
-        ("fp32", "fp32"): 10.0001,
-        ("fp16", "fp16"): 9.9531,
-        ("fp32", "fp16"): 10.0021,
-        ("fp32", "fp16 → fp32"): 10.0021,
-    }
-    half = torch.tensor([0.01, 8.0], dtype=torch.float16)
-    assert half[0].item() == pytest.approx(0.010002136, rel=1e-6), "the figure that the sentences quote"
-    assert torch.nextafter(half[1], torch.tensor(9.0, dtype=torch.float16)).item() == 8 + 2**-7
 
 
 def test_only_modules_that_are_alike_share_a_row():

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_map
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UnsupportedError
 from trainstep.bench.tracing import as_fake, make_fake
-from trainstep.measure.dtypes import DtypeWatch, StepDtypes, accumulate, module_rows
+from trainstep.measure.dtypes import DtypeWatch, StepDtypes, module_rows
 from trainstep.measure.environment import describe
 from trainstep.measure.outcome import Failure, attempt, failed_row, one_line
 from trainstep.measure.step import case_columns
-from trainstep.rows import AccumulationRow, DtypeRow
+from trainstep.rows import DtypeRow
 from trainstep.step.batches import map_tensors
 from trainstep.step.training_step import TrainingStep, uncompiled
 from trainstep.step.workload import WorkloadSource, resolve_device
@@ -140,10 +140,3 @@ def dtype_records(source: WorkloadSource, configs: Iterable[StepConfig]) -> Iter
         result, loss = (found.result, found.cuda_result), (found.loss, found.cuda_loss)
         for name, (here, on_cuda), why in ((RESULT, result, found.not_computed), (LOSS, loss, None)):
             yield DtypeRow(**own, module=name, outputs=here or None, cuda_outputs=on_cuda or None, not_computed=why)
-
-
-def accumulation_records() -> Iterator[AccumulationRow]:
-    """0.01 added a thousand times: one row for each mixture of dtypes, computed here and now on the CPU."""
-    environment = describe(torch.device("cpu"))
-    for each in accumulate():
-        yield AccumulationRow(**vars(each), environment=environment)

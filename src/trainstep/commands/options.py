@@ -97,6 +97,7 @@ RENAMED = {"rungs": "changes"}
 """Flags of the version before → today's; the old names are accepted for this version."""
 
 GONE = {
+    "accumulation": "python -m examples.accumulation adds 0.01 a thousand times",
     "cwd-copy": "a ladder works in a copy of the folder; --in-place asks for the folder itself",
     "executor": "a sweep runs where it is started; on Slurm give its command to sbatch (docs/sweep.md)",
     "memory --checkpointing": "bench step --checkpointing none,every-1,selective times policies, memory --fit chooses",

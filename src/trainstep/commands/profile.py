@@ -119,8 +119,6 @@ class Profile(OneModel):
 class Dtypes(Common):
     """Show the dtype of every module's parameters, inputs, outputs and gradients, of the result and of the loss."""
 
-    accumulation: FlagCreatePairsOff[bool] = False
-    """Instead, add 0.01 a thousand times in four mixtures of fp32 and fp16, and say why the sums differ."""
     size: str | None = None
     """Named size (tiny, small, medium, large, 2.7B, 8B, 10B, and each model of CS336's handouts with its year, such as
     2025/xl or 2026/xl) or a .toml file with a [model] table; by default tiny."""
@@ -135,15 +133,8 @@ class Dtypes(Common):
 
     def run(self) -> int:
         from trainstep.bench.cases import expand
-        from trainstep.bench.dtypes import accumulation_records, dtype_records
+        from trainstep.bench.dtypes import dtype_records
 
-        if self.accumulation:
-            self.refuse(
-                "--accumulation adds up numbers, so {flag} has nothing to change; leave it out",
-                but=("accumulation", "out"),
-            )
-            with self.in_folder("accumulation") as own:
-                return run_and_report(accumulation_records(), own.out, "dtypes --accumulation")
         (source,) = sources([self.size] if self.size else [], self.workload, self.data)
         axes = axes_of(self.grid | own_precisions(source, self.grid, DTYPES_OF), StepConfig())
         configs = [StepConfig(**each) for each in expand(axes)]

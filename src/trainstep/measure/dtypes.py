@@ -148,39 +148,3 @@ def alike(modules: Sequence[ModuleDtypes]) -> list[tuple[ModuleDtypes, int]]:
     for module in modules:
         groups.setdefault(replace(module, name=without_numbers(module.name)), []).append(module)
     return [(group if len(members) > 1 else members[0], len(members)) for group, members in groups.items()]
-
-
-@dataclass(frozen=True)
-class Accumulation:
-    """A way to add 0.01 a thousand times."""
-
-    accumulator: str  # dtype of the running sum
-    addend: str  # dtype of 0.01, and what it is cast to before it is added
-    total: float
-    why: str  # one sentence
-
-
-def accumulate(steps: int = 1000, addend: float = 0.01) -> list[Accumulation]:
-    """Add `addend` `steps` times in four mixtures of float32 and float16, on the CPU."""
-
-    def total(accumulator: torch.dtype, stored: torch.dtype, added: torch.dtype) -> float:
-        running = torch.zeros((), dtype=accumulator)
-        term = torch.tensor(addend, dtype=stored).to(added)
-        for _ in range(steps):
-            running += term
-        return running.item()
-
-    full, half = torch.float32, torch.float16
-    exact = "float32 rounds each sum to 24 bits: a thousand roundings add up to 1e-5 of it."
-    coarse = (
-        "From 8 on, float16's neighbours are 2^-7 = 0.0078 apart, so adding 0.01 adds 0.0078: the rounding is "
-        "the running sum's, and no longer small beside what is added."
-    )
-    one = "The sum is in float32, so only the addend's one rounding remains: float16's 0.01 is 0.010002136."
-    cast = "Casting up brings no digits back: 0.010002136 in float32 is the same number, added the same way."
-    return [
-        Accumulation("fp32", "fp32", total(full, full, full), exact),
-        Accumulation("fp16", "fp16", total(half, half, half), coarse),
-        Accumulation("fp32", "fp16", total(full, half, half), one),
-        Accumulation("fp32", "fp16 → fp32", total(full, half, full), cast),
-    ]

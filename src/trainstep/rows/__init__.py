@@ -28,6 +28,7 @@ KINDS: Mapping[str, type[Row]] = {
 
 _GONE = {
     **dict.fromkeys(("rung", "control", "script rung"), "before 2026-11-28 wrote of ladders: climb it again"),
+    "accumulation": "before 2026-11-29 wrote of a sum: python -m examples.accumulation prints it",
     "parallel gather": "before 2026-11-29 wrote of gathers: bench parallel has their waits",
     "plan feed-forward": "before 2026-11-29 wrote of one layer: python -m examples.feed_forward prints it",
     "checkpointing": "before 2026-11-29 wrote of policies: measure it again with bench step --checkpointing",

@@ -188,15 +188,6 @@ class DtypeRow(StepSettings, kind="dtype"):
     not_computed: str | None = None  # in the row of forward's result: why no row of the step has these
 
 
-class AccumulationRow(Row, kind="accumulation"):
-    """0.01 added a thousand times in one mixture of dtypes."""
-
-    accumulator: str = setting()
-    addend: str = setting()
-    total: float | None = None
-    why: str | None = None
-
-
 class TourRow(Row, kind="tour"):
     """Seconds that the commands of the documents' tour took."""
 

@@ -10,7 +10,7 @@ from trainstep.report.page import render
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.memory import cache_findings
 from trainstep.report.subjects.precision import dtype_findings, script_dtypes
-from trainstep.rows import AccumulationRow, ChangeRow, DtypeRow, PeakRow, ResidualRow, StepRow
+from trainstep.rows import ChangeRow, DtypeRow, PeakRow, ResidualRow, StepRow
 from trainstep.rows.records import Row
 
 CASE: dict[str, Any] = {"workload": "m", "context": 128, "precision": "fp32"}
@@ -27,22 +27,20 @@ STUDY: list[Row] = [
     DtypeRow(**CASE, module="fc", parameters=("fp32",), gradients=("fp32",), outputs=("fp16",)),
     DtypeRow(**CASE, module="(forward's result)", outputs=("fp16",)),
     DtypeRow(**CASE, module="(loss)", outputs=("fp32",)),
-    AccumulationRow(accumulator="fp16", addend="fp16", total=9.9531, why="rounding"),
-    AccumulationRow(accumulator="fp32", addend="fp16", total=10.0021, why="rounding"),
 ]  # fmt: skip
 
 
 def test_every_kind_has_its_section() -> None:
     anchors = Page(render(STUDY)).anchors
     assert [each for each in anchors if each not in ("#summary", "#environment")] == [
-        *("#peaks", "#residuals", "#dtypes", "#accumulation")
+        *("#peaks", "#residuals", "#dtypes")
     ]
 
 
 def test_every_kind_has_its_finding() -> None:
     found = {each.id: each for each in findings(STUDY)}
     assert len(found) == len(findings(STUDY))
-    assert {id for id in found if id.startswith("precision.")} == {"precision.dtypes", "precision.accumulation"}
+    assert {id for id in found if id.startswith("precision.")} == {"precision.dtypes"}
     figures = {id: dict(each.figures) for id, each in found.items() if not id.startswith("precision.")}
     assert figures == {
         "residuals.block": {"precision": "fp32", "gib": 1.0, "share": 0.5, "operation": "Softmax",
@@ -53,7 +51,6 @@ def test_every_kind_has_its_finding() -> None:
     }  # fmt: skip
     assert found["residuals.compiled-step"].sentence.endswith("2.00 GiB (-50%).")
     assert "(context 128, precision fp32, checkpointing every-1)" in found["memory.prediction-off"].sentence
-    assert found["precision.accumulation"].figures == {"fp16": 9.9531, "fp32_sum": 10.0021}
 
 
 def test_dtypes_are_told_by_precision_of_the_rows_that_ran() -> None:

@@ -1,4 +1,4 @@
-"""Precision: which dtype everything had, and what adding in half precision does to a sum."""
+"""Precision: which dtype everything had."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from trainstep.report import columns
 from trainstep.report.blocks import Section, section
-from trainstep.report.columns import Column, value_cell
 from trainstep.report.findings import Finding, found
-from trainstep.report.numbers import numeric
 from trainstep.report.tables import define, page_table
-from trainstep.rows import AccumulationRow, DtypeRow
+from trainstep.rows import DtypeRow
 from trainstep.rows.records import Row, by_case, of_kind
 
 COMPUTED = "computed by torch's autocast rules for CUDA, not measured"
@@ -32,14 +30,7 @@ DTYPES = define(
     columns.value("outputs on CUDA", "cuda_outputs"),
     columns.OUTCOME,
 )
-ACCUMULATION = define(
-    AccumulationRow,
-    "0.01 added a thousand times",
-    *columns.cases({"accumulator": "accumulator", "addend": "addend"}),
-    Column("sum", lambda row: value_cell(row, "total", lambda value: f"{numeric(value):.4f}")),
-    columns.value("why", "why"),
-)
-TABLES = (DTYPES, ACCUMULATION)
+TABLES = (DTYPES,)
 RESULT, LOSS = "(forward's result)", "(loss)"  # The modules of the two rows that belong to none
 
 
@@ -90,20 +81,7 @@ def script_dtypes(rows: Sequence[Row]) -> list[Finding]:
     return [found("precision.script", said, **figures)]
 
 
-def accumulation_findings(rows: Sequence[Row]) -> list[Finding]:
-    """Findings on what a sum in fp16 loses, and what of it a wide running sum saves."""
-    totals = {(row.accumulator, row.addend): row.total for row in of_kind(rows, AccumulationRow)}
-    half, full = totals.get(("fp16", "fp16")), totals.get(("fp32", "fp16"))
-    if half is None or full is None:
-        return []
-    said = (
-        "0.01 added a thousand times is {fp16:.4f} in fp16, and {fp32_sum:.4f} if only the running sum is fp32: sums "
-        "need the wide type, addends less."
-    )
-    return [found("precision.accumulation", said, fp16=half, fp32_sum=full)]
-
-
-RULES = (dtype_findings, script_dtypes, accumulation_findings)
+RULES = (dtype_findings, script_dtypes)
 
 
 def dtypes(rows: Sequence[Row]) -> Section | None:
@@ -114,11 +92,4 @@ def dtypes(rows: Sequence[Row]) -> Section | None:
     return section("dtypes", "Precision", "Which dtype everything had", lead, *tables)
 
 
-def accumulation(rows: Sequence[Row]) -> Section | None:
-    """0.01 added a thousand times."""
-    lead = "Why sums, averages and the optimizer stay in float32 when the products do not."
-    table = page_table(ACCUMULATION, rows)
-    return section("accumulation", "Accumulation", "Adding in half precision", lead, table)
-
-
-SECTIONS = (dtypes, accumulation)
+SECTIONS = (dtypes,)
