@@ -62,7 +62,7 @@ def test_every_chart_answers_the_pointer(browser: Any, h200_page: str) -> None:
     records = sample.h200_analysis()
 
     charts = browser.execute_script("return [...document.querySelectorAll('.chart')].map((el) => el.id)")
-    assert len(charts) == 6
+    assert len(charts) == 4
     for chart in charts:
         assert hover(browser, chart, 0.5, 17)
 

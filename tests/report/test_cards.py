@@ -7,7 +7,7 @@ import pytest
 
 from tests.report.changes import BY_NAME, carried
 from tests.report.subjects.test_formulas import WRITTEN_OUT
-from tests.report.subjects.test_memory import STUDY, policy
+from tests.report.subjects.test_memory import STUDY
 from tests.report.subjects.test_plan import strategy
 from tests.report.subjects.test_script_ladder import BASELINE as SCRIPT
 from tests.report.subjects.test_script_ladder import FUSED
@@ -136,9 +136,6 @@ def of(rows, **settings):
          {"gib": 3.0, "action": advice.Line("model.config.use_cache = False")}),
         ("memory.does-not-fit", STUDY, {"gib": 200.0} | APART),
         ("residuals.block", STUDY, {"gib": 1.0} | ASIDE | APART),
-        ("checkpointing.best", [policy("none", 9.0), policy("every-1", 3.0)], {"gib": 6.0} | APART),
-        ("checkpointing.best", [policy("every-1", 3.0)], APART),
-        ("checkpointing.no-gain", [policy("none", 2.0), policy("every-1", 3.0)], APART),
         ("plan.fastest", [strategy("ddp", fits=True)], {"ms": 51.3} | APART),
         ("plan.nothing-fits", [strategy("ddp", fits=False)], {"gib": 150.0} | APART),
     ],

@@ -7,12 +7,12 @@ import re
 from typing import Any
 
 import pytest
-from bokeh.models import GlyphRenderer, HBar, HoverTool, PlainText, Scatter, Segment, Span
+from bokeh.models import GlyphRenderer, HBar, HoverTool, PlainText, Scatter, Segment
 from bokeh.plotting import figure
 
 from trainstep.report.charts import COLOURS, embedded
 from trainstep.report.charts.lines import Series, curves, lines
-from trainstep.report.charts.rows import Bar, Fall, bars, waterfall
+from trainstep.report.charts.rows import Fall, waterfall
 
 FALLS = [
     Fall("baseline", 0, 200, "baseline", "200 ms", "", 190, 205),
@@ -21,7 +21,6 @@ FALLS = [
     Fall("same", 120, 119, "left", "119 ms", ""),
     Fall("slower", 120, 150, "slower", "150 ms", "", 149, 152),
 ]
-BARS = [Bar("a", 3.0, "3 ms", "tip a", 2.5, 3.5, second=1.0), Bar("b", None, "out of memory", "tip b")]
 LINES = [
     Series("one", [1, 2, 3], [1.0, 2.0, 4.0], "accent"),
     Series("two", [2, 3], [2.0, 3.0], "neutral"),
@@ -51,7 +50,6 @@ def labels(plot: figure, side: str) -> list[Any]:
 
 def plots() -> list[figure]:
     return [
-        bars(BARS, "ms"),
         waterfall(FALLS, "ms"),
         lines(LINES, "x", "y"),
         curves([1, 2, 3], LINES, "x", "y"),
@@ -76,22 +74,9 @@ def test_a_waterfall_that_starts_with_a_failure() -> None:
     assert [data["x0"][0] for data in glyphs(plot, Segment) if len(data["x0"]) == 1] == [200, 120, 120, 120]
 
 
-def test_bars_have_whiskers_a_base_and_a_second_bar() -> None:
-    plot = bars([Bar("a", 10.0, "10", "", 9, 11, base=4.0, second=2.0)], "GiB", limit=20)
-
-    drawn = [(data["left"], data["right"]) for data in glyphs(plot, HBar) if "left" in data]
-    assert drawn == [([0.0], [4.0]), ([4.0], [10.0]), ([0.0], [2.0])]
-    (whisker, *caps) = glyphs(plot, Segment)
-    assert (whisker["x0"], whisker["x1"]) == ([9], [11])
-    assert len(caps) == 2
-    assert [span.location for span in plot.select(Span)] == [20]
-    assert plot.x_range.end > 20
-    assert glyphs(bars([Bar("a", 10.0, "10", "")], "ms"), Segment) == [], "without an interval there is no whisker"
-
-
 def test_rows_are_labelled_with_plain_text_never_typeset() -> None:
     tex = "$$\\frac{1}{2}$$"
-    plot = bars([Bar(tex, 1.0, tex, ""), Bar("x" * 60, 1.0, "", "")], "ms")
+    plot = waterfall([Fall(tex, 0, 1.0, "baseline", tex, ""), Fall("x" * 60, 0, 1.0, "left", "", "")], "ms")
 
     left, right = labels(plot, "left"), labels(plot, "right")
     assert all(isinstance(text, PlainText) for text in left + right)
@@ -100,7 +85,7 @@ def test_rows_are_labelled_with_plain_text_never_typeset() -> None:
 
 
 def test_hovering_shows_each_row_or_all_lines_at_one_x() -> None:
-    assert hover_texts(bars(BARS, "ms")) == [("a", "tip a"), ("b", "tip b")]
+    assert hover_texts(waterfall(FALLS, "ms"))[:3] == [("baseline", ""), ("faster", ""), ("wrong", "off")]
     assert hover_texts(lines(LINES, "batch", "loss")) == [
         ("batch 1", "one: 1"),
         ("batch 2", "one: 2\ntwo: 2"),
@@ -121,7 +106,7 @@ def test_noise_is_not_blown_up_to_fill_a_chart() -> None:
     assert balanced.y_range.start == -balanced.y_range.end < -3
 
 
-@pytest.mark.parametrize("plot", plots(), ids=["bars", "waterfall", "lines", "curves"])
+@pytest.mark.parametrize("plot", plots(), ids=["waterfall", "lines", "curves"])
 def test_charts_take_no_gestures_fill_their_column_and_have_stand_ins_for_colours(plot: figure) -> None:
     colours = set(re.findall(r"#[0-9a-fA-F]{6}\b", json.dumps(embedded(plot))))
     assert set() < colours <= set(COLOURS.values())

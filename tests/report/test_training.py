@@ -10,9 +10,10 @@ import pytest
 from tests.report import sample
 from tests.report.browsing import noise, open_page
 from trainstep.report.blocks import Charts, Facts
+from trainstep.report.numbers import number
 from trainstep.report.page import write_html
 from trainstep.report.subjects import findings
-from trainstep.report.subjects.training import LATE, MOST_BARS, WAITING, headline, training
+from trainstep.report.subjects.training import LATE, MOST_RANKS, WAITING, headline, training
 from trainstep.report.tables import Table
 from trainstep.rows import TrainRow
 from trainstep.rows.records import Times
@@ -61,15 +62,14 @@ def ids(*rows: TrainRow) -> list[str]:
 def test_every_curve_is_drawn_with_what_happened() -> None:
     charts = charts_of(run())
     assert list(charts) == [
-        *("training-loss", "training-throughput", "training-utilisation", "training-norm", "training-rate"),
-        "training-ranks",
+        *("training-loss", "training-throughput", "training-utilisation", "training-norm", "training-rate")
     ]
     meanings = ["training", "validation", "checkpoint", "restart"]
     assert [meaning for _, meaning in charts["training-loss"].legend] == meanings
     from bokeh.models import Span
 
-    for name in list(charts)[:5]:
-        spans = charts[name].plot().select(type=Span)
+    for name, chart in charts.items():
+        spans = chart.plot().select(type=Span)
         assert [span.location for span in spans if span.dimension == "height"] == [20.5], name
 
 
@@ -78,7 +78,6 @@ def test_pictures_have_a_time_instead_of_tokens_and_nothing_is_drawn_of_nothing(
     alone = {"start_step": [1], "ranks_own_ms": [], "ranks_data_ms": [], "validation_step": [], "validation_loss": []}
     charts = charts_of(run(series=empty | alone))
     assert "training-utilisation" not in charts
-    assert "training-ranks" not in charts
     assert charts["training-throughput"].title == "Time of an update"
     assert [meaning for _, meaning in charts["training-loss"].legend] == ["training"]
 
@@ -151,11 +150,15 @@ def test_the_late_rank_and_its_batches_are_named() -> None:
     assert finding.sentence.endswith("and them 10.0 ms.")
 
 
-def test_of_very_many_ranks_the_slowest_are_drawn() -> None:
-    times = [10.0 + rank / 100 for rank in range(100)]
-    chart = charts_of(run(series={"ranks_own_ms": times, "ranks_data_ms": times}))["training-ranks"]
-    assert chart.caption.startswith(f"The slowest {MOST_BARS} of 100 ranks")
-    assert chart.plot().height < 60 * MOST_BARS
+@pytest.mark.parametrize(("ranks", "shown"), [(1, 0), (2, 2), (MOST_RANKS + 1, MOST_RANKS)])
+def test_of_very_many_ranks_the_slowest_are_shown(ranks: int, shown: int) -> None:
+    times = [10.0 + rank / 100 for rank in range(ranks)]
+    section = training([run(series={"ranks_own_ms": times, "ranks_data_ms": [1.0] * ranks})])
+    assert section is not None
+    found = [each for each in section.blocks if isinstance(each, Table) and each.name == "training-ranks"]
+    assert [len(each.rows) for each in found] == [shown] * (shown > 0)
+    assert all(each.texts()[-1] == (str(ranks - 1), number(times[-1]), "1.00") for each in found)
+    assert all((f"the slowest {MOST_RANKS} of {ranks}" in each.caption) is (ranks > MOST_RANKS) for each in found)
 
 
 @pytest.mark.parametrize("what", ["validation", "checkpoint"])
@@ -178,4 +181,4 @@ def test_the_page_of_a_run_on_a_phone_in_the_dark(browser: Any, page_folder: Pat
     open_page(browser, path.as_uri(), width=390, scheme="dark")
     assert noise(browser) == []
     assert browser.execute_script("return document.documentElement.scrollWidth") == 390
-    assert browser.execute_script("return document.querySelectorAll('.chart').length") == 6
+    assert browser.execute_script("return document.querySelectorAll('.chart').length") == 5

@@ -8,7 +8,6 @@ from tests.report.page import Page
 from trainstep.report.page import render
 from trainstep.report.subjects.parallel import (
     SCHEMES,
-    _step_bar,
     computation_findings,
     data_findings,
     exposed_findings,
@@ -137,22 +136,18 @@ def drawn(table, width):
     return console.file.getvalue().splitlines()
 
 
-def test_schemes_are_bars_with_their_exposed_communication_and_rows_with_raw_values():
+def test_schemes_are_rows_with_raw_values():
     rows = [
         scheme("single", 100.5, 40.0, before_step_weights_gib=10.0),
         with_parts("flat", 130.25, 29.75, peak_gib=40.0, before_step_weights_gib=10.0),
         scheme("fsdp", status="out of memory", reason="needed 300 GiB"),
     ]
     page = Page(render(rows))
-    assert "chart-parallel-step" in page.ids
     assert [cells["scheme"] for cells in page.values["parallel"].values()] == ["single", "flat", "fsdp"]
     second = {"step_ms": "130.25", "step_low_ms": "129.25", "exposed_communication_ms": "29.75", "peak_gib": "40.0"}
     assert second.items() <= page.values["parallel"]["1"].items()
     assert page.values["parallel"]["2"] == {"scheme": "fsdp"}
     assert "needed 300 GiB" in render(rows)
-    bar = _step_bar("flat", rows[1])
-    assert (bar.value, bar.base, bar.tip) == (130.25, 100.5, "130 ms\n29.8 ms of it exposed communication")
-    assert _step_bar("flat", scheme("flat", 130.25)).base == 130.25, "of older rows it is not known"
 
 
 def test_a_scheme_with_several_numbers_of_replicas_is_told_apart_by_them():

@@ -1,4 +1,4 @@
-"""Charts of named rows: horizontal bars, and the ladder's waterfall."""
+"""A chart of named rows: the ladder's waterfall."""
 
 from __future__ import annotations
 
@@ -16,21 +16,6 @@ ROW_HEIGHT = 34
 LONGEST_LABEL = 24
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A row of a bar chart."""
-
-    name: str
-    value: float | None  # Where the bar ends; None draws none (the label says why)
-    label: str  # Stands in the column at the right
-    tip: str  # What hovering shows under the name; lines are kept
-    low: float | None = None
-    high: float | None = None
-    base: float = 0.0  # From 0 to here the bar is drawn in the neutral colour
-    second: float | None = None  # A thinner bar below the first
-    role: str = "accent"
-
-
 Outcome = Literal["baseline", "kept", "left", "slower", "failed"]
 
 
@@ -46,26 +31,6 @@ class Fall:
     tip: str
     low: float | None = None
     high: float | None = None
-
-
-def bars(rows: Sequence[Bar], axis: str, *, limit: float | None = None) -> figure:
-    """Horizontal bars, the first row on top, with interval whiskers; `limit` draws a line across all rows."""
-    from bokeh.models import Span
-
-    reach = [x for row in rows for x in (row.value, row.high, row.second, row.base) if x is not None]
-    plot = _rows_figure([row.name for row in rows], [row.label for row in rows], axis, [*reach, limit or 0.0])
-    has_second = any(row.second is not None for row in rows)
-    thick, shift = (0.40, 0.10) if has_second else (0.52, 0.0)
-    drawn = [(-index + shift, row) for index, row in enumerate(rows) if row.value is not None]
-    _hbar(plot, thick, [(y, 0.0, min(row.base, row.value or 0), "neutral") for y, row in drawn])
-    _hbar(plot, thick, [(y, row.base, max(row.value or 0, row.base), row.role) for y, row in drawn])
-    other = "neutral" if rows and rows[0].role == "accent" else "accent"
-    _hbar(plot, 0.16, [(-index - 0.24, 0.0, row.second or 0.0, other) for index, row in enumerate(rows)])
-    _whiskers(plot, [(y, row.low, row.high) for y, row in drawn])
-    if limit is not None:
-        plot.add_layout(Span(location=limit, dimension="height", line_color=COLOURS["warn"], line_dash="dashed"))
-    _hover_rows(plot, rows)
-    return plot
 
 
 def waterfall(rows: Sequence[Fall], axis: str) -> figure:
@@ -122,13 +87,6 @@ def _rows_figure(names: Sequence[str], labels: Sequence[str], axis: str, reach: 
     return plot
 
 
-def _hbar(plot: figure, height: float, drawn: Sequence[tuple[float, float, float, str]]) -> None:
-    shown = [(y, left, right, COLOURS[role]) for y, left, right, role in drawn if right > left]
-    if shown:
-        at, start, end, colour = (list(column) for column in zip(*shown, strict=True))
-        plot.hbar(y=at, height=height, left=start, right=end, fill_color=colour, line_color=None)
-
-
 def _whiskers(plot: figure, spans: Sequence[tuple[float, float | None, float | None]]) -> None:
     known = [(y, low, high) for y, low, high in spans if low is not None and high is not None]
     if not known:
@@ -140,7 +98,7 @@ def _whiskers(plot: figure, spans: Sequence[tuple[float, float | None, float | N
         plot.segment(ends, [at - 0.1 for at in y], ends, [at + 0.1 for at in y], **style)
 
 
-def _hover_rows(plot: figure, rows: Sequence[Bar] | Sequence[Fall]) -> None:
+def _hover_rows(plot: figure, rows: Sequence[Fall]) -> None:
     """The whole row reacts, not only its bar: an invisible bar lies over each."""
     from bokeh.models import ColumnDataSource
 

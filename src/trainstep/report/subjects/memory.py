@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from trainstep.base.advice import Line
-from trainstep.base.config import CASE, settings_with
 from trainstep.report import columns
-from trainstep.report.blocks import Chart, Charts, Facts, Section, fact, section
-from trainstep.report.charts import KINDS
-from trainstep.report.charts.lines import Series, curves, key_of
-from trainstep.report.charts.rows import Bar, bars
+from trainstep.report.blocks import Facts, Section, fact, section
 from trainstep.report.columns import Column
 from trainstep.report.findings import Claim, Finding, found, literal
-from trainstep.report.numbers import gib, number, unit_of
 from trainstep.report.subjects import allocations
 from trainstep.report.subjects.allocations import phase_peaks
 from trainstep.report.subjects.steps import analysed_step
@@ -24,9 +17,6 @@ from trainstep.rows import PeakRow, ResidualRow, WorkloadRow
 from trainstep.rows.records import Row, Scalar, by_case, of_kind
 
 AGREES = 0.05  # A prediction of the peak that is off by more than this share is remarked on
-_LINES = ("workload", *settings_with(CASE, without=("context",)), "mode")
-"""Settings that tell the lines of the chart of peaks apart."""
-
 PEAKS = define(
     PeakRow,
     "Peak memory by phase",
@@ -42,51 +32,25 @@ PEAKS = define(
 
 
 def memory(records: Sequence[Row]) -> Section | None:
-    """Peaks of the analysed step by phase, over what is there at rest."""
+    """Memory at rest, and the peaks of the analysed step by phase."""
     step = analysed_step(records)
     if step is None or step.peak_gib is None:
         return None
-    (unit, scale), rest, drawn = unit_of(step.peak_gib), step.at_rest_gib or 0, []
-    for name, peak in phase_peaks(step).items():
-        tip = f"peak {gib(peak)}\nat rest {gib(rest)}\nabove that {gib(max(peak - rest, 0))}"
-        size = f"{number(peak * scale)} {unit}"
-        drawn.append(Bar(name, peak * scale, size, tip, base=min(rest, peak) * scale))
-    legend = [("neutral", "there before the step: weights, optimizer state"), ("accent", "comes and goes with it")]
-    plot = partial(bars, drawn, unit)
-    charts = Charts([Chart("memory-phases", "Peak by phase, of the analysed step", "", plot, legend)])
-    known = ("parameters_gib", "optimizer_state_gib", "at_rest_gib", "peak_gib")
+    peaks = (f"{phase}_peak_gib" for phase in phase_peaks(step))
+    known = ("parameters_gib", "optimizer_state_gib", "at_rest_gib", *peaks, "peak_gib")
     source = {name: row.values[name] for row in (*of_kind(records, WorkloadRow)[:1], step) for name in row.values}
     facts = Facts([fact(name, source[name]) for name in known if source.get(name)], name="memory")
-    return section("memory", "Memory", "Where the memory goes", "", charts, facts)
+    return section("memory", "Memory", "Where the memory goes", "", facts)
 
 
 def peaks(records: Sequence[Row]) -> Section | None:
     """The peaks that were measured case by case: forward alone and full steps, by context and precision."""
     rows = of_kind(records, PeakRow)
-    # One context is a row of the table; a curve needs several.
-    contexts = sorted({row.context for row in rows if row.context is not None})
-    chart = Charts([_by_context(rows, contexts)] if len(contexts) > 1 else [])
     lead = (
         "The most bytes in live tensors during one step, after steps that made the optimizer’s state. Predictions come "
         "from the model’s shape alone; they leave out what the CUDA libraries allocate for themselves."
     )
-    return section("peaks", "Peaks", "Peak memory, case by case", lead, chart, page_table(PEAKS, rows, "peaks"))
-
-
-def _by_context(rows: Sequence[PeakRow], contexts: Sequence[int]) -> Chart:
-    told = [name for name in _LINES if len({row.case.get(name) for row in rows}) > 1]
-    lines: dict[tuple[Scalar, ...], dict[int, float]] = {}
-    for row in rows:
-        if row.context is not None and row.peak_gib is not None:
-            lines.setdefault(tuple(row.case.get(name) for name in told), {})[row.context] = row.peak_gib
-    unit, scale = unit_of(max((peak for known in lines.values() for peak in known.values()), default=0))
-    series = []
-    for (group, known), role in zip(lines.items(), itertools.cycle(KINDS), strict=False):
-        name = ", ".join(str(part) for part in group if part is not None) or "peak"
-        x, y = zip(*sorted(known.items()), strict=True)
-        series.append(Series(name, x, [peak * scale for peak in y], role, texts=[gib(peak) for peak in y]))
-    plot, caption = partial(curves, contexts, series, "context", unit), "A case that did not fit has no point."
-    return Chart("peaks-by-context", "Peak by context", caption, plot, key_of(series))
+    return section("peaks", "Peaks", "Peak memory, case by case", lead, page_table(PEAKS, rows, "peaks"))
 
 
 def prediction_findings(records: Sequence[Row]) -> list[Finding]:

@@ -8,7 +8,6 @@ from functools import partial
 
 from trainstep.report import columns
 from trainstep.report.blocks import Chart, Charts, Section, section, told_apart
-from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.charts.traces import LEGEND, overlap_chart
 from trainstep.report.columns import Cell, Column
 from trainstep.report.findings import Claim, Finding, found
@@ -235,7 +234,6 @@ def parallel(records: Sequence[Row]) -> Section | None:
         "long as on its slowest rank. Its exposed communication is marked in the timed steps, wherever they wait."
     )
     blocks = (
-        _timed(of_kind(records, ParallelRow)),
         page_table(SCHEMES, records),
         page_table(RATIOS, records, "parallel ratios"),
         *_traced(of_kind(records, ParallelTraceRow)),
@@ -243,16 +241,6 @@ def parallel(records: Sequence[Row]) -> Section | None:
         page_table(FAMILIES, records, "parallel families"),
     )
     return section("parallel", "Data parallel", "Data parallel training by scheme", lead, *blocks)
-
-
-def _timed(rows: Sequence[ParallelRow]) -> Charts | None:
-    if not rows:
-        return None
-    names = [label_among(row, rows) for row in rows]
-    steps = [_step_bar(*each) for each in zip(names, rows, strict=True)]
-    legend = [("neutral", "the step without it"), ("accent", "exposed communication")]
-    plot = partial(bars, steps, "ms per step")
-    return Charts([Chart("parallel-step", "Step on the slowest rank", "", plot, legend)])
 
 
 def label_among(row: ParallelRow, rows: Sequence[ParallelRow]) -> str:
@@ -269,18 +257,6 @@ def _times_as_fast(row: Row) -> Cell:
     """The speed-up, with its interval on the page alone: it would be the widest column of a terminal."""
     cell = columns.ratio_cell(row, "speedup")
     return replace(cell, in_files=cell.text)
-
-
-def _step_bar(name: str, row: ParallelRow) -> Bar:
-    step, exposed = _step_ms(row), row.times.get("exposed_communication")
-    if step is None:
-        return Bar(name, None, row.status, f"{row.status}: {row.reason}")
-    tip, base = f"{number(step)} ms", step
-    if exposed is not None and exposed.median:
-        tip += f"\n{number(exposed.median)} ms of it exposed communication"
-        base = max(step - exposed.median, 0.0)
-    times = row.times["step"]
-    return Bar(name, step, f"{number(step)} ms", tip, low=times.low, high=times.high, base=base)
 
 
 def _traced(rows: Sequence[ParallelTraceRow]) -> list[Charts]:

@@ -11,7 +11,6 @@ from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Headline, Section, section, told_apart
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Mark, Series, lines
-from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell
 from trainstep.report.findings import Finding, found
 from trainstep.report.numbers import number
@@ -23,7 +22,7 @@ LATE = 0.1
 """A rank that takes longer than the others' median by this share of it is late."""
 WAITING = 0.05
 """Share of a run's time that validations or checkpoints may take without a word."""
-MOST_BARS = 32  # ranks that are drawn, the slowest ones
+MOST_RANKS = 32  # that are shown, the slowest ones
 
 RUNS = define(
     TrainRow,
@@ -128,8 +127,8 @@ def training(rows: Sequence[Row]) -> Section | None:
     blocks: list[Block] = [Charts(list(_curves(drawn)))] if drawn else []
     for place, row in enumerate(drawn):
         which = "" if len(drawn) == 1 else f": {_name(row, drawn)}"
-        if (chart := _rank_chart(row, place, which)) is not None:
-            blocks.append(Charts([chart]))
+        if (ranks := _ranks(row, place, which)) is not None:
+            blocks.append(ranks)
         if len(row.series.get("start_step", ())) > 1:
             blocks.append(_starts(row, place, which))
         named = [("Run", Cell(_name(row, drawn)))] if which else []
@@ -221,30 +220,20 @@ def _marks(row: TrainRow) -> list[Mark]:
     return [Mark(float(step) - 0.5, "warn") for step in _points(row, "start_step", "start_step")[0][1:]]
 
 
-def _rank_chart(row: TrainRow, place: int, which: str) -> Chart | None:
+def _ranks(row: TrainRow, place: int, which: str) -> Table | None:
     own, data = _numbers(row, "ranks_own_ms"), _numbers(row, "ranks_data_ms")
     times = own or data
     if len(times) < 2:
         return None
-    ranks = sorted(sorted(range(len(times)), key=lambda rank: -times[rank])[:MOST_BARS])
-    drawn = [
-        Bar(
-            f"rank {rank}",
-            times[rank],
-            f"{number(times[rank])} ms",
-            f"{number(data[rank])} ms of it drawing batches" if own and data else "",
-            base=min(data[rank], times[rank]) if own and data else 0.0,
-        )
-        for rank in ranks
-    ]
-    title = "Until each rank waits for the others" if own else "Drawing of batches, by rank"
-    legend = [("neutral", "drawing batches"), ("accent", "forward and backward")] if own else []
-    left_out = f"The slowest {MOST_BARS} of {len(times)} ranks. " if len(times) > MOST_BARS else ""
-    caption = f"{left_out}Median over its last start, by the rank’s own clock."
+    slowest = sorted(sorted(range(len(times)), key=lambda rank: -times[rank])[:MOST_RANKS])
+    columns = {"until it waits for the others (ms)": own, "drawing batches (ms)": data}
+    shown = {title: values for title, values in columns.items() if values}
+    left_out = f", the slowest {MOST_RANKS} of {len(times)}" if len(times) > MOST_RANKS else ""
+    caption = f"An update on each rank{left_out}{which}: medians over its last start, by the rank’s own clock"
     if not own:
-        caption += " With sharded weights ranks wait for each other all along, so no other time is one rank’s alone."
-    suffix = f"-{place}" if place else ""
-    return Chart(f"training-ranks{suffix}", f"{title}{which}", caption, partial(bars, drawn, "ms per update"), legend)
+        caption += ". With sharded weights ranks wait for each other all along, so no other time is one rank’s alone"
+    cells = [[number(rank), *(number(values[rank]) for values in shown.values())] for rank in slowest]
+    return text_table(f"training-ranks{f'-{place}' if place else ''}", caption, ["rank", *shown], cells)
 
 
 def _starts(row: TrainRow, place: int, which: str) -> Table:

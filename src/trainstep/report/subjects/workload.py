@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from trainstep.report import columns
-from trainstep.report.blocks import Chart, Charts, Facts, Section, fact, facts_of, label, section
-from trainstep.report.charts.rows import Bar, bars
+from trainstep.report.blocks import Facts, Section, fact, facts_of, label, section
 from trainstep.report.columns import Cell, Column
-from trainstep.report.numbers import number
-from trainstep.report.subjects.climbs import of_steps
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import define, page_table
 from trainstep.rows import CeilingRow, WorkloadRow
@@ -42,34 +38,12 @@ TABLES = (WORKLOAD, CEILINGS)
 
 def workload(rows: Sequence[Row]) -> Section | None:
     """Section on what is trained, and what the device could do at best."""
-    facts, ceilings = of_kind(rows, WorkloadRow), of_kind(rows, CeilingRow)
-    charts, lead, shape = list[Chart](), "", None
+    facts, lead, shape = of_kind(rows, WorkloadRow), "", None
     if facts:
         shape = Facts(facts_of(facts[0], [name for name in facts[0].values if name != "flops_counted"]), "workload")
         lead = f"FLOPs counted: {facts[0].flops_counted}." if facts[0].flops_counted else ""
-    if rates := [row for row in ceilings if row.tflops is not None]:
-        charts.append(_ceiling_chart(rows, rates))
-    blocks = shape, Charts(charts), page_table(CEILINGS, rows, "ceilings")
-    return section("workload", "Workload", "The workload and the device’s limits", lead, *blocks)
-
-
-def _ceiling_chart(rows: Sequence[Row], ceilings: Sequence[CeilingRow]) -> Chart:
-    """Each precision's product, and what the fastest accepted step in that precision reaches of it."""
-    step = analysed_step(rows)
-    drawn = []
-    for row in ceilings:
-        rate = row.tflops or 0
-        accepted = [each for climb in of_steps(rows) for each in climb.accepted]
-        ran = [each for each in (*accepted, *([step] if step else [])) if each.precision == row.precision]
-        best = max((each.achieved_tflops for each in ran if each.achieved_tflops is not None), default=None)
-        tip = f"a large product reaches {number(rate)} TFLOP/s"
-        tip += f"\nthe fastest accepted step reaches {number(best)}, {best / rate:.0%} of it" if best and rate else ""
-        share = f" · {best / rate:.0%}" if best and rate else ""
-        drawn.append(Bar(operation(row), rate, f"{number(rate)}{share}", tip, second=best, role="neutral"))
-    title = "How close the step comes to the device’s matrix products"
-    caption = "The percentage is what the fastest accepted step in that precision reaches of it."
-    legend = [("neutral", "a large matrix product alone"), ("accent", "the whole step")]
-    return Chart("ceilings", title, caption, partial(bars, drawn, "TFLOP/s"), legend)
+    table = page_table(CEILINGS, rows, "ceilings")
+    return section("workload", "Workload", "The workload and the device’s limits", lead, shape, table)
 
 
 _PLACES = {"device": "{}", "torch": "torch {}", "triton": "triton {}", "date": "{}", "cpu": "{}",
