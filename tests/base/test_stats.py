@@ -18,6 +18,7 @@ from trainstep.base.stats import (
     ratio_of_pairs,
     ratio_of_rounds,
     ratio_of_runs,
+    rising,
     run_deviation,
     smallest_found,
     student_quantile,
@@ -31,6 +32,27 @@ from trainstep.rows.records import by_case, of_kind, read_records
 def test_below_six_samples_there_is_no_interval():
     assert median_interval([1, 2, 3, 4, 5]) is None
     assert median_interval([1, 2, 3, 4, 5, 6]) == Interval(1, 6)
+
+
+NOISE = [random.Random(at).gauss(0, 1) for at in range(300)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "slope"),
+    [
+        ([10 + at + each for at, each in enumerate(NOISE)], 1.0),
+        ([10 + 0.3 * at + each for at, each in enumerate(NOISE[:40])], 0.3),
+        ([10 + at for at in range(23)], None),  # too few
+        (NOISE, None),
+        ([-at for at in range(60)], None),
+        ([10 + 5 * (at > 150) + each for at, each in enumerate(NOISE)], None),  # another process starts
+        ([10 + 5 * (at > 80) + 5 * (at > 140) + each for at, each in enumerate(NOISE)], None),
+        ([min(at, 40) + each / 10 for at, each in enumerate(NOISE[:120])], None),  # a cache that fills
+    ],
+)
+def test_a_trend_goes_on_from_first_to_last(samples, slope):
+    found = rising(samples)
+    assert (found and found.slope) == (slope and pytest.approx(slope, rel=0.3))
 
 
 @pytest.mark.parametrize(("n", "k"), [(6, 1), (8, 1), (9, 2), (10, 2), (20, 6), (50, 18), (100, 40)])

@@ -13,7 +13,7 @@ from trainstep.report.subjects.run import HABITS, late_ranks
 from trainstep.rows.records import read_records
 
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-KINDS = tuple(f"script.{habit}" for habit in HABITS)
+KINDS = ("script.slows-down", "script.memory-grows", *(f"script.{habit}" for habit in HABITS))
 
 
 def scripts(pattern="*.md"):

@@ -10,7 +10,7 @@ from trainstep.ladder.scripts import seen_of
 from trainstep.observe import rows
 from trainstep.observe.lines import shown_line
 from trainstep.observe.log import RankLog, log_path, read_log
-from trainstep.observe.rows import how_it_ended, script_records
+from trainstep.observe.rows import how_it_ended, script_records, why_no_step
 from trainstep.observe.steps import Step
 from trainstep.report.page import Report, render
 from trainstep.report.subjects import run as subject
@@ -231,6 +231,13 @@ def test_how_a_script_ended():
     received = " after trainstep received signal 15 at 3.2 s"
     assert how_it_ended(RankLog(ended=returned, signals=stopped), 0) == f"it ran to its end{received}"
     assert how_it_ended(RankLog(signals=stopped), -15) == f"it was ended by signal 15{received}"
+
+
+def test_steps_that_have_no_time_are_not_called_unseen():
+    waiting = RankLog({"rank": 0}, {"torch": "2", "waiting": 33})
+    assert why_no_step(waiting, -9).startswith("of 33 steps none has a time (it was ended by signal 9)")
+    ended = RankLog({"rank": 0}, {"torch": "2"}, notes=["a", "the observation ended: KeyError"])
+    assert why_no_step(ended, 1).startswith("the observation ended: KeyError (it ended")
 
 
 def test_lines_are_shown_shortly():

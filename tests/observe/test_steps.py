@@ -265,7 +265,7 @@ def test_a_step_has_the_batches_that_came_in_it_and_what_lies_ready_when_it_ends
 
 FILLED = Step(
     number=3, updated=["AdamW"], phases=[FORWARD, BACKWARD], host=[1.0, 2.5], device=[3.0, 2.5], stock=(3, 4),
-    is_skipped=True, seen={9: 4}, tags={"recorded", "searched"}, waits={7: [2, 2.0], 12: [1, 1.5]},
+    is_skipped=True, memory=[9.5], seen={9: 4}, tags={"recorded", "searched"}, waits={7: [2, 2.0], 12: [1, 1.5]},
     **{name: place for place, name in enumerate(COUNTS, start=1)},
 )  # fmt: skip
 

@@ -48,6 +48,7 @@ LAUNCHES = ScriptRow(
 AGAIN = RecompilationRow(workload="train.py", line="a.py:1", function="f", last_step=2)
 WAIT = WaitRow(workload="train.py", line="a.py:3", call="item", ms_per_step=2.0, calls_per_step=1.0, on_gpu=True)
 LINE = LineRow(workload="train.py", line="a.py:5", phase="other", function="work", seen=40, share=0.9)
+MORE = {name: [2.0 + at for at in range(47)] for name in ("step", "other")}
 RANKS = [
     ScriptRow(workload="train.py", rank=at, n=9, times=dict.fromkeys(("own", "forward", "step"), Times(ms, ms)))
     for at, ms in enumerate((5.0, 5.0, 8.0))
@@ -86,6 +87,10 @@ def of(rows, **settings):
         ("waits.line", [LAUNCHES, WAIT], {"ms": 2.0, "verdict": "SYNC-BOUND"}),
         ("script.lines", [replace(LAUNCHES, times={"step": Times(10.0), "other": Times(4.0)}), LINE],
          {"ms": 4.0, "verdict": "SCRIPT-BOUND"}),
+        ("script.slows-down", of([LAUNCHES], times=dict.fromkeys(("step", "other"), Times(9.0)), samples=MORE),
+         {"ms": 5.0, "verdict": "SLOWS-DOWN"}),
+        ("script.memory-grows", [replace(LAUNCHES, series={"process_mib": [1024 * each for each in MORE["step"]]})],
+         {"gib": 42.0, "verdict": "MEMORY-GROWS"} | APART),
         ("ranks.late", RANKS, {"ms": 3.0, "verdict": "STRAGGLER"}),
         ("compiled.again", [AGAIN], {"verdict": "RECOMPILING"}),
         ("phases.longest", [step()], {"ms": 60.0} | ASIDE),

@@ -263,3 +263,45 @@ def verdict(speedup: Ratio) -> Literal["faster", "slower", "inconclusive"]:
     if speedup.interval is None or 1 in speedup.interval:
         return "inconclusive"
     return "faster" if speedup.interval.low > 1 else "slower"
+
+
+FEWEST_IN_TREND, MOST_IN_TREND = 24, 120
+"""Samples from which a trend is looked for, and medians of neighbours that stand for more samples than that."""
+RISES, RISES_IN_THIRD = 3.09, 1.28
+"""Scores of Mann and Kendall that a trend exceeds, of all samples and of each third. Samples in a random order do so
+once in 1,000 times, and once in ten."""
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Samples that rise from the first to the last."""
+
+    slope: float
+    """Theil and Sen's, per sample: the median slope of all pairs."""
+    first: float
+    """Median of the first tenth."""
+    last: float
+    """Median of the last tenth."""
+
+
+def rising(samples: Sequence[float]) -> Trend | None:
+    """Describe how samples rise; None where they do not, by Mann and Kendall's test.
+
+    Each third has to rise too. A level that changes once or twice, as where another process starts, is no trend.
+    """
+    size = -(-len(samples) // MOST_IN_TREND)
+    taken = [statistics.median(samples[at : at + size]) for at in range(0, len(samples), size or 1)]
+    third, tenth = len(taken) // 3, -(-len(samples) // 10)
+    parts = (taken[:third], taken[third:-third], taken[-third:])
+    if len(taken) < FEWEST_IN_TREND or _score(taken) < RISES or min(map(_score, parts)) < RISES_IN_THIRD:
+        return None
+    pairs = itertools.combinations(enumerate(taken), 2)
+    slope = statistics.median((after - before) / (later - early) for (early, before), (later, after) in pairs) / size
+    return Trend(slope, statistics.median(samples[:tenth]), statistics.median(samples[-tenth:]))
+
+
+def _score(samples: Sequence[float]) -> float:
+    """Mann and Kendall's score, in its standard deviations where the order is random."""
+    n, pairs = len(samples), itertools.combinations(samples, 2)
+    rises = sum((later > early) - (later < early) for early, later in pairs)
+    return rises / math.sqrt(n * (n - 1) * (2 * n + 5) / 18)

@@ -14,6 +14,7 @@ no frame of ours is on the stack while the script's or torch's code runs.
 | waits for other ranks | a hook on the node at which backward begins, removed when it ends |
 | compilations | dynamo's list of callbacks at the start of one |
 | settings | torch's getters and DistributedDataParallel's account, asked at each backward pass (`habits`) |
+| memory | the system's count of the process, from a file that is open throughout, and torch's of a GPU |
 | forks | `os.register_at_fork`: a child observes nothing, and the worker of a loader counts its own lines |
 | lines under way | a thread without a frame reads `sys._current_frames()`; none while a process forks (`sampling`) |
 | models | `__call__` of the class of each outermost model (`modules`), which is no building block of torch's |

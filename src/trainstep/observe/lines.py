@@ -55,6 +55,17 @@ def place_of_call(frame: FrameType | None) -> Place:
     return found or Place("", 0, "")
 
 
+def user_calls() -> list[tuple[str, int]]:
+    """File and line of each call of the user's own that is under way, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    found = list[tuple[str, int]]()
+    while frame is not None:
+        if owner_of(frame.f_code.co_filename) == "user":
+            found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
 def shown_line(file: str | None, line: int | None) -> str:
     """`train.py:31`; with its package where a file is a library's."""
     parts = Path(file or "?").parts

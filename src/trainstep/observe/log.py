@@ -19,6 +19,8 @@ from typing import Any
 from trainstep.observe.steps import Step
 
 PATIENCE_S = 10.0  # how long the first rank waits for what the others write last; those of other hosts may never come
+ENDED = "the observation ended"
+"""Begins the note on a failure of ours, after which nothing is observed."""
 _ENCODED = json.JSONEncoder(default=str).encode  # `json.dumps` with an argument would make an encoder each time
 
 

@@ -15,9 +15,10 @@ from typing import Any
 from trainstep.base.commit import commit_of
 from trainstep.base.stats import summarize
 from trainstep.observe.habits import habits_of
+from trainstep.observe.keeping import keeping_lines
 from trainstep.observe.lines import shown_line
 from trainstep.observe.loaders import main_loader, most_used
-from trainstep.observe.log import RankLog
+from trainstep.observe.log import ENDED, RankLog
 from trainstep.observe.sampling import BEFORE
 from trainstep.observe.steps import COMMUNICATION, COUNTS, DATA, Step
 from trainstep.rows import HabitRow, LineRow, RecompilationRow, ScriptRow, WaitRow, row_of
@@ -112,6 +113,7 @@ def _step_row(
     taken = [_times_of(step) for step in kept]
     phases = list(dict.fromkeys(phase for each in taken for phase in each))
     samples = {phase: [each.get(phase, 0.0) for each in taken] for phase in phases}
+    memory = zip(*(step.memory for step in kept), strict=False)
     loaders = log.facts.get("loaders", ())
     return ScriptRow(
         **own,
@@ -119,6 +121,7 @@ def _step_row(
         updates=updates,
         times={phase: Times.of(summarize(values)) for phase, values in samples.items()},
         samples=samples,
+        series=dict(zip(("process_mib", "allocated_mib"), memory, strict=False)),
         n=len(kept),
         world_size=log.header.get("world_size"),
         on_gpu=log.facts.get("on_gpu"),
@@ -134,6 +137,9 @@ def _step_row(
         samples_per_step=_samples_per_step(kept),
         from_stock=_taken_from_stock(log, kept),
         first_step_ms=sum(steps[0].host),
+        load=log.facts.get("load"),
+        cpu_share=log.facts.get("cpu_share"),
+        keeps=tuple(keeping_lines(log.facts.get("calls", ()))) or None,
         peak_gib=peak / 2**30 if (peak := log.facts.get("peak_bytes")) else None,
         waits=sum(calls for step in kept for calls, _ in step.waits.values()) / len(kept) if kept else None,
         loader=main_loader(loaders),
@@ -382,6 +388,10 @@ def why_no_step(log: RankLog, code: int | None) -> str:
         )
     if "torch" not in log.facts:
         return f"the script imported no torch ({how}): there is nothing to measure"
+    if steps := log.facts.get("waiting"):
+        return f"of {steps} steps none has a time ({how}): a profiler or a graph of the script's own was recording"
+    if ended := next((each for each in log.notes if each.startswith(ENDED)), ""):
+        return f"{ended} ({how})"
     seen = f"no step of a torch.optim optimizer was seen ({how})"
     if backwards := log.facts.get("backwards"):
         return (

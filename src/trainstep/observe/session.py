@@ -24,14 +24,15 @@ import torch
 from torch.optim.optimizer import Optimizer
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from trainstep.base.cores import cpu_share, load
 from trainstep.measure.environment import describe
 from trainstep.measure.outcome import one_line
 from trainstep.measure.timing import CpuClock, CudaClock, DeviceClock
 from trainstep.observe.compiling import Recompilations
 from trainstep.observe.habits import settings_on, user_files
 from trainstep.observe.hooks import Hooks, parameters_of
-from trainstep.observe.lines import Lines, Place, line_around, place_of_call
-from trainstep.observe.log import LogWriter
+from trainstep.observe.lines import Lines, Place, line_around, place_of_call, user_calls
+from trainstep.observe.log import ENDED, LogWriter
 from trainstep.observe.modules import SEARCHED
 from trainstep.observe.sampling import SampledLines, Sampler, count_lines
 from trainstep.observe.steps import Step, StepFinder
@@ -55,6 +56,7 @@ JOINED = (
     "forward includes the loss and all else before backward, where no call of a model was seen: a class of torch's "
     "such as nn.Sequential is not observed; trainstep run --deep tells them apart"
 )
+_PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 _STARTS_WORKERS = _MultiProcessingDataLoaderIter.__init__.__code__
 Mark = tuple[float, Any]  # the host's clock, and an event in the device's queue or None
 
@@ -69,7 +71,7 @@ class Session:
         self.finder = StepFinder(self._mark, self._queue)
         self.finder.on_end = self._step_ended
         self.hooks = Hooks(self.finder, Lines(self._new_line), is_deep=plan.is_deep, on_failure=self._failed)
-        self.finder.in_stock = self.hooks.loaders.stock
+        self.finder.in_stock, self.finder.in_memory = self.hooks.loaders.stock, self._memory
         self.on_stop: Callable[[], object] = lambda: None  # called before the script is ended
         self._recompilations = Recompilations(log)
         self._queued: deque[Step] = deque()
@@ -78,10 +80,14 @@ class Session:
         self._handed_out = self._noted_lines = 0
         self._is_finished = self._knows_device = self._is_joined = self._has_files = False
         self._instruments: Any = None
+        self._counted: Any = -1, None  # descriptor of the system's count of this process's memory, and which file it is
 
     def start(self) -> None:
         """Install the hooks."""
         self.hooks.install()
+        with contextlib.suppress(OSError):  # opened once: an audit hook of the script's would see each time
+            file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+            self._counted = file, os.fstat(file)
         if self.plan.is_deep:
             from trainstep.observe.beyond import Beyond
 
@@ -102,6 +108,8 @@ class Session:
             self._instruments.close()
         self._sampler.end()
         self.hooks.remove()
+        if (file := self._own_file()) is not None:
+            os.close(file)
         if not self._knows_device and self.hooks.optimizers:  # the script's profiler was on throughout
             self._learn_of_the_device(self.hooks.optimizers[0])
         self.finder.tell_kept()
@@ -117,6 +125,7 @@ class Session:
         if self._is_joined:
             self._write_found(JOINED)
         self._write_peak()
+        self.log.write("facts", {"cpu_share": cpu_share()})
         if not self.finder.ended and self.finder.backwards:
             self.log.write("facts", {"backwards": self.finder.backwards})
 
@@ -174,7 +183,8 @@ class Session:
                 trace=trace_path(Path(self.plan.folder), rank),
                 last=self.plan.steps,
             )
-        self.log.write("facts", {"environment": describe(self.device, has_commit=False), "on_gpu": self.hooks.on_gpu})
+        known = {"on_gpu": self.hooks.on_gpu, "calls": user_calls(), "load": load()}
+        self.log.write("facts", {"environment": describe(self.device, has_commit=False), **known})
 
     def _queue(self, step: Step) -> None:
         """A step has ended for certain."""
@@ -214,6 +224,7 @@ class Session:
 
     def _write_queued(self, *, until_done: bool = False) -> None:
         if self.hooks.on_gpu and self._shows_events() and not until_done:
+            self.log.write("facts", {"waiting": self.finder.ended})
             return  # a graph that is being captured does not survive that events are asked
         while self._queued and (until_done or self._is_done(self._queued[0])):
             self._write(self._queued.popleft())
@@ -235,7 +246,7 @@ class Session:
     def _failed(self, error: Exception) -> None:
         """Something of ours raised, and nothing is observed from here on."""
         self.finder.switch_off()
-        self._write_found(f"the observation ended: {type(error).__name__}: {one_line(error)}")
+        self._write_found(f"{ENDED}: {type(error).__name__}: {one_line(error)}")
 
     def _write_found(self, found: Row | str) -> None:
         """Write what an instrument found, or why it found nothing."""
@@ -254,6 +265,22 @@ class Session:
             found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
             peak = int(found[1]) * 1024 if found else None
         self.log.write("facts", {"peak_bytes": peak})
+
+    def _memory(self) -> list[float]:
+        """MiB of the process that are no files', and on a GPU those that torch has given out; a step's `memory`."""
+        found = list[float]()
+        if (file := self._own_file()) is not None:
+            _, resident, shared, *_ = map(int, os.pread(file, 200, 0).split())
+            found.append((resident - shared) * _PAGE_MIB)
+            if self.hooks.on_gpu:
+                found.append(torch._C._cuda_memoryStats(self.device.index)["allocated_bytes"]["all"]["current"] / 2**20)
+        return found
+
+    def _own_file(self) -> int | None:
+        """Descriptor of the system's count of the process's memory; None where the script has closed it."""
+        with contextlib.suppress(OSError):
+            return self._counted[0] if os.path.samestat(os.fstat(self._counted[0]), self._counted[1]) else None
+        return None
 
     def _write_noted(self) -> None:
         self._noted_lines = len(self.finder.noted)

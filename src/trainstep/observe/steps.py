@@ -63,6 +63,7 @@ class Step:
     batches: int = count()  # that loaders gave
     sent: int = count()  # forward passes whose backward pass sends gradients to other ranks
     stock: tuple[int, int] = (0, 0)  # batches at its end: that lay ready in loaders, and with those that were asked for
+    memory: list[float] = field(default_factory=list)  # MiB at its end: the process's own, and torch's on a GPU
     is_skipped: bool = False  # whether a scaler left the update out
     tags: set[str] = field(default_factory=set)  # what an instrument did meanwhile
     waits: dict[int, list[float]] = field(default_factory=dict)  # line → [calls, milliseconds]
@@ -77,7 +78,7 @@ class Step:
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.updated += [name for name in other.updated if name not in self.updated]
-        self.stock = other.stock
+        self.stock, self.memory = other.stock, other.memory
         self.tags |= other.tags
         for line, (calls, ms) in other.waits.items():
             self.waited(line, calls, ms)
@@ -166,6 +167,7 @@ class StepFinder:
         self.listeners: list[Callable[[str], object]] = []  # called with each phase that begins
         self.on_end: Callable[[], object] = lambda: None  # called when an optimizer step has ended
         self.in_stock: Callable[[], tuple[int, int]] = lambda: (0, 0)  # as a step's `stock`, now
+        self.in_memory: Callable[[], list[float]] = list  # as a step's `memory`, now
         self.ended = 0  # steps that have ended so far
         self.steps_taken = 0  # times that an optimizer stepped
         self._thread = threading.get_ident()
@@ -327,7 +329,7 @@ class StepFinder:
         self._has_gradients = False
         end, open_, last = self.mark(), self._open, self._last
         open_.marks.append(end)
-        open_.updated, open_.stock = [name], self.in_stock()
+        open_.updated, open_.stock, open_.memory = [name], self.in_stock(), self.in_memory()
         if open_.backwards == 0 and last is not None:
             last.add(open_)
         else:

@@ -91,7 +91,7 @@ def _gain(climb: Climb, found: Sequence[Finding]) -> Headline:
     confidence = _of_ladder(climb, found)
     if len(accepted) == 1:
         which = "the baseline" if first.change == BASELINE else f"{first.change}, the first that fits,"
-        says, detail = f"per step: {which} is the fastest found", "No change on the ladder made the step faster."
+        says, detail = f"per step of {which}", "No change was accepted."
         return Headline(Cell(f"{number(first.step_ms)} ms"), says, _named(climb, detail), stats, confidence)
     is_faster = speedup.low is not None and (as_float(speedup.low.value) or 0) > 1
     checked = "loss and gradients" if last.update_error is None else "loss, gradients and updates"
@@ -236,7 +236,9 @@ def _script(records: Sequence[Row]) -> Headline | None:
         for name in sorted(shares, key=lambda name: -shares[name])[:4]
     ]
     whose = f"per step of {row.updates}" if row.updates else "per step"
-    detail = f"median of {number(row.n)} steps: {span(row, 'step')}"
+    trend = run.slowing(row)
+    of_step = f"{number(trend.first)} → {number(trend.last)} ms" if trend else span(row, "step")
+    detail = f"median of {number(row.n)} steps: {of_step}"
     detail = detail if told is row else f"mean of {number(row.n)} steps; {detail}"
     figure = Cell(f"{number(told.step_ms)} ms", told.step_ms, "step_ms" if told is row else "step_mean_ms")
     return Headline(figure, whose, detail, stats, _of_script(row))
@@ -247,7 +249,8 @@ def _of_script(row: ScriptRow) -> str:
     left = [f"the first {number(row.left_out)} left out"] if row.left_out else []
     step = row.times["step"]
     is_wide = step.low is not None and step.high is not None and step.high - step.low > NOISY_INTERVAL * step.median
-    return _sentence([", ".join([processes, *_steps(row.n), *left]), *(["times are unsteady"] if is_wide else [])])
+    how = ["steps slow down"] if run.slowing(row) else ["times are unsteady"] if is_wide else []
+    return _sentence([", ".join([processes, *_steps(row.n), *left]), *how])
 
 
 def _script_gain(records: Sequence[Row]) -> Headline | None:

@@ -20,7 +20,8 @@ class ScriptRow(OfScript, Timed, kind="script"):
     On a GPU these are the device's times. Beside them "own" (the step but for communication), "starved" (the most that
     the device can have waited for launches), and the host's: "issue" (without waiting for data or the device; of a host
     that is far ahead, with waits for room in the device's queue), "wait" (for the device, in lines of code) and "ahead"
-    (by how much later the device ends the step).
+    (by how much later the device ends the step). Series are of the memory at each step's end: "process_mib" (without
+    files) and, on a GPU, "allocated_mib" (that torch has given out).
     """
 
     updates: str | None = setting(None)  # which optimizers, where not all steps update the same
@@ -39,6 +40,9 @@ class ScriptRow(OfScript, Timed, kind="script"):
     batches: int | None = None  # that loaders gave in the timed steps
     from_stock: int | None = None  # by how many what lay ready in loaders shrank in them; below 0 where it grew
     first_step_ms: float | None = None
+    load: float | None = None  # the system's load average as it began
+    cpu_share: float | None = None  # of the time in which its first thread could run, the part in which it did
+    keeps: tuple[str, ...] | None = None  # lines around its steps that keep something from one to the next
     peak_gib: float | None = None  # torch's count on a GPU, else the most that the process had resident
     waits: float | None = None  # calls per step in which the host waits for the device, or on a CPU would
     latest_share: float | None = None  # of steps in which this rank's own part took longest

@@ -19,7 +19,8 @@ def row(**phases):
     """A script's steps, by the milliseconds of their phases."""
     whole = [sum(each) for each in zip(*phases.values(), strict=True)]
     times = {name: Times.of(summarize(ms)) for name, ms in {**phases, "step": whole}.items()}
-    return ScriptRow(workload="train.py", times=times, n=len(whole), left_out=3, on_gpu=False)
+    samples = {**phases, "step": whole}
+    return ScriptRow(workload="train.py", times=times, n=len(whole), samples=samples, left_out=3, on_gpu=False)
 
 
 BURSTS = row(data=[0.5, 0.5, 0.5, 62.5] * 6, forward=[1.0] * 24)
@@ -98,6 +99,32 @@ def test_the_page_s_top_and_its_bars_are_of_means():
     assert section.lead.startswith("Means of 24 steps")
     findings = [finding for rule in run.RULES for finding in rule([BURSTS])]
     assert "94%" in str(cards([BURSTS], findings, [section]).cards), "of a step of 17 ms, not of 1.5 ms"
+
+
+@pytest.mark.parametrize(("grows_ms", "expected"), [(92.0, True), (5.2, True), (3.5, False), (-20.0, False)])
+def test_steps_that_slow_down_are_told_with_phase_and_line(grows_ms, expected):
+    slow = row(forward=[12.0] * 60, other=[8.0 + grows_ms * at / 59 for at in range(60)])
+    line = LineRow(workload="train.py", line="train.py:9", phase="other", function="f", seen=20, share=0.9)
+    told = list(run.slows_down([slow, line]))
+    assert [each.figures["phase"] for each in told] == ["other"] * expected
+    for each in told:
+        assert each.figures["per_100_ms"] == pytest.approx(100 * grows_ms / 59)
+        assert each.figures["to_ms"] - each.figures["from_ms"] == pytest.approx(grows_ms * 54 / 59)
+        assert "everything else that grows, which runs train.py:9 in f (90%)" in each.sentence
+    assert ("→" in headlines([slow], [])[0].detail, "slow down" in headlines([slow], [])[0].confidence) == (
+        expected,
+    ) * 2
+
+
+@pytest.mark.parametrize(("mib", "name", "expected"), [(4.0, "process_mib", True), (0.2, "process_mib", False),
+                                                       (4.0, "allocated_mib", True)])  # fmt: skip
+def test_memory_that_grows_is_told_with_its_rate_and_lines(mib, name, expected):
+    memory = {"process_mib": [500.0] * 60} | {name: [300 + mib * at for at in range(60)]}
+    steps = dataclasses.replace(EVEN, series=memory, keeps=("train.py:7",))
+    told = list(run.memory_grows([steps]))
+    assert [(each.figures["mib"], each.claim.gib) for each in told] == [(mib, mib * 54 / 1024)] * expected
+    whose = "of the process" if name == "process_mib" else "on the GPU"
+    assert all(f"Memory {whose} grows" in each.sentence and "train.py:7" in each.sentence for each in told)
 
 
 @pytest.mark.parametrize(("peak_gib", "found"), [(2.5, [("script.peak", {"peak_gib": 2.5})]), (None, [])])

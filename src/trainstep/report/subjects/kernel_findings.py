@@ -14,7 +14,8 @@ from trainstep.base.stats import RUN_SPREAD
 from trainstep.report.findings import Claim, Finding, found, listed, literal
 from trainstep.report.numbers import as_float, numeric
 from trainstep.report.subjects.climbs import advised
-from trainstep.rows import CeilingRow, DtypeRow, FamilyRow, KernelRow, PieceRow, ProfileRow
+from trainstep.report.subjects.run import slowing
+from trainstep.rows import CeilingRow, DtypeRow, FamilyRow, KernelRow, PieceRow, ProfileRow, ScriptRow
 from trainstep.rows.records import Row, Scalar, belonging, of_kind
 
 NEEDED_COVERAGE = 0.98  # Share of kernel time that must be in a known phase and module
@@ -44,7 +45,7 @@ def kernel_findings(records: Sequence[Row]) -> list[Finding]:
     return [
         *_devices(profile, records),
         *_reading(profile),
-        *_trust(profile),
+        *_trust(profile, records),
         *_top(profile, "forward", "the forward pass"),
         *_top(profile, "step", "the whole step" if profile.has_steps is not False else "the whole trace"),
         *_matmuls(profile, own, records),
@@ -93,7 +94,7 @@ def _per(profile: ProfileRow) -> str:
     return "per step" if profile.has_steps is not False else "in the trace"
 
 
-def _trust(profile: ProfileRow) -> Iterator[Finding]:
+def _trust(profile: ProfileRow, records: Sequence[Row]) -> Iterator[Finding]:
     """Findings that limit the others; nothing where all is well."""
     coverage, cost = profile.module_coverage, profile.profiler_cost
     if coverage is not None and coverage < NEEDED_COVERAGE:
@@ -113,9 +114,12 @@ def _trust(profile: ProfileRow) -> Iterator[Finding]:
     change = "{step_ms:ms} → {profiled_step_ms:ms}"
     if cost < -RUN_SPREAD:
         called = "profiler-faster"
+        slows = any(map(slowing, of_kind(records, ScriptRow)))
+        why = "they come earlier in a script that slows down"
+        why = why if slows else "the machine changed meanwhile; run again on a quieter one"
         said = (
             f"The profiled steps were {{profiler_cost:share}} faster than those without the profiler ({change}): "
-            "the machine changed meanwhile. Shares can be trusted, times cannot; run again on a quieter machine."
+            f"{why}. Shares can be trusted, times cannot."
         )
     elif cost <= RUN_SPREAD:
         called, said = "profiler-free", f"Profiling cost nothing that shows ({change})."

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from trainstep.base import advice
+from trainstep.base.stats import Trend, rising
 from trainstep.report import columns
 from trainstep.report.blocks import Section, section
 from trainstep.report.columns import Cell, Column, value_cell
@@ -39,6 +41,8 @@ WAITING = 0.02  # Share of a step on a GPU that a line waits for, from which the
 PER_STEP = 0.5  # Calls per step of a line that would wait on a GPU, from which it is remarked on
 LATE = 0.05  # By how much a rank's own part must exceed the others' median to be late
 DEBUGGING = ("anomaly-detection", "deterministic-algorithms", "distributed-debug", "launch-blocking", "own-profiler")
+SLOWER = 0.2  # Share by which a step grows, from the first tenth of the steps to the last, from which it slows down
+GROWN_MIB = 16.0  # By how much memory grows meanwhile, from which it is remarked on
 OVERHEAD = 0.02  # Share of the step that measuring may cost before it is remarked on
 
 
@@ -262,6 +266,48 @@ def overhead(rows: Sequence[Row]) -> Iterator[Finding]:
         yield found("script.overhead", said, hooks_ms=row.hooks_ms, share=share)
 
 
+def slowing(row: ScriptRow) -> Trend | None:
+    """Describe how its steps grow; None where they do not, or by less than `SLOWER`."""
+    found = rising([each for each in row.samples.get("step", ()) if each is not None])
+    return found if found and found.last >= (1 + SLOWER) * found.first else None
+
+
+def slows_down(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Steps that take longer and longer, with the phase that does, and its lines."""
+    for row in first_rank(rows)[:1]:
+        if (trend := slowing(row)) is None:
+            continue
+        tenth = -(-len(row.samples["step"]) // 10)
+        ends = {name: (row.samples[name][:tenth], row.samples[name][-tenth:]) for name in PHASES if name in row.samples}
+        phase = max(ends, key=lambda name: statistics.median(ends[name][1]) - statistics.median(ends[name][0]))
+        lines = _shown(_named_lines(rows, row, phase)[0])
+        said = (
+            "Steps slow down by {per_100_ms:ms} per 100 steps: from {from_ms:ms} to {to_ms:ms} in {n:n} steps. It is "
+            f"{PHASES[phase]} that grows"
+        ) + (", which runs {lines:list} of its time." if lines else ".")
+        figures: dict[str, Scalar] = {"per_100_ms": 100 * trend.slope, "from_ms": trend.first, "to_ms": trend.last}
+        ms = mean_of(row.times["step"]) - trend.first
+        claim = Claim("Steps slow down: {from_ms:ms} → {to_ms:ms}", ("script",), ms, verdict="SLOWS-DOWN")
+        yield found("script.slows-down", said, claim, **figures, n=row.n, phase=phase, lines=lines)
+
+
+def memory_grows(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Memory that grows from step to step: torch's on a GPU, else the process's."""
+    for row in first_rank(rows)[:1]:
+        for name, whose in (("allocated_mib", "Memory on the GPU"), ("process_mib", "Memory of the process")):
+            trend = rising([each for each in row.series.get(name, ()) if isinstance(each, float)])
+            if trend is None or trend.last - trend.first < GROWN_MIB:
+                continue
+            said = f"{whose} grows by {{mib:.3g}} MiB a step, from {{from_mib:.4g}} to {{to_mib:.4g}} MiB."
+            said += " Lines that keep something from step to step: {lines:list}." if row.keeps else ""
+            said += " Keep numbers (loss.item()) or detached tensors, and drop old ones."
+            figures: dict[str, Scalar] = {"mib": trend.slope, "from_mib": trend.first, "to_mib": trend.last, "n": row.n}
+            short, grown = "Memory grows by {mib:.3g} MiB a step", (trend.last - trend.first) / 1024
+            claim = Claim(short, ("script",), gib=grown, is_part=False, verdict="MEMORY-GROWS")
+            yield found("script.memory-grows", said, claim, **figures, lines=(row.keeps or ())[:MOST_LINES])
+            break
+
+
 def data_bound(rows: Sequence[Row]) -> Iterator[Finding]:
     """Steps that wait for their batch."""
     for row in first_rank(rows):
@@ -283,15 +329,11 @@ def slow_lines(rows: Sequence[Row]) -> Iterator[Finding]:
     """The user's own lines in phases that no call of torch's explains, and in loaders."""
     for row in first_rank(rows)[:1]:
         for phase, least in LINES_BOUND.items():
-            own = [each for each in of_kind(rows, LineRow) if each.phase == phase and each.rank == row.rank]
-            share = share_of(row, "data" if phase == "workers" else phase)
-            total = sum(each.seen or 0 for each in own)
-            waits_at = f"{row.loader}".partition(",")[0]  # for workers, which is no line of the loader's
-            named = [each for each in own if (each.share or 0.0) >= LINE and each.line != waits_at][:MOST_LINES]
-            if share < least or total < FEWEST or not named:
+            timed, (named, total) = "data" if phase == "workers" else phase, _named_lines(rows, row, phase)
+            share = share_of(row, timed)
+            if share < least or not named:
                 continue
-            lines = tuple(f"{each.line}{_in(each.function)} ({percent(each.share or 0.0)})" for each in named)
-            ms = mean_of(row.times["data" if phase == "workers" else phase])
+            lines, ms = _shown(named), mean_of(row.times[timed])
             figures: dict[str, Scalar] = {"lines": lines, "share": share, "ms": ms, "samples": total}
             if phase in ("data", "workers"):
                 whose = "A loader’s worker fetches batches" if phase == "workers" else "Batches are made"
@@ -305,6 +347,19 @@ def slow_lines(rows: Sequence[Row]) -> Iterator[Finding]:
                 )
                 claim = Claim(f"{PHASES[phase].capitalize()}: {named[0].line}", ("script",), ms, verdict="SCRIPT-BOUND")
                 yield found("script.lines", said, claim, **figures)
+
+
+def _named_lines(rows: Sequence[Row], row: ScriptRow, phase: str) -> tuple[list[LineRow], int]:
+    """Lines that have most samples of a phase, and the number of its samples."""
+    own = [each for each in of_kind(rows, LineRow) if each.phase == phase and each.rank == row.rank]
+    total = sum(each.seen or 0 for each in own)
+    waits_at = f"{row.loader}".partition(",")[0]  # for workers, which is no line of the loader's
+    named = [each for each in own if (each.share or 0.0) >= LINE and each.line != waits_at]
+    return named[:MOST_LINES] if total >= FEWEST else [], total
+
+
+def _shown(named: Sequence[LineRow]) -> tuple[str, ...]:
+    return tuple(f"{each.line}{_in(each.function)} ({percent(each.share or 0.0)})" for each in named)
 
 
 def _in(function: str | None) -> str:
@@ -423,8 +478,8 @@ def _of_each_rank(rule: Rule) -> Rule:
 
 
 RULES = (
-    *map(_of_each_rank, (longest_phases, how_it_went, overhead, data_bound, slow_lines, launch_bound, waiting_lines)),
-    _of_each_rank(compiled_again), habits, late_ranks,
+    *map(_of_each_rank, (longest_phases, how_it_went, overhead, slows_down, memory_grows, data_bound, slow_lines)),
+    *map(_of_each_rank, (launch_bound, waiting_lines, compiled_again)), habits, late_ranks,
 )  # fmt: skip
 
 
