@@ -124,7 +124,7 @@ def test_a_ladder_without_gain_claims_none() -> None:
 
     html = render([baseline])
 
-    assert "the baseline is the fastest found" in html
+    assert "nothing is known of what is faster than the baseline" in html
     assert "maths is still right</p>" not in html
 
 

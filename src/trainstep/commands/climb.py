@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainstep.base.cores import busy, cores, load
 from trainstep.base.errors import UsageError
 from trainstep.base.files import aside, is_replaceable
 from trainstep.base.guards import StopSignals, code_of
@@ -63,7 +64,7 @@ def climb_script(
     if patch is not None:
         _check_place(patch)
     console = console_for_output(to_stderr=True)
-    console.print(f"trainstep run --ladder {command.name} → {out}")
+    console.print(f"trainstep run --ladder {command.name} → {out}{busy(load(), cores())}")
     folder = out / "runs"
     copies = None if is_in_place else Copies(without=folder, stock=folder / "large")
     place = HERE if copies is None else f"{COPIED} {copies.linked}".strip()

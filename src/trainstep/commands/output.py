@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainstep.base.cores import busy, cores, load
 from trainstep.base.errors import UsageError, printable, say
 from trainstep.base.guards import StopSignals, code_of
 
@@ -128,7 +129,7 @@ def run_and_report(
 
     console = console_for_output()
     writer = RecordWriter(out / "results.jsonl")
-    console.print(f"trainstep {title} → {out}")
+    console.print(f"trainstep {title} → {out}{busy(load(), cores())}")
     stopped: UsageError | None = None
     code = 0
     signals = StopSignals(raises=True)

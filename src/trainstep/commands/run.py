@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import FlagCreatePairsOff, Suppress
 
+from trainstep.base.cores import busy, cores
 from trainstep.base.errors import UsageError, say
 from trainstep.base.guards import StopSignals
 from trainstep.commands.options import RENAMED, Common, words_of
@@ -178,7 +179,8 @@ class Run(Common):
                 self._keep(rows)
                 rows = deep.rows(logs, rows, code)
                 (self.out / "results.jsonl").unlink(missing_ok=True)  # not the previous results
-        console.print(f"\ntrainstep run {command.name} → {self.out}")
+        machine = next((busy(row.load, cores(), row.cpu_share) for row in rows if isinstance(row, ScriptRow)), "")
+        console.print(f"\ntrainstep run {command.name} → {self.out}{machine}")
         with part("writing results.jsonl"):
             self._keep(rows)
         with part("the report"):

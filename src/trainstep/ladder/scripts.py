@@ -378,6 +378,7 @@ class ScriptRunner:
             if taken.captured is not None:
                 samples["training_loss"] = list(taken.captured.losses)
                 values |= {"updates": len(taken.captured.losses), "in_first_epoch": taken.is_in_first_epoch}
+                values["is_whole"] = (taken.log.ended or {}).get("how") == "returned"
         step_ms = taken.ms_per_step if taken.step_ms else 0.0
         return TriedRun(changes=list(changes), made=[], values=values, peak=peak, step_ms=step_ms, taken=taken)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainstep.base.cores import busy, cores, load
 from trainstep.base.errors import OUT_OF_MEMORY
 from trainstep.base.files import remove
 from trainstep.base.precision import PrecisionName
@@ -128,7 +129,7 @@ class Script:
             UsageError: the folder cannot be written.
         """
         self.runs += 1
-        self.tell(f"run {self.runs}: {what}")
+        self.tell(f"run {self.runs}: {what}{busy(load(), cores())}")
         folder = self.folder / f"{self.runs:03d}-{''.join(each if each.isalnum() else '-' for each in what)}"
         remove(self.folder if self.folder.is_symlink() else folder)
         folder.mkdir(parents=True)

@@ -130,6 +130,7 @@ class ChangeRow(MeasuredStep, Checked, Speedup, kind="change"):
     shown_allowed: float | None = None
     runs: int | None = None  # that were timed
     updates: int | None = None  # of the run that was compared: of what comes after them nothing is known
+    is_whole: bool | None = None  # whether those are all that the script takes
     in_first_epoch: bool | None = None  # whether it was stopped before its main loader was begun a second time
     throughput: float | None = None
     """Samples per second over those of what was accepted before: of another step, which has no times and no gain."""

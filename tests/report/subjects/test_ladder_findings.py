@@ -94,6 +94,26 @@ def test_of_several_ladders_those_without_a_baseline_are_named():
     assert alone.sentence.startswith("The baseline failed (failed): no such file. There is nothing to compare with")
 
 
+SLOWER = rung("x", "slower", False, gain=0.5)
+
+
+@pytest.mark.parametrize(
+    ("tried", "said"),
+    [
+        ([], "No change was timed, so nothing is known of what is faster than the baseline."),
+        ([rung("x", "failed", False, "failed", gain=None)],
+         "No change was timed, so nothing is known of what is faster than the baseline."),
+        ([SLOWER, rung("y", "inconclusive", False, gain=0.9, gain_low=0.5, gain_high=1.2)],
+         "No change was accepted, and nothing could be decided of y (0.50–1.20). Run again on a quieter machine, or "
+         "with more steps."),
+        ([SLOWER, rung("y", "inconclusive", False, gain=1.0, gain_low=0.98, gain_high=1.04)],
+         "No change made the step faster: the baseline is the best found. Tried: x and y."),
+    ],
+)  # fmt: skip
+def test_the_best_is_found_only_where_all_that_was_tried_is_decided(tried, said):
+    assert found([BASELINE, *tried], "gain")[0].sentence == said
+
+
 def too_large(case=None):
     return rung("baseline", "out of memory", False, "out of memory", "40 GiB", case)
 

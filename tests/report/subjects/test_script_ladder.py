@@ -6,7 +6,7 @@ from tests.report.changes import carried
 from trainstep.report.page import Report, render
 from trainstep.report.subjects import make_tables
 from trainstep.report.subjects.ladder import ladder
-from trainstep.rows import FINAL, PATCHED, ChangeRow
+from trainstep.rows import FINAL, PATCHED, ChangeRow, ScriptRow
 from trainstep.rows.records import Times
 
 
@@ -74,6 +74,16 @@ def test_a_patch_is_told_where_it_holds():
 
 def test_nothing_kept_and_nothing_judged():
     assert "gain.script_none" in found(BASELINE, WRONG)
+    busy = ScriptRow(
+        workload="train.py",
+        times={"step": Times(1.0), "other": Times(1.0)},
+        load=17.0,
+        cpu_share=0.12,
+        environment={"cores": 2},
+    )
+    open_ = row("fused optimizer", 9.0, **ratio("gain", 0.9, 0.3), verdict="inconclusive")
+    said = found(BASELINE, open_, busy)["gain.script_none"].sentence
+    assert "fused optimizer (0.60–1.20) (load 17.0 on 2 cores, the process had 12% of the CPU" in said
     failed = row("baseline", status="failed", verdict="not reproducible", reason="it starts from other weights")
     assert not {name for name in found(failed) if name.startswith("gain.")}
 
@@ -128,11 +138,13 @@ def test_the_page_has_a_section_with_budgets():
 
 
 def test_what_no_second_epoch_was_seen_of_is_said():
-    until = " Proven for 30 updates; the loader has not begun a second epoch."
+    until = " Proven for the first 30 updates of the script; the loader has not begun a second epoch."
     first = dataclasses.replace(FUSED, updates=30, in_first_epoch=True)
     assert found(BASELINE, first)["gain.script"].sentence.endswith(f"within their budgets.{until}")
     assert found(BASELINE, first, TOP)["gain.script"].sentence.endswith(until)
     later = dataclasses.replace(first, in_first_epoch=False)
-    assert found(BASELINE, later)["gain.script"].sentence.endswith("within their budgets.")
+    assert found(BASELINE, later)["gain.script"].sentence.endswith(" Proven for the first 30 updates of the script.")
+    whole = dataclasses.replace(later, is_whole=True)
+    assert found(BASELINE, whole)["gain.script"].sentence.endswith(" Proven for all 30 updates of the script.")
     assert "of 30 updates, in one epoch" in render([BASELINE, first])
     assert "in one epoch" not in render([BASELINE, later])

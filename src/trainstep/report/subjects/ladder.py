@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from trainstep.base.cores import busy
 from trainstep.base.stats import WITHIN_RUN
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Section, section, span
@@ -17,6 +18,7 @@ from trainstep.report.columns import Cell, Column, ratio_cell, value_cell
 from trainstep.report.findings import Claim, Finding, found, listed, literal
 from trainstep.report.numbers import NONE, gib, number, numeric, power_of_ten, typeset
 from trainstep.report.subjects.climbs import Climb, after_precision, climbs, of_steps, times_agree
+from trainstep.report.subjects.run import measured
 from trainstep.report.tables import Definition, make_table, page_table
 from trainstep.rows import ANOTHER_STEP, BASELINE, FIRST_THAT_FITS, ChangeRow
 from trainstep.rows.records import Row, Scalar
@@ -350,9 +352,9 @@ def gain(rows: Sequence[Row]) -> Iterator[Finding]:
     """Findings on what the accepted changes of each ladder bring together, and what was checked of them."""
     for climb in climbs(rows):
         if climb.is_script:
-            yield from _gain_of_script(climb)
+            yield from _gain_of_script(climb, rows)
         elif climb.accepted:
-            yield _withheld(climb) if climb.is_disputed else _gain(climb)
+            yield _withheld(climb) if climb.is_disputed else _gain(climb, rows)
 
 
 def _withheld(climb: Climb) -> Finding:
@@ -369,12 +371,40 @@ def _withheld(climb: Climb) -> Finding:
     return found("gain.withheld", climb.whose + said, first=first.change, top=top.change, **figures)
 
 
-def _gain(climb: Climb) -> Finding:
+UNDECIDED = 0.1
+"""Width of the interval of a gain, as a share of it, above which "inconclusive" says nothing of the change."""
+
+
+def _nothing_accepted(climb: Climb, rows: Sequence[Row]) -> Finding:
+    """Say what was tried, and that nothing is better only where that was decided; else how busy the machine was."""
+    tried = {row.names[0]: row for row in climb.rows if row.gain is not None and not row.accepted}
+    open_ = [row for row in tried.values() if row.verdict == "inconclusive" and _width(row) > UNDECIDED]
+    figures: dict[str, Scalar] = {"tried": tuple(tried), "undecided": tuple(row.change for row in open_)}
+    first, whose = climb.accepted[0].change, climb.whose
+    figures |= {} if first == BASELINE else {"first": first}
+    which = "the baseline" if first == BASELINE else "{first}"
+    if not tried:
+        said = f"No change was timed, so nothing is known of what is faster than {which}."
+    elif open_:
+        spans = [f"{row.change} ({row.gain_low or 0:.2f}–{row.gain_high or math.inf:.2f})" for row in open_]
+        machine = next((busy(row.load, row.environment.get("cores"), row.cpu_share) for row in measured(rows)), "")
+        said = f"No change was accepted, and nothing could be decided of {literal(listed(spans))}"
+        said += f"{machine}. Run again on a quieter machine, or with more steps."
+    else:
+        said = f"No change made the step faster: {which} is the best found. Tried: {{tried:list}}."
+    return found("gain.script_none" if climb.is_script else "gain.none", whose + said, **figures)
+
+
+def _width(row: ChangeRow) -> float:
+    """Width of the interval of its gain, as a share of it."""
+    known = row.gain and row.gain_low and row.gain_high
+    return (numeric(row.gain_high) - numeric(row.gain_low)) / numeric(row.gain) if known else math.inf
+
+
+def _gain(climb: Climb, rows: Sequence[Row]) -> Finding:
     first, last, there = climb.accepted[0], climb.accepted[-1], climb.there
     if first is last:
-        which, fits = ("the baseline", {}) if first.change == BASELINE else ("{first}", {"first": first.change})
-        said = f"No change on the ladder made the step faster: {which} is the best found."
-        return found("gain.none", climb.whose + said, **fits)
+        return _nothing_accepted(climb, rows)
     named = tuple(row.change for row in there)
     low, high, is_one = numeric(last.speedup_low), numeric(last.speedup_high), len(named) == 1
     names = literal(listed(named))
@@ -434,7 +464,7 @@ def rejected(rows: Sequence[Row]) -> Iterator[Finding]:
             yield found(f"ladder.{why}", f"Not used: {climb.whose}{{change}}{said}.", **figures)
 
 
-def _gain_of_script(climb: Climb) -> Iterator[Finding]:
+def _gain_of_script(climb: Climb, rows: Sequence[Row]) -> Iterator[Finding]:
     """Findings on a script: what was accepted, what it brings together, the lines to add for it, another step, and the
     patch."""
     if climb.first.status != "ok":
@@ -442,16 +472,18 @@ def _gain_of_script(climb: Climb) -> Iterator[Finding]:
     last, there = climb.top, climb.there
     names = tuple(row.change for row in there)
     if last is None:
-        yield found("gain.script_none", "No change from outside made the script faster: it is the best found.")
+        yield _nothing_accepted(climb, rows)
     elif last.speedup_low is not None and last.speedup_low > 1:
         figures: dict[str, Scalar] = {"speedup": last.speedup, "low": last.speedup_low, "high": last.speedup_high}
         said = (
             f"Proven: with {literal(listed(names))} the script's steps are {{speedup:.2f}}× faster (between runs, "
             "{low:.2f}–{high:.2f}), and its first gradients, losses and weights are within their budgets."
         )
-        if (seen := next((row for row in reversed(there) if row.in_first_epoch), None)) is not None:
+        if (seen := next((row for row in reversed(there) if row.updates), None)) is not None:
             figures["updates"] = seen.updates
-            said += " Proven for {updates:n} updates; the loader has not begun a second epoch."
+            reaches = f"{'all' if seen.is_whole else 'the first'} {{updates:n}} updates of the script"
+            epoch = "; the loader has not begun a second epoch" if seen.in_first_epoch else ""
+            said += f" Proven for {reaches}{epoch}."
         claim = _faster((1 - 1 / numeric(last.speedup)) * (climb.first.step_ms or 0.0))
         yield found("gain.script", said, claim, changes=names, **figures)
     else:
