@@ -34,7 +34,7 @@ from examples import feed_forward
 from tables import RESULTS, results
 from trainstep.plan import machine
 from trainstep.plan.communication import Link, collective_seconds
-from trainstep.plan.limits import intensity, mesh_tokens
+from trainstep.plan.limits import intensity, tensor_axis_ranks
 from trainstep.plan.machine import ATTAINABLE, OPTIMIZER_FRACTION
 from trainstep.plan.measured import calibrated, checked, scheme_launches
 from trainstep.plan.roofline import FUSED_ATTENTION, TILES
@@ -93,6 +93,17 @@ BYTES_PER_S = 2 * 9e10  # A TPU v5p, as the exercise gives them: both directions
 
 FSDP_RANKS, TENSOR_RANKS = 16, 4
 FSDP_AXES, TENSOR_AXES = 2, 1  # The mesh: X = 16 over two axes of the torus, Y = 4 over the third
+
+
+def mesh_tokens(
+    alpha: float, d_ff: float, tensor: int, *, fsdp_axes: float = 1, tensor_axes: float = 1, overlapped: bool = True
+) -> float:
+    """The fewest tokens per GPU for FSDP × TP with `tensor` ranks of TP; infinite where TP alone is limited already."""
+    used = tensor / tensor_axis_ranks(alpha, d_ff, tensor_axes)  # the part of computing that TP's communication takes
+    if used >= 1:
+        return math.inf
+    alone = alpha / (tensor * fsdp_axes)
+    return alone if overlapped else alone / (1 - used)
 
 
 def compute_bound_tokens(*, overlapped: bool) -> float:

@@ -93,7 +93,7 @@ def found(records):
 @pytest.mark.parametrize(
     "records",
     [
-        functools.partial(peak_records, configs=POLICIES, modes=["forward", "step"]),
+        functools.partial(peak_records, configs=POLICIES, modes=["step"]),
         functools.partial(allocation_records, config=CONFIG),
         functools.partial(dtype_records, configs=[CONFIG]),
         functools.partial(residual_records, config=CONFIG),

@@ -156,12 +156,6 @@ def test_what_cannot_be_run_is_told_as_python_does(tmp_path):
         assert ended.stderr.startswith(plain.stderr), ended.stderr
 
 
-def test_a_script_that_is_killed(tmp_path):
-    ended, _ = run_command(tmp_path, SCRIPTS / "ending.py", "is killed")
-    assert ended.returncode == -9
-    assert "it was ended by signal 9" in sentences(ended)
-
-
 def test_a_script_that_catches_everything_is_stopped(tmp_path):
     command = ("--steps", 4, SCRIPTS / "ending.py", "catches everything")
     ended, rows = run_command(tmp_path, *command)
@@ -179,21 +173,6 @@ def test_a_script_without_torch_that_reads_its_input(tmp_path):
     assert ended.stdout == f"['--steps', '5'] some text __main__ False {tmp_path}\n"
     assert (ended.returncode, rows[0].status) == (0, "failed")
     assert "imported no torch (it ran to its end)" in sentences(ended)
-
-
-def test_a_script_knows_its_place_as_python_tells_it(tmp_path):
-    """Absolute, so that it still does once the script has gone to another directory."""
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "where.py").write_text(
-        "import os, sys\nos.chdir('/')\nprint(__file__, sys.argv, os.path.exists(__file__), __name__, __package__)\n"
-        "print(sys._getframe().f_code.co_filename, sorted(vars()), __spec__, sys.modules['__main__'].__file__)\n"
-        "print(type(__loader__), __cached__, __doc__, sys.path[0])"
-    )
-    words = ["folder/where.py", "more"]
-    plain = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
-    ended, _ = run_command(tmp_path / "out", *words, cwd=tmp_path)
-    assert str(tmp_path / "folder" / "where.py") in plain.stdout
-    assert (ended.returncode, ended.stdout) == (0, plain.stdout)
 
 
 @pytest.mark.parametrize(

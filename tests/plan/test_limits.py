@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tables.plan import BYTES_PER_S, FLOPS_PER_S, XXL, FeedForwardStack, compute_bound_tokens
+from tables.plan import BYTES_PER_S, FLOPS_PER_S, XXL, FeedForwardStack, compute_bound_tokens, mesh_tokens
 from tests.plan.test_communication import simulate
 from trainstep.base.config import SIZES
 from trainstep.base.errors import UsageError
@@ -12,7 +12,6 @@ from trainstep.plan.limits import (
     best_mesh_tokens,
     data_axis_tokens,
     intensity,
-    mesh_tokens,
     tensor_axis_ranks,
     width_between_collectives,
 )

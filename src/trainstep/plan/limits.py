@@ -21,8 +21,6 @@ tokens per GPU, the two are either hidden behind the same computation at once, o
 
 from __future__ import annotations
 
-import math
-
 from trainstep.base.config import ModelConfig
 from trainstep.base.errors import UsageError
 
@@ -47,17 +45,6 @@ def data_axis_tokens(alpha: float, axes: float = 1) -> float:
 def tensor_axis_ranks(alpha: float, d_ff: float, axes: float = 1) -> float:
     """The most ranks of tensor parallelism; the batch does not matter."""
     return axes * d_ff / alpha
-
-
-def mesh_tokens(
-    alpha: float, d_ff: float, tensor: int, *, fsdp_axes: float = 1, tensor_axes: float = 1, overlapped: bool = True
-) -> float:
-    """The fewest tokens per GPU for FSDP × TP with `tensor` ranks of TP; infinite where TP alone is limited already."""
-    used = tensor / tensor_axis_ranks(alpha, d_ff, tensor_axes)  # the part of computing that TP's communication takes
-    if used >= 1:
-        return math.inf
-    alone = alpha / (tensor * fsdp_axes)
-    return alone if overlapped else alone / (1 - used)
 
 
 def best_mesh_tokens(alpha: float, d_ff: float, *, overlapped: bool = True) -> float:

@@ -15,7 +15,6 @@ import pytest
 
 from trainstep.base.errors import UsageError
 from trainstep.base.guards import held_folder
-from trainstep.bench.sweep import keeper
 from trainstep.bench.sweep import run as processes
 from trainstep.bench.sweep.cases import Case, flags, load_grid
 from trainstep.bench.sweep.run import run_here, visible_gpus
@@ -226,20 +225,12 @@ def test_what_leaves_the_case_s_session_ends_with_it(how, tmp_path, monkeypatch)
     assert not is_alive(int(path.read_text()[:-1]))
 
 
-def test_the_output_of_a_case_is_capped_and_its_end_is_kept(tmp_path, monkeypatch):
+def test_of_much_output_the_end_says_what_happened(tmp_path, monkeypatch):
     scripted(monkeypatch, """
-        for number in range(300_000):
-            print(f"line {number:06}")
+        print(*range(300_000), sep=chr(10), file=sys.stderr)
         sys.exit("RuntimeError: after much talk")
     """)  # fmt: skip
-    monkeypatch.setattr(processes, "OUTPUT_CAP", 100_000)
     (case,) = run_here(cases(tmp_path))
-    text = (case.folder / "stdout.txt").read_text()
-    assert len(text) < 100_000 + keeper.TAIL + 100
-    assert text.startswith("line 000000\nline 000001\n")
-    assert text.endswith("line 299999\n")
-    left_out = int(re.search(r"\n\[(\d+) bytes left out here\]\n", text)[1])
-    assert len(re.sub(r"\n\[\d+ bytes left out here\]\n", "", text)) + left_out == 12 * 300_000
     assert case.finished()[0].reason == "RuntimeError: after much talk"
 
 

@@ -57,17 +57,6 @@ def test_every_case_and_fit_is_a_row_with_its_raw_value():
     fitted = {"overhead_us": "31.25", "bus_gb_s": "323.5", "worst_error": "0.0123"}
     assert fitted.items() <= tables["collective-fit"]["0"].items()
     assert "needed 9 GiB" in page
-    assert "collective-bus-2-ranks-fp32-nccl" in page
-    assert "dashed: the fitted line" in page
-
-
-def test_charts_are_per_number_of_ranks_and_need_two_sizes():
-    page = render([row("all-reduce", size, ranks=ranks) for ranks in (2, 4) for size in (1.0, 10.0)])
-    assert "2 ranks, fp32, nccl" in page
-    assert "4 ranks, fp32, nccl" in page
-    assert "fitted" not in page
-    assert "collective-bus" in page
-    assert "collective-bus" not in render([row("all-reduce", 1.0), row("broadcast", 1.0)])
 
 
 def scheme(name, step=None, peak=None, **more):

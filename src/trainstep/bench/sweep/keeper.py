@@ -1,7 +1,7 @@
 """The process around one case of a sweep: whatever happens to the sweep, the case ends, with all that it started.
 
-It is run as a file, `python -I keeper.py CAP STDOUT STDERR COMMAND…`, needs the standard library alone, and lives
-exactly as long as the case. Standard input is a pipe from the sweep, which closes when the sweep ends, even by SIGKILL:
+It is run as a file, `python -I keeper.py COMMAND…`, needs the standard library alone, and lives exactly as long as the
+case, which has its outputs. Standard input is a pipe from the sweep, which closes when the sweep ends, even by SIGKILL:
 then everything here is ended at once. SIGTERM asks the case to end first. Processes that leave the case's session stay
 below this one (it is a "child subreaper", Linux 3.4), so they are found. The exit code is the case's; a signal that
 killed the case kills this process too, so that it reads the same.
@@ -23,15 +23,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO
 
 GRACE_S = 10.0  # between asking the case to end and ending it; torchrun uses it to end its workers
 POLL_S = 0.02
-TAIL = 2**16  # bytes of the end of an output that is beyond its cap, which says how the case ended
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(cap: int, stdout: str, stderr: str, command: list[str]) -> int:
+def main(command: list[str]) -> int:
     """Run the case; returns its exit code, below 0 for a signal."""
     libc = ctypes.CDLL(None)
     prctl = getattr(libc, "prctl", lambda *_: None)  # elsewhere than on Linux the session alone is ended
@@ -42,17 +40,9 @@ def main(cap: int, stdout: str, stderr: str, command: list[str]) -> int:
     case = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         start_new_session=True,  # a group that can be ended as one, and that Ctrl-C does not reach
         preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),  # where this process is killed itself
     )
-    assert case.stdout is not None
-    assert case.stderr is not None
-    files = ((case.stdout, stdout), (case.stderr, stderr))
-    copies = [threading.Thread(target=_copy, args=(*each, cap), daemon=True) for each in files]
-    for each in copies:
-        each.start()
     deadline = None
     while case.poll() is None:
         if _is_closed(0) or (deadline is not None and time.monotonic() > deadline):
@@ -63,10 +53,7 @@ def main(cap: int, stdout: str, stderr: str, command: list[str]) -> int:
                 os.killpg(case.pid, signal.SIGTERM)
         time.sleep(POLL_S)
     _end_all()
-    code = case.wait()
-    for each in copies:
-        each.join(GRACE_S)
-    return code
+    return case.wait()
 
 
 def _is_closed(pipe: int) -> bool:
@@ -104,24 +91,8 @@ def _descendants(parent: int) -> list[int]:
     return found
 
 
-def _copy(source: IO[bytes], path: str, cap: int) -> None:
-    """Copy an output to a file as it comes, up to `cap` bytes; of what is beyond, keep the end."""
-    left_out, tail = 0, b""
-    with open(path, "wb", buffering=0) as file:
-        while data := os.read(source.fileno(), 2**16):
-            head, rest = data[:cap], data[cap:]
-            cap -= len(head)
-            with contextlib.suppress(OSError):  # a full disk must not block the case
-                file.write(head)
-            left_out += len(rest)
-            tail = (tail + rest)[-TAIL:]
-        if left_out:
-            with contextlib.suppress(OSError):
-                file.write(b"\n[%d bytes left out here]\n" % (left_out - len(tail)) + tail)
-
-
 if __name__ == "__main__":
-    ended = main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])
+    ended = main(sys.argv[1:])
     if ended < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the case has left its own
         signal.signal(-ended, signal.SIG_DFL) if -ended not in (signal.SIGKILL, signal.SIGSTOP) else None

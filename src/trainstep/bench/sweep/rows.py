@@ -18,7 +18,7 @@ from trainstep.rows.records import Row, Scalar, Status, make_row, of_kind, read_
 CASE_FAILED = 1  # exit code of a command that has a row which says why it has no result; also after a traceback
 _ERROR = re.compile(r"(trainstep: |Fatal Python error|terminate called|[\w.]*(Error|Exception)\b)")
 _RANK = re.compile(r"^\[(rank|default)\d+\]: ?")
-_LONGEST = 240
+_LONGEST, _END = 240, 2**16  # characters of a reason, and bytes of an output that are looked at
 
 
 def rows_of(case: Case, code: int | None, seconds: float, timeout_s: float | None = None) -> list[SweepRow]:
@@ -79,7 +79,9 @@ def _failure(code: int | None, last: str, timeout_s: float | None) -> tuple[Stat
 def _said(path: Path) -> tuple[str, bool]:
     """The line of standard error that says what happened, or its last line; and whether it tells of an error."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _END))
+            text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return "", False
     lines = [_RANK.sub("", line).strip() for line in text.splitlines() if line.strip()]

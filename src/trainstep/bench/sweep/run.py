@@ -15,7 +15,6 @@ from trainstep.bench.sweep.cases import Case
 from trainstep.bench.sweep.rows import rows_of
 
 POLL_S = 0.05
-OUTPUT_CAP = 2**24  # bytes that are kept of each of a case's outputs, and the end of what is beyond
 
 
 class Child:
@@ -42,14 +41,16 @@ class Child:
         if threads is not None:
             environment.setdefault("OMP_NUM_THREADS", str(threads))
         self._start = time.monotonic()
-        outputs = [str(case.folder / name) for name in ("stdout.txt", "stderr.txt")]
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", keeper.__file__, str(OUTPUT_CAP), *outputs, *command_of(case)],
-            stdin=subprocess.PIPE,  # its end tells the keeper that this process has
-            env=environment,
-            pass_fds=() if lock is None else (lock,),
-            start_new_session=True,  # Ctrl-C here does not reach it
-        )
+        with (case.folder / "stdout.txt").open("wb") as stdout, (case.folder / "stderr.txt").open("wb") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", keeper.__file__, *command_of(case)],
+                stdin=subprocess.PIPE,  # its end tells the keeper that this process has
+                stdout=stdout,
+                stderr=stderr,
+                env=environment,
+                pass_fds=() if lock is None else (lock,),
+                start_new_session=True,  # Ctrl-C here does not reach it
+            )
 
     def poll(self) -> bool:
         """True if the case has ended, by itself or because its time was up. If so, its rows are kept."""
