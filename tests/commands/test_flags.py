@@ -32,8 +32,8 @@ TABLE = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding=
 FORMS = [(command, form) for command, forms in TABLE["forms"].items() for form in forms]
 WORDS = ["run script", "sweep file", "compare old", "compare new", "report runs", "tune what"]
 """Fields that have no flag."""
-AROUND = "debug"
-"""A flag that main obeys, around every command: tests/commands/test_cli.py has its test."""
+AROUND = ("debug", "verbose")
+"""Flags that main obeys, around every command: tests/commands/test_cli.py has their tests."""
 
 
 def classes():
@@ -56,7 +56,7 @@ def flags_of(command):
         named = re.search(r"_ArgConfig\(name='([\w-]+)'", of)
         if f"{command} {name}" not in WORDS:
             found += plain.__annotations__ if typing.is_typeddict(plain) else [named[1] if named else name]
-    return [name for name in found if name != AROUND]
+    return [name for name in found if name not in AROUND]
 
 
 def value_of(command, flag):

@@ -92,7 +92,7 @@ def test_however_a_script_ends_its_steps_are_kept(how, code, steps, said, tmp_pa
     assert row.steps_seen == steps
     if how == "raises":
         assert "Traceback" in ended.stderr
-        assert "trainstep/observe" not in ended.stderr.partition("\ntrainstep run")[0], (
+        assert "trainstep/observe" not in ended.stderr.partition("\n trainstep run")[0], (
             "our frames are none of its business"
         )
 

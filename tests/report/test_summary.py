@@ -150,7 +150,7 @@ def test_a_disputed_ladder_recommends_no_bar_and_no_lines():
 def test_a_script_s_bar_has_its_own_phases():
     times = {"step": Times(10.0), "data": Times(4.0), "forward": Times(5.0)}
     rows = [ScriptRow(workload="train.py", times=times, n=9)]
-    assert drawn(rows) == {"waiting for data": {"waiting for data": 4.0}, "forward": {"forward": 5.0}}, (
+    assert drawn(rows) == {"data wait": {"data wait": 4.0}, "forward": {"forward": 5.0}}, (
         "what no phase has is no part: medians need not add up"
     )
     assert breakdown(rows).caption.endswith("the phases’ together are 9.00 ms.")

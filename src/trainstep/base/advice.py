@@ -34,6 +34,6 @@ FUSED_OPTIMIZER = Line(
 COMPILED_BLOCKS = Line("for block in blocks: block.compile()", "the model's own list of blocks")
 COMPILED_MODEL = Line("model.compile()", "after the model is on its device")
 LOADER_WORKERS = Line(
-    "DataLoader(…, num_workers=min(4, len(os.sched_getaffinity(0))))",
-    "where the loader is made; persistent_workers=True too where nothing changes the data set between epochs",
+    "DataLoader(…, num_workers=4)",
+    "or as many as there are cores; persistent_workers=True too where nothing changes the data set between epochs",
 )

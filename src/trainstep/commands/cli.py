@@ -25,7 +25,7 @@ from trainstep.commands.compare import Compare
 from trainstep.commands.machine import Info, Tune
 from trainstep.commands.memory import Memory
 from trainstep.commands.options import Common, parse_as
-from trainstep.commands.output import BAD_INPUT, output_failed, steady_outputs
+from trainstep.commands.output import BAD_INPUT, VERBOSE, output_failed, steady_outputs
 from trainstep.commands.plan import Plan
 from trainstep.commands.profile import Analyze, Dtypes, Profile
 from trainstep.commands.report import Report
@@ -74,6 +74,7 @@ def _run(words: Sequence[str]) -> int:
         logging.basicConfig()
         logging.getLogger("trainstep").setLevel(logging.DEBUG)
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # advice: the ladder measures what it is worth
+    VERBOSE.set(command.verbose)
     try:
         return command.run()
     except UsageError as error:

@@ -57,6 +57,7 @@ def climb_script(
     from trainstep.ladder.single import Script
     from trainstep.observe.copying import Copies
     from trainstep.observe.rows import script_records
+    from trainstep.report.answer import Launch
     from trainstep.rows import BASELINE, ChangeRow
     from trainstep.rows.records import RecordWriter
 
@@ -96,7 +97,8 @@ def climb_script(
         for found in script_records([runner.first.log], command.name, runner.first.code):
             writer.write(found)
     writer.close()
-    show_report(writer.rows, out, console, is_interrupted=is_interrupted, kinds=(ChangeRow,))
+    launch = Launch(f"trainstep run --ladder · {command.name}")
+    show_report(writer.rows, out, console, launch, is_interrupted=is_interrupted, kinds=(ChangeRow,))
     for line in said:
         console.print(line)
     if is_interrupted:

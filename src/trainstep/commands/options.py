@@ -217,6 +217,8 @@ StepGrid: Any = flags_of(StepConfig, several=True)
 class Common(ABC):
     """Flags that every command takes."""
 
+    verbose: Annotated[FlagCreatePairsOff[bool], arg(aliases=["-v"])] = False
+    """Print tables and all findings below the answer."""
     debug: FlagCreatePairsOff[bool] = False
     """Show the traceback of an error, and of every case that fails."""
 
@@ -236,7 +238,7 @@ class Common(ABC):
             names: fields. Without names, every field outside of `but` is refused.
             but: fields that the command obeys.
         """
-        refused = names or self.given().keys() - {*but, "debug"}
+        refused = names or self.given().keys() - {*but, "debug", "verbose"}
         for name, value in self.given().items():
             if name in refused:
                 raise UsageError(why.format(flag=_words(name, value)[0]))

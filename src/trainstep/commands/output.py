@@ -8,6 +8,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,8 @@ from trainstep.base.guards import StopSignals, code_of
 if TYPE_CHECKING:
     import rich.console
 
+    from trainstep.report.answer import Launch
+    from trainstep.report.findings import Finding
     from trainstep.report.tables import Table
     from trainstep.rows.records import Row, SoFar
 
@@ -25,6 +29,10 @@ CASE_FAILED = 1
 """Exit code when a case failed or computed wrong, when none could be measured, or when `compare` found one lost."""
 BAD_INPUT = 2
 """Exit code of a mistake that the user can mend, a disk or an output that takes no more among them."""
+WIDTH, LEAST_WIDTH = 80, 40
+"""Characters of a line where the output is no terminal and COLUMNS is not set, and of a line at least."""
+VERBOSE = ContextVar("VERBOSE", default=False)
+"""True where -v asks for tables. The command line sets it around a command."""
 
 
 class SteadyOutput:
@@ -113,7 +121,7 @@ def run_and_report(
     title: str,
     total: int | None = None,
 ) -> int:
-    """Write each record as it comes, with progress; write the report; then print the tables and findings.
+    """Write each record as it comes, with progress on standard error; write the report; then print the answer.
 
     Ctrl-C, SIGTERM and SIGHUP end the measurements; what there is by then is reported. So it is where a mistake of the
     user's, found in the middle, ends them.
@@ -125,17 +133,18 @@ def run_and_report(
         UsageError: the rows or the report cannot be written, or what the records raised. What was measured is printed
             even then.
     """
+    from trainstep.report.answer import Launch
     from trainstep.rows.records import RecordWriter
 
-    console = console_for_output()
+    console, progress = console_for_output(), console_for_output(to_stderr=True)
     writer = RecordWriter(out / "results.jsonl")
-    console.print(f"trainstep {title} → {out}{busy(load(), cores())}")
+    machine = busy(load(), cores()).strip(" ()")
     stopped: UsageError | None = None
     code = 0
     signals = StopSignals(raises=True)
     try:
         with signals, memory_as_mistake():
-            for record in _with_progress(records, console, title, total):
+            for record in _with_progress(records, progress, title, total):
                 writer.write(record)
                 if signals.received:
                     raise KeyboardInterrupt
@@ -156,7 +165,7 @@ def run_and_report(
         writer.close()
     taken = writer.rows
     try:
-        failed = show_report(taken, out, console, is_interrupted=code != 0 or stopped is not None)
+        failed = show_report(taken, out, console, Launch(title, machine=machine), is_interrupted=code != 0 or stopped is not None)
     except UsageError as error:
         stopped = error if stopped is None else UsageError(f"{stopped}; {error}")
     if stopped is not None:
@@ -168,27 +177,30 @@ def show_report(
     rows: Sequence[Row],
     out: Path,
     console: rich.console.Console,
+    launch: Launch,
     *,
     is_interrupted: bool = False,
     kinds: tuple[type[Row], ...] = (),
 ) -> bool:
-    """Write the report of rows, print their tables and findings; whether a case or a ladder's baseline failed.
+    """Write the report of rows, and print the answer, with -v tables and all findings below it. True if a case or a
+    ladder's baseline failed.
 
     Args:
-        rows, out: what was measured, and the report's folder.
+        rows, out: results, and the report's folder.
         console: where to print.
+        launch: what the rows are of.
         is_interrupted: whether the run was stopped.
-        kinds: of which rows tables are printed; by default of all.
+        kinds: of which rows -v prints tables; by default of all.
 
     Raises:
         UsageError: the report cannot be written. What was measured is printed even then.
     """
-    from trainstep.report.compare import comparison_table, repeatability
+    from trainstep.report.answer import answer, cases_of
     from trainstep.report.page import Report
-    from trainstep.report.subjects import make_tables
     from trainstep.report.subjects.climbs import failed_baselines
 
     report = Report(rows)
+    found = report.findings
     unwritten: Exception | None = None
     try:
         if rows:
@@ -200,29 +212,37 @@ def show_report(
     without = failed_baselines(rows)
     for row in without:
         console.print("[bold]The baseline failed.[/bold]", f"{row.workload}: {row.status}: {row.reason}", markup=True)
+    if rows and unwritten is None:
+        files = ("trace", "snapshot")  # values that name a file written beside the rows
+        beside = "".join(f", {each}" for row in rows for name in files if (each := row.values.get(name)))
+        launch = replace(launch, written=f"Written to {out}: report.html, results.jsonl, tables/{beside}")
+    if rows:
+        for line in answer(rows, found, launch, console.width):
+            console.print(line)
+    if VERBOSE.get():
+        _show_tables(rows, found, console, kinds)
+    if unwritten is not None:
+        raise unwritten
+    cases = cases_of(rows)
+    if cases and all(row.status != "ok" for row in cases):
+        return True
+    tried = [row for row in cases if row.kind != "change"]  # a change that fails is one that a ladder rejects
+    return bool(without) or any(row.status in ("failed", "wrong") for row in tried)
+
+
+def _show_tables(
+    rows: Sequence[Row], found: Sequence[Finding], console: rich.console.Console, kinds: tuple[type[Row], ...]
+) -> None:
+    from trainstep.report.compare import comparison_table, repeatability
+    from trainstep.report.subjects import make_tables
+
     tables = make_tables([row for row in rows if not kinds or isinstance(row, kinds)], "terminal")
     if passes := repeatability(rows):
         tables.append(comparison_table(passes, "Later passes against the first: the interval should contain 1"))
     for table in tables:
         show_table(console, table)
-    for finding in report.findings:
+    for finding in found:
         console.print(f"• {finding.sentence}")
-    if report.recommended_flags:
-        console.print(f"\nRecommended: {report.recommended_flags}")
-    if unwritten is not None:
-        raise unwritten
-    if rows:
-        files = ("trace", "snapshot")  # values that name a file written beside the rows
-        beside = "".join(f", {each}" for row in rows for name in files if (each := row.values.get(name)))
-        console.print(f"\nWritten to {out}: results.jsonl, report.html, tables/{beside}")
-    cases = [row for row in rows if row.kind not in ("workload", "ceiling")]  # which are there whatever fails
-    if cases and all(row.status != "ok" for row in cases):
-        reasons = "The reason:" if len(cases) == 1 else f"The first of {len(cases)} reasons:"
-        console.print("[bold]Nothing could be measured.[/bold]", reasons, markup=True)
-        console.print(f"{cases[0].status}: {cases[0].reason}")
-        return True
-    tried = [row for row in cases if row.kind != "change"]  # a change that fails is one that a ladder rejects
-    return bool(without) or any(row.status in ("failed", "wrong") for row in tried)
 
 
 def _with_progress(
@@ -280,7 +300,7 @@ def show_table(console: rich.console.Console, table: Table) -> None:
 
 
 def console_for_output(*, to_stderr: bool = False) -> rich.console.Console:
-    """Prints text as it is, on lines of 160 characters where the output is no terminal; no name in it is obeyed."""
+    """Console that prints text as it is, and obeys no name in it. Its width is COLUMNS, the terminal's, or else 80."""
     import rich.console
 
     class Console(rich.console.Console):
@@ -288,4 +308,7 @@ def console_for_output(*, to_stderr: bool = False) -> rich.console.Console:
             super().print(*(printable(each) if isinstance(each, str) else each for each in objects), **options)
 
     stream = sys.stderr if to_stderr else sys.stdout
-    return Console(stderr=to_stderr, width=None if stream.isatty() else 160, markup=False, highlight=False)
+    columns = os.environ.get("COLUMNS", "")
+    width = max(int(columns), LEAST_WIDTH) if columns.isdecimal() and int(columns) else None
+    width = width or (None if stream.isatty() else WIDTH)
+    return Console(stderr=to_stderr, width=width, markup=False, highlight=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shlex
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from trainstep.commands.output import console_for_output, show_report
 
 if TYPE_CHECKING:
     from trainstep.commands.deep import DeepRun
+    from trainstep.ladder.change import Place
     from trainstep.observe.command import Command
     from trainstep.observe.supervise import Rank
+    from trainstep.report.answer import Launch
     from trainstep.rows.records import Row
 
 LADDER_STEPS = 30
@@ -179,12 +182,30 @@ class Run(Common):
                 self._keep(rows)
                 rows = deep.rows(logs, rows, code)
                 (self.out / "results.jsonl").unlink(missing_ok=True)  # not the previous results
-        machine = next((busy(row.load, cores(), row.cpu_share) for row in rows if isinstance(row, ScriptRow)), "")
-        console.print(f"\ntrainstep run {command.name} → {self.out}{machine}")
+        console.print()
         with part("writing results.jsonl"):
             self._keep(rows)
         with part("the report"):
-            show_report(rows, self.out, console, kinds=(ScriptRow, LineRow, WaitRow, RecompilationRow, PeakRow))
+            kinds = (ScriptRow, LineRow, WaitRow, RecompilationRow, PeakRow)
+            show_report(rows, self.out, console, self._launch(command, rank, rows), kinds=kinds)
+
+    def _launch(self, command: Command, rank: Rank, rows: Sequence[Row]) -> Launch:
+        """Title, the ladder's command and the changes that it tries, for the answer."""
+        from trainstep.ladder.change import all_changes
+        from trainstep.report.answer import Launch, Try
+        from trainstep.rows import ScriptRow
+        from trainstep.rows.records import of_kind
+
+        place: Place = "cuda" if any(row.on_gpu for row in of_kind(rows, ScriptRow)) else "cpu"
+        named = command.words[: len(command.words) - len(command.arguments)]
+        words = shlex.join([Path(named[0]).name, *named[1:]]) + " …" * bool(command.arguments)  # which may hold secrets
+        prove = f"trainstep run --ladder --patch fix.diff {words}"
+        if rank.world_size > 1:
+            prove = f"torchrun … -m trainstep run --ladder --patch fix.diff {words.partition(' ')[2]}"
+        changes = [each for each in all_changes("script") if each.needs_nothing]
+        tries = [Try(each.line.code, each.expected.get(place, 1.0), each.phase) for each in changes]
+        machine = next((busy(row.load, cores(), row.cpu_share) for row in of_kind(rows, ScriptRow)), "")
+        return Launch(f"trainstep run · {command.name}", prove=prove, tries=tries, machine=machine.strip(" ()"))
 
 
 def split_script(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -54,6 +54,7 @@ class Change:
         precision: that it changes to.
         instead_of: changes that it takes the place of, in a script.
         trades: of a change that is no gain by itself: it computes more to keep less, or takes another step altogether.
+        phase: of a script's step, beyond whose share it gains nothing; any where it is empty.
         write: how it is written into the user's file; None where no line is certain.
     """
 
@@ -70,6 +71,7 @@ class Change:
     precision: PrecisionName | None = None
     instead_of: tuple[str, ...] = ()
     trades: Literal["", "time for memory", "the step"] = ""
+    phase: str = ""
     write: Writer | None = None
 
     @property
@@ -77,6 +79,11 @@ class Change:
         """Name of its function, as a task for the script's process has it."""
         assert self.script is not None, f"{self.name} is no change of a script"
         return f"{self.script.__module__}:{self.script.__qualname__}"
+
+    @property
+    def needs_nothing(self) -> bool:
+        """True if it may help any script that has not made it: it needs no finding, place or other precision."""
+        return bool(self.step) and not (self.nothing or self.trades or self.precision or "attention" in self.step)
 
     def skipped(self, settings: Settings) -> str:
         """Reason why a script's ladder does not try it; empty where it does."""

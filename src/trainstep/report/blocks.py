@@ -135,6 +135,7 @@ class Card:
     sentence: str
     evidence: tuple[str, str]  # (anchor, its words)
     action: str = ""
+    gain: float | None = None  # most that the step can become faster by it; None where the stake is no part of it
 
 
 @dataclass(frozen=True)

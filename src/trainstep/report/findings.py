@@ -18,7 +18,7 @@ TOPICS: Mapping[str, str] = {
     "loss": "Loss",
     "training": "Training",
     "script": "The script",
-    "data": "Waiting for data",
+    "data": "Data wait",
     "waits": "Host waits",
     "ranks": "Ranks",
     "compiled": "Compiled again",
@@ -61,7 +61,6 @@ class Claim:
     is_part: bool = True  # whether the stake is part of the step, or of its peak, so that a card gives its share
     severity: Literal["alarm", "cost", "aside"] = "cost"
     """An alarm comes before all else and makes it worthless. An aside has a card where few costs have."""
-    verdict: str = ""  # the one word for a step that this finding explains, as `DATA-BOUND`
     action: advice.Line | Literal[""] | None = None
     """The line to write where no ladder tried a change that answers the finding; empty where the step has it."""
 

@@ -135,7 +135,8 @@ def _card(each: Finding, whole: float | None, sections: Sequence[Section], actio
     peak_or_step = "the step" if claim.gib is None else "the peak"
     share = f"{percent(stake / whole)} of {peak_or_step}" if stake and whole else ""
     figure = "" if stake is None else in_ms(stake) if claim.gib is None else in_gib(stake)
-    return Card(claim.said, figure, share, each.sentence, _evidence(claim.seen, sections), action)
+    gain = whole / (whole - stake) if whole and stake and claim.gib is None and stake < whole else None
+    return Card(claim.said, figure, share, each.sentence, _evidence(claim.seen, sections), action, gain)
 
 
 def _action(each: Finding, there: Collection[str], last: Mapping[str, ChangeRow], tried: Iterable[ChangeRow]) -> str:

@@ -35,7 +35,7 @@ def said(rule, *rows):
 def test_what_a_step_takes_and_waits_for_is_told_by_sums():
     (phases,) = said(run.longest_phases, BURSTS)
     assert phases == (
-        "A step takes 17.0 ms (mean of 24; the median is 1.50 ms): waiting for data 94%, forward 5.9%. Some steps wait "
+        "A step takes 17.0 ms (mean of 24; the median is 1.50 ms): data wait 94%, forward 5.9%. Some steps wait "
         "far longer for their batch than most, as where workers bring batches in bursts."
     )
     (bound,) = said(run.data_bound, BURSTS)
@@ -43,7 +43,17 @@ def test_what_a_step_takes_and_waits_for_is_told_by_sums():
 
 
 def test_even_steps_are_told_by_their_median():
-    assert said(run.longest_phases, EVEN) == ["A step takes 10.0 ms (median of 24): forward 60%, waiting for data 40%."]
+    assert said(run.longest_phases, EVEN) == ["A step takes 10.0 ms (median of 24): forward 60%, data wait 40%."]
+
+
+@pytest.mark.parametrize(
+    ("cores", "loader", "stake_ms"),
+    [(None, "no workers", 16.0), (2, "no workers", 9.0), (64, "no workers", 13.0), (2, "1 workers", 16.0)],
+)
+def test_workers_take_as_long_for_a_batch_together_as_there_are_of_them(cores, loader, stake_ms):
+    step = dataclasses.replace(row(data=[16.0] * 9, forward=[1.0] * 9), loader=f"t.py:3, {loader}, memory not pinned")
+    (bound,) = run.data_bound([dataclasses.replace(step, environment={"cores": cores})])
+    assert bound.claim.ms == stake_ms
 
 
 def test_one_slow_step_is_no_burst_of_batches():
@@ -90,7 +100,7 @@ def test_the_page_s_top_and_its_bars_are_of_means():
     (made,) = headlines([BURSTS], [])
     assert (made.figure.value, made.figure.name) == (17.0, "step_mean_ms")
     assert made.detail.startswith("mean of 24 steps; median of 24 steps: 1.50 ms")
-    assert made.stats[0] == ("Waiting for data", "16.0 ms", "94% of the step")
+    assert made.stats[0] == ("Data wait", "16.0 ms", "94% of the step")
     (stack,) = breakdown([BURSTS]).stacks
     assert stack.total == pytest.approx(17.0)
     assert breakdown([BURSTS]).caption.startswith("Means of")

@@ -46,6 +46,7 @@ FUSED = Change(
     step={"optimizer": "adamw-fused"},
     step_if=lambda source, base: base.optimizer != "sgd",
     script=fused_optimizers,
+    phase="optimizer",
     why_not=_without_fused_form,
     write=arguments({"fused": True}, lambda place: place["class"], _places),
 )

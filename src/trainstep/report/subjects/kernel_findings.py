@@ -31,7 +31,7 @@ EXPOSED = 0.05
 IDLE = 0.10  # Share of the step in which the device may have nothing to do before it is remarked on
 _PLAIN = re.compile(r"array|char|float|double|int|long|bool|true|false|TensorList\w*Metadata")
 """Template arguments that do not say what a kernel does."""
-_FUSABLE = ("elementwise", "normalisation", "reduction", "copy")
+FUSABLE = ("elementwise", "normalisation", "reduction", "copy")
 _SIMT, _TRANSFER = "FP32 SIMT matmul", "transfer"
 _KERNELS = ("families", "kernels")  # what shows a part of the kernel time
 
@@ -241,8 +241,8 @@ def _softmax(own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
 
 def _memory_bound(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
     """Kernels that fusing would save; of a step that is compiled already, where they are left."""
-    shares = {name: row.share or 0 for name, row in _families(own).items() if name in _FUSABLE}
-    present = tuple(name for name in _FUSABLE if shares.get(name, 0) >= TRACE)
+    shares = {name: row.share or 0 for name, row in _families(own).items() if name in FUSABLE}
+    present = tuple(name for name in FUSABLE if shares.get(name, 0) >= TRACE)
     share = sum(shares[name] for name in present)
     if share < MUCH:
         return []
@@ -260,7 +260,7 @@ def _memory_bound(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row
     end, gains = advised(fusing, records, "kernels.unfused", profile.workload)
     said += end
     claimed, ms = "Small kernels read and write whole tensors", _of_kernels(profile, share)
-    claim = Claim(claimed, _KERNELS, ms, verdict="BANDWIDTH-BOUND", action=advice.COMPILED_BLOCKS)
+    claim = Claim(claimed, _KERNELS, ms, action=advice.COMPILED_BLOCKS)
     return [found("kernels.unfused", said, claim, share=share, families=present, **gains)]
 
 
@@ -333,7 +333,7 @@ def _transfers(profile: ProfileRow) -> list[Finding]:
         )
     figures = {"ms": taken, "gb": gb, "gb_s": gb / taken * 1e3 if gb else None, "overlapped_share": beside / taken}
     claimed, seen = "Kernels wait for copies between host and device", ("profile", "kernels")
-    claim = Claim(claimed, seen, ms=taken - beside, verdict="COPY-BOUND")
+    claim = Claim(claimed, seen, ms=taken - beside)
     return [found("kernels.transfers", f"{said}.", claim, **figures, pinned_share=pinned, to_host_share=to_host)]
 
 
@@ -354,7 +354,7 @@ def _communication(profile: ProfileRow) -> list[Finding]:
     said = f"Communication takes {{ms:ms}} {_per(profile)}, {{overlapped_share:.0%}} of it beside compute."
     exposed = profile.communication_ms - profile.communication_overlapped_ms
     claimed, seen = "{overlapped_share:.0%} of communication is hidden by compute", ("profile", "kernels")
-    claim = Claim(claimed, seen, ms=exposed, verdict="COMMUNICATION-BOUND")
+    claim = Claim(claimed, seen, ms=exposed)
     return [found("kernels.communication", said, claim, ms=profile.communication_ms, overlapped_share=part)]
 
 

@@ -12,7 +12,7 @@ from trainstep.report import columns
 from trainstep.report.blocks import Section, section
 from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.findings import Claim, Finding, found, listed, literal
-from trainstep.report.numbers import number, percent
+from trainstep.report.numbers import as_float, number, percent
 from trainstep.report.tables import define, page_table
 from trainstep.rows import ChangeRow, HabitRow, LineRow, PeakRow, ProfileRow, RecompilationRow, ScriptRow, WaitRow
 from trainstep.rows.records import Row, Scalar, Times, of_kind
@@ -20,7 +20,7 @@ from trainstep.rows.run import OfScript
 
 Rule = Callable[[Sequence[Row]], Iterator[Finding]]
 PHASES = {
-    "data": "waiting for data",
+    "data": "data wait",
     "copies": "copies to the device",
     "forward": "forward",
     "loss": "loss and other",
@@ -31,6 +31,7 @@ PHASES = {
     "other": "everything else",
 }
 """Phase → its name in words, in the order of a step."""
+MOST_WORKERS = 4  # of a loader that is advised to have some
 DATA_BOUND = 0.1  # Share of the step spent waiting for data from which it is remarked on
 LINES_BOUND = {"other": 0.25, "loss": 0.5, "data": DATA_BOUND, "workers": DATA_BOUND}
 """Share of the step from which the lines of a phase are named; of workers, the share that waits for data."""
@@ -251,8 +252,7 @@ def habits(rows: Sequence[Row]) -> Iterator[Finding]:
         if own and (habit != "finds-unused" or {row.rank for row in own} == ranks):
             lines = tuple(dict.fromkeys(row.line for row in own if row.line))
             where = ", at {lines:list}" if lines else ", set by the environment or a library"
-            claim = Claim(verdict="DEBUG-ON" if habit in DEBUGGING else "")
-            yield found(f"script.{habit}", said.replace("{where}", where), claim, lines=lines, seen=own[0].seen)
+            yield found(f"script.{habit}", said.replace("{where}", where), lines=lines, seen=own[0].seen)
 
 
 def overhead(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -287,7 +287,7 @@ def slows_down(rows: Sequence[Row]) -> Iterator[Finding]:
         ) + (", which runs {lines:list} of its time." if lines else ".")
         figures: dict[str, Scalar] = {"per_100_ms": 100 * trend.slope, "from_ms": trend.first, "to_ms": trend.last}
         ms = mean_of(row.times["step"]) - trend.first
-        claim = Claim("Steps slow down: {from_ms:ms} → {to_ms:ms}", ("script",), ms, verdict="SLOWS-DOWN")
+        claim = Claim("Steps slow down: {from_ms:ms} → {to_ms:ms}", ("script",), ms)
         yield found("script.slows-down", said, claim, **figures, n=row.n, phase=phase, lines=lines)
 
 
@@ -303,7 +303,7 @@ def memory_grows(rows: Sequence[Row]) -> Iterator[Finding]:
             said += " Keep numbers (loss.item()) or detached tensors, and drop old ones."
             figures: dict[str, Scalar] = {"mib": trend.slope, "from_mib": trend.first, "to_mib": trend.last, "n": row.n}
             short, grown = "Memory grows by {mib:.3g} MiB a step", (trend.last - trend.first) / 1024
-            claim = Claim(short, ("script",), gib=grown, is_part=False, verdict="MEMORY-GROWS")
+            claim = Claim(short, ("script",), gib=grown, is_part=False)
             yield found("script.memory-grows", said, claim, **figures, lines=(row.keeps or ())[:MOST_LINES])
             break
 
@@ -320,8 +320,11 @@ def data_bound(rows: Sequence[Row]) -> Iterator[Finding]:
             )
             if row.worker_start:
                 said += " Lines in workers of this start method were not looked into."
-            data, workers = mean_of(row.times["data"]), advice.LOADER_WORKERS
-            claim = Claim("Steps wait for their batch", ("script",), data, verdict="DATA-BOUND", action=workers)
+            data, cores = mean_of(row.times["data"]), as_float(row.environment.get("cores"))
+            stake = data
+            if cores and row.loader and ", no workers" in row.loader:  # workers still take their part of that time
+                stake = min(data, mean_of(row.times["step"]) - data / min(MOST_WORKERS, cores))
+            claim = Claim("Steps wait for their batch", ("script",), stake, action=advice.LOADER_WORKERS)
             yield found("data.bound", said, claim, data_ms=data, share=share, loader=row.loader)
 
 
@@ -345,7 +348,7 @@ def slow_lines(rows: Sequence[Row]) -> Iterator[Finding]:
                     f"{PHASES[phase].capitalize()} takes {{ms:ms}} a step, {{share:share}} of it. It runs "
                     "{lines:list} of that time, by {samples:n} samples. Run that code less often, or on tensors."
                 )
-                claim = Claim(f"{PHASES[phase].capitalize()}: {named[0].line}", ("script",), ms, verdict="SCRIPT-BOUND")
+                claim = Claim(f"{PHASES[phase].capitalize()}: {named[0].line}", ("script",), ms)
                 yield found("script.lines", said, claim, **figures)
 
 
@@ -377,7 +380,7 @@ def launch_bound(rows: Sequence[Row]) -> Iterator[Finding]:
                     "pace, not the GPU. Larger batches, torch.compile or CUDA graphs help; faster kernels will not."
                 )
                 claimed, action = "Launches set the step’s pace, not the GPU", advice.COMPILED_MODEL
-                claim = Claim(claimed, ("script",), starved, verdict="LAUNCH-BOUND", action=action)
+                claim = Claim(claimed, ("script",), starved, action=action)
                 yield found("launches.script", said, claim, starved_ms=starved, step_ms=step_ms)
 
 
@@ -400,7 +403,7 @@ def waiting_lines(rows: Sequence[Row]) -> Iterator[Finding]:
                 "in {call}: until then it issues nothing. Read it less often, or later."
             )
             seen, ms = ("wait", "waits"), row.ms_per_step
-            claim = Claim("The host waits for the device at {line}", seen, ms, verdict="SYNC-BOUND")
+            claim = Claim("The host waits for the device at {line}", seen, ms)
             yield found("waits.line", said, claim, **figures, ms=ms, share=share)
         elif not row.on_gpu and (row.calls_per_step or 0) >= PER_STEP:
             caller = f", called from {row.from_line}" if row.from_line else ""
@@ -423,7 +426,7 @@ def compiled_again(rows: Sequence[Row]) -> Iterator[Finding]:
                 "{last_step:n}, because: {reason}"
             )
             known: dict[str, Scalar] = {"compilations": row.compilations, "last_step": row.last_step}
-            yield found("compiled.again", said, Claim(verdict="RECOMPILING"), line=row.line, **known, reason=row.why)
+            yield found("compiled.again", said, line=row.line, **known, reason=row.why)
 
 
 def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -457,7 +460,7 @@ def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
     ) + " More workers in its DataLoader, or less work per sample, would shorten all steps." * is_data
     figures: dict[str, Scalar] = {"rank": last, "own_ms": own[last], "usual_ms": usual, "phase": why}
     figures |= {"excess_ms": excess[why], "latest_share": row.latest_share}
-    claim = Claim(f"Rank {{rank}} is the straggler: {PHASES[why]}", ("script",), excess[why], verdict="STRAGGLER")
+    claim = Claim(f"Rank {{rank}} is the straggler: {PHASES[why]}", ("script",), excess[why])
     claim = replace(claim, action=advice.LOADER_WORKERS if is_data else None)
     yield found("ranks.late_data" if is_data else "ranks.late", said, claim, **figures)
 

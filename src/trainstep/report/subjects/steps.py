@@ -179,7 +179,7 @@ def utilisation(rows: Sequence[Row]) -> list[Finding]:
         judgement, judged = "beyond", "more than can be, so the machine was slower when the large product was measured."
     else:
         judgement, judged = "high", "the matrix products set the pace"
-        claim = Claim("Matrix products set the pace", seen, ms=share * whole, verdict="COMPUTE-BOUND")
+        claim = Claim("Matrix products set the pace", seen, ms=share * whole)
         entry = PRECISIONS.get(str(step.precision))  # None for one that only another version knows
         is_wide, end = entry is not None and not entry.is_half, "."
         if is_wide:
@@ -220,7 +220,7 @@ def launch_bound(rows: Sequence[Row]) -> list[Finding]:
     )
     figures = {"forward_issue_ms": issue, "forward_ms": forward, "is_compiled": is_compiled, **gains}
     claimed, mend = "Launches set the pace of forward, not the GPU", advice.COMPILED_BLOCKS
-    claim = Claim(claimed, ("phases",), issue, verdict="LAUNCH-BOUND", action="" if is_compiled else mend)
+    claim = Claim(claimed, ("phases",), issue, action="" if is_compiled else mend)
     return [found("launches.bound", said, claim, **figures)]
 
 

@@ -1,0 +1,280 @@
+"""The answer in a terminal: at most 25 lines, the verdict and its number in the first three.
+
+Below them stand a bar for each phase, lines to try with their expected gains, the command that proves them, as many
+findings as there is room for, and the files. Tables come with -v.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from trainstep.base.errors import printable
+from trainstep.report.blocks import Breakdown, Card, Headline
+from trainstep.report.breakdown import breakdown
+from trainstep.report.columns import ratio_cell
+from trainstep.report.findings import Finding
+from trainstep.report.headlines import headlines
+from trainstep.report.numbers import gib, in_ms, number, numeric, percent
+from trainstep.report.subjects import run
+from trainstep.report.subjects.climbs import climbs, recommended_flags
+from trainstep.report.summary import cards
+from trainstep.report.verdict import Verdict, judge
+from trainstep.rows import HabitRow, ProfileRow, ScriptRow, StepRow
+from trainstep.rows.records import Row, of_kind
+
+LINES, WIDTH = 25, 80
+"""Lines of an answer at most, and the width for which that holds."""
+MOST_VERDICTS, MOST_TRIED, MOST_STATS, MOST_BARS = 3, 3, 6, 9
+LEAST_SHARE = 0.005  # of the step, below which a phase has no bar
+LEAST_GAIN = 1.1  # rough gain from which a change is worth a line
+_PART = "▏▎▍▌▋▊▉█"
+_PLACE = re.compile(r"[\w-]+\.py:\d+")
+_TOLD = ("script.phases", "script.overhead", "script.peak", "waits.would")
+"""Findings that stand elsewhere in a script's answer."""
+_FIRST = ("script.ended", "script.note")
+TONES: Mapping[str, str] = {"FASTER": "bold green", "COMPUTE-BOUND": "bold green", "BANDWIDTH-BOUND": "bold cyan"}
+"""Style of a verdict; of all others yellow."""
+
+
+@dataclass(frozen=True)
+class Try:
+    """A change that no finding asks for, but that may help, with a rough gain before it is tried."""
+
+    code: str
+    expected: float
+    phase: str = ""
+    """Phase of the step that the change shortens, and that no gain of it exceeds; all where it is empty."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Facts of a launch that its rows do not have."""
+
+    title: str
+    written: str = ""  # the sentence on its files
+    machine: str = ""  # how busy the machine was
+    prove: str = ""  # the command that proves what to try
+    tries: Sequence[Try] = ()
+
+
+def answer(rows: Sequence[Row], found: Sequence[Finding], launch: Launch, width: int = WIDTH) -> list[Text]:
+    """The lines of the answer.
+
+    Args:
+        rows: of one launch.
+        found: findings of these rows.
+        launch: what they are of.
+        width: of a line.
+    """
+    script = next(iter(run.first_rank(rows)), None)
+    judged, step = ([], None) if climbs(rows) else judge(rows, found)
+    first, cases = headlines(rows, found), cases_of(rows)
+    head = [Text(f" {_title(rows, script, launch)}", "dim"), Text()]
+    if judged and step is not None:
+        head += [*_judged(judged, width), *_step(step)]
+    elif cases and all(row.status != "ok" for row in cases):
+        reasons = "The reason:" if len(cases) == 1 else f"The first of {len(cases)} reasons:"
+        head.append(Text.assemble(" ", ("Nothing could be measured.", "bold red"), f" {reasons}"))
+        head += _wrapped(f"{cases[0].status}: {cases[0].reason}", width)
+    elif first:
+        head += _headline(first[0], width)
+    elif found:
+        head += _wrapped(found[0].sentence, width, "bold")
+        found = found[1:]
+    tries, prove = _tries(rows, found, launch), list[Text]()
+    if launch.prove and script is not None and judged and judged[0].word != "TOO-FEW-STEPS":
+        how = " Prove it on this script and get a patch (a few runs per change):"
+        prove = [Text(how), Text(f"   {launch.prove}")]
+    foot = [*_flags(rows), *_overhead(script, found, launch), *_wrapped(launch.written, width)]
+    room = LINES - len(foot) - sum(len(block) + 1 for block in (head, tries, prove) if block)
+    changes = _changes(rows)[: max(0, room - 1)]
+    room -= len(changes) + bool(changes)
+    bars = _bars(breakdown(rows), script, width) or _stats(first)
+    bars = bars if len(bars) < room else []
+    room -= len(bars) + bool(bars)
+    told = _findings([each for each in found if each.id not in (_TOLD if judged else ())], rows, width, room - 1)
+    blocks = [head, bars, changes, tries, prove, told]
+    for line in (line for block in blocks for line in block if launch.prove not in line.plain or not launch.prove):
+        line.truncate(width, overflow="ellipsis")
+    lines = [line for block in [*blocks, foot] if block for line in (*block, Text())][:-1]
+    return [line if printable(line.plain) == line.plain else Text(printable(line.plain)) for line in lines]
+
+
+def cases_of(rows: Sequence[Row]) -> list[Row]:
+    """Results without those that are there whatever fails."""
+    return [row for row in rows if row.kind not in ("workload", "ceiling")]
+
+
+def _title(rows: Sequence[Row], script: ScriptRow | None, launch: Launch) -> str:
+    known = next((row.environment for row in rows if row.environment), {})
+    parts = [launch.title]
+    if script is not None and script.steps_seen:
+        parts.append(f"{script.n} of {script.steps_seen} steps timed")
+    parts += [str(known["device"]).partition(" @")[0][:24]] if known.get("device") else []
+    parts += [f"torch {str(known['torch']).partition('+')[0]}"] if known.get("torch") else []
+    return " · ".join(parts)
+
+
+def _judged(judged: Sequence[Verdict], width: int) -> list[Text]:
+    """The verdict, and beside it the next one that holds."""
+    lines = []
+    for verdict in judged[:MOST_VERDICTS]:
+        style = TONES.get(verdict.word, "bold yellow") if verdict is judged[0] else "dim"
+        word = verdict.word if verdict is judged[0] else f"also {verdict.word}"
+        says = textwrap.wrap(verdict.says, max(20, width - len(word) - 5))
+        lines.append(Text.assemble(" ", (word, style), "   ", says[0] if says else ""))
+        lines += [Text(f" {' ' * len(word)}   {each}") for each in says[1:]]
+    return lines
+
+
+def _step(row: ScriptRow | StepRow | ProfileRow) -> list[Text]:
+    """The step's time with its interval, its rate and its peak."""
+    step = (run.as_told(row) if isinstance(row, ScriptRow) else row).times["step"]
+    interval = f"  [{number(step.low)}–{number(step.high)}]" if step.low is not None else ""
+    parts = [f"Step {in_ms(step.median)}{interval}"]
+    if step.median:
+        rate, samples = 1e3 / step.median, row.values.get("samples_per_step")
+        parts += [f"{number(rate)} steps/s", *([f"{number(numeric(samples) * rate)} samples/s"] if samples else [])]
+    peak = row.values.get("peak_gib")
+    parts += [f"peak {gib(peak)}"] if peak is not None else []
+    return [Text(f" {'   '.join(parts)}")]
+
+
+def _headline(first: Headline, width: int) -> list[Text]:
+    says = textwrap.wrap(first.says, max(20, width - len(first.figure.plain) - 5))
+    lines = [Text.assemble(" ", (first.figure.plain, "bold green"), "   ", says[0] if says else "")]
+    lines += [Text(f"   {each}") for each in says[1:]]
+    return [*lines, *_wrapped(first.detail, width)[:2]]
+
+
+def _stats(first: Sequence[Headline]) -> list[Text]:
+    own = [stat for each in first[:1] for stat in each.stats][:MOST_STATS]
+    return [Text(f"   {name:<26} {value:>14}   {note}") for name, value, note in own]
+
+
+def _bars(made: Breakdown | None, script: ScriptRow | None, width: int) -> list[Text]:
+    """A bar for each phase of the first step, to one scale, with its time and its share."""
+    if made is None:
+        return []
+    stack = made.stacks[0]
+    phases = {name: sum(part.ms for part in parts) for name, parts in stack.phases.items()}
+    shares = {name: ms / stack.total for name, ms in phases.items()}
+    if script is not None:  # as the verdict has them, by sums over all steps
+        shares |= {name: run.share_of(script, phase) for phase, name in run.PHASES.items() if name in phases}
+    shown = {name: ms for name, ms in phases.items() if shares[name] >= LEAST_SHARE}
+    longest, place = max(shown.values(), default=0.0), ""
+    if script is not None and script.loader:
+        place = script.loader.partition(",")[0]
+    most = max(10, min(40, width - 60))
+    lines = []
+    for name, ms in list(shown.items())[:MOST_BARS]:
+        where = f"   {place}" if place and name == run.PHASES["data"] else ""
+        share = (f"{shares[name]:>5.0%}", "bold" if ms == longest else "")
+        bar = (f"{_bar(ms / longest * most):<{most}}", "cyan")
+        lines.append(Text.assemble(f"   {name:<20} ", bar, f" {in_ms(ms):>9} ", share, where))
+    return lines
+
+
+def _bar(length: float) -> str:
+    eighths = max(1, round(length * 8))
+    return "█" * (eighths // 8) + (_PART[eighths % 8 - 1] if eighths % 8 else "")
+
+
+def _changes(rows: Sequence[Row]) -> list[Text]:
+    """The changes of the first ladder that ran, each with its time, speed-up and verdict."""
+    climb = next(iter(climbs(rows)), None)
+    if climb is None:
+        return []
+    own = [row for row in climb.rows if row.step_ms or row.status != "ok"]
+    lines = [Text(f"   {'change':<26} {'step':>9}   {'speed-up [95% CI]':<19} verdict", "dim")]
+    for row in own:
+        mark = "✓" if row.accepted else "–"
+        step = in_ms(row.step_ms) if row.step_ms else "–"
+        gain = ratio_cell(row, "speedup").plain
+        told = f" {mark} {row.change:<26.26} {step:>9}   {gain:<19} {row.verdict or row.status}"
+        lines.append(Text(told, "green" if row.accepted else ""))
+    return lines
+
+
+def _tries(rows: Sequence[Row], found: Sequence[Finding], launch: Launch) -> list[Text]:
+    """Lines that findings ask for, with the most that each can bring, and then changes with a rough gain; of a ladder
+    the lines that it accepted."""
+    if climb := next(iter(climbs(rows)), None):  # which has tried them
+        there = climb.there if climb.top is not None or not climb.is_script else []
+        return [Text(f" {'In your code' if at == 0 else '':<14}{row.code}") for at, row in enumerate(there) if row.code]
+    chosen, script = cards(rows, found, ()), next(iter(run.first_rank(rows)), None)
+    asked = [each for each in (chosen.cards if chosen else ()) if each.action]
+    tried = {each.action: (_where(each), f"up to {each.gain:.1f}×" if each.gain else each.figure) for each in asked}
+    for each in launch.tries if script is not None else ():
+        share = run.share_of(script, each.phase) if script is not None and each.phase else 1.0
+        most = min(each.expected, 1 / (1 - share)) if share < 1 else each.expected
+        if most >= LEAST_GAIN and each.code not in tried:
+            tried[each.code] = ("", f"about {most:.1f}×")
+    lines = [Text(f" {'Try':<67}expected", "bold")] * bool(tried)
+    for place, (code, (where, gain)) in enumerate(list(tried.items())[:MOST_TRIED], start=1):
+        code = f"{code}   {where}" if len(code) + len(where) < 60 else code
+        lines.append(Text.assemble(f"  {place}  {_short(code, 62):<62} ", (gain, "green")))
+    return lines
+
+
+def _where(card: Card) -> str:
+    """The first line of code in the card's sentence."""
+    place = _PLACE.search(card.sentence)
+    return place[0] if place else ""
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _flags(rows: Sequence[Row]) -> list[Text]:
+    flags = recommended_flags(rows)
+    return _wrapped(f"Recommended: {flags}", WIDTH) if flags else []
+
+
+def _overhead(script: ScriptRow | None, found: Sequence[Finding], launch: Launch) -> list[Text]:
+    """The cost of measuring, the number of sync points, and how busy the machine was."""
+    machine = [launch.machine] if launch.machine else []
+    if script is None:
+        return [Text(f" {' · '.join([*machine, '-v prints tables'])}")]
+    own = next((each for each in found if each.id == "script.overhead"), None)
+    parts = [f"Overhead {percent(float(str(own.figures['share'])))}"] if own is not None else []
+    syncs = [each for each in found if each.id.startswith("waits.")]
+    lines = next((each.figures["lines"] for each in syncs if each.id == "waits.would"), None)
+    if not syncs:
+        parts.append("no sync points")
+    elif isinstance(lines, tuple):
+        parts.append(f"{len(lines)} sync points on a GPU: {str(lines[0]).partition(' (')[0]}")
+    else:
+        parts.append(f"{len(syncs)} sync points")
+    return [Text(f" {' · '.join([*parts, '-v prints tables'])}"), *(Text(f" {each}") for each in machine)]
+
+
+def _findings(found: Iterable[Finding], rows: Sequence[Row], width: int, room: int) -> list[Text]:
+    """As many findings as there is room for, alarms and larger stakes first, and how many more there are."""
+    ids = {f"script.{row.habit}" for row in of_kind(rows, HabitRow)}
+
+    def weight(each: Finding) -> tuple[bool, bool, bool, float]:
+        stake = each.claim.ms or each.claim.gib or 0.0
+        return each.claim.severity != "alarm", each.id not in (*_FIRST, *ids), not stake, -stake
+
+    ordered = sorted(found, key=weight)
+    lines: list[Text] = []
+    for place, each in enumerate(ordered):
+        wrapped = textwrap.wrap(each.sentence, width - 4)
+        more = place + 1 < len(ordered)
+        if len(lines) + len(wrapped) + more > room:
+            left = len(ordered) - place
+            return [*lines, Text(f" {left} more findings: -v", "dim")] if room > len(lines) else lines
+        lines += [Text(f" {'•' if at == 0 else ' '} {text}") for at, text in enumerate(wrapped)]
+    return lines
+
+
+def _wrapped(text: str, width: int, style: str = "") -> list[Text]:
+    lines = textwrap.wrap(text, width - 2, break_long_words=False, break_on_hyphens=False)
+    return [Text(f" {line}", style) for line in lines]
