@@ -135,7 +135,7 @@ def test_bench_step_with_commas_and_repeats(tmp_path):
     config.write_text("[model]\nnum_layers = 1\nd_model = 32\nd_ff = 64\nnum_heads = 2\n")
     words = ["--size", str(config), "--precision", "fp32,tf32", "--context", "16,32", "--warmup", "1,2"]
     found = trainstep("bench", "step", *words, "--device", "cpu", "--steps", "7", "--repeat", "2", "--batch", "2",
-                      "--out", str(tmp_path))  # fmt: skip
+                      "-v", "--out", str(tmp_path))  # fmt: skip
     assert found.returncode == 0, found.stderr
     records = read_records(tmp_path / "results.jsonl")
     assert len(records) == 2 * 2 * 2 * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import os
@@ -35,17 +36,35 @@ VERBOSE = ContextVar("VERBOSE", default=False)
 """True where -v asks for tables. The command line sets it around a command."""
 
 
+PLAIN = {"×": "x", "–": "-", "·": "-", "•": "*", "…": "...", "→": "->", "’": "'", "µ": "u", "✓": "+", "█": "#"}
+"""Characters of ours in ASCII. Parts of a bar are left out, and all others are `?`."""
+
+
+def plain(error: UnicodeError) -> tuple[str, int]:
+    """Text in ASCII for what an encoding lacks, as a handler of `codecs`."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return "".join("" if "▉" <= each <= "▏" else PLAIN.get(each, "?") for each in lacking), error.end
+
+
+def has_c_locale() -> bool:
+    """True if the environment asks for the C locale, under which Python writes UTF-8 all the same."""
+    named = (os.environ.get(name) for name in ("LC_ALL", "LC_CTYPE", "LANG"))
+    return next(filter(None, named), "") in ("C", "POSIX")
+
+
 class SteadyOutput:
     """Standard output that ends no run when it fails, as where `head` has read enough: what follows is dropped.
 
-    What the terminal's encoding lacks is printed as `?`.
+    What the terminal's encoding lacks is printed in ASCII, as all is in the C locale.
     """
 
     def __init__(self, stream: Any) -> None:
         self.failure: OSError | None = None
         self._stream = stream
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+            codecs.register_error("plain", plain)
+            stream.reconfigure(encoding="ascii" if has_c_locale() else None, errors="plain")
 
     def write(self, text: str) -> int:
         self._attempt(lambda: self._stream.write(text))
