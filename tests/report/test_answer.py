@@ -16,8 +16,8 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 LAUNCH = Launch(
     "trainstep run · train.py",
     "Written to results/run/03-train: report.html, summary.json, results.jsonl, tables/",
-    "trainstep run --ladder --patch fix.diff python train.py",
-    [Try("model.compile()", 1.17), Try("AdamW(…, fused=True)", 1.2, "optimizer"), Try("third()", 1.15)],
+    prove="trainstep run --ladder --patch fix.diff python train.py",
+    tries=[Try("model.compile()", 1.17), Try("AdamW(…, fused=True)", 1.2, "optimizer"), Try("third()", 1.15)],
 )
 NAMED = "h200-analyze-large h200-memory h200-attention-peers h200-parallel-4gpus h200-profile-2.7B h200-fit cpu-dtypes"
 ROWS = {

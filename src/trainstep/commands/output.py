@@ -182,9 +182,9 @@ def run_and_report(
         code = code_of(signals.received)  # the error is the signal's, which ended other ranks or processes too
     finally:
         writer.close()
-    taken = writer.rows
+    launch, is_stopped = Launch(title, machine=machine), code != 0 or stopped is not None
     try:
-        failed = show_report(taken, out, console, Launch(title, machine=machine), is_interrupted=code != 0 or stopped is not None)
+        failed = show_report(writer.rows, out, console, launch, is_interrupted=is_stopped)
     except UsageError as error:
         stopped = error if stopped is None else UsageError(f"{stopped}; {error}")
     if stopped is not None:

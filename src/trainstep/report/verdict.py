@@ -2,8 +2,7 @@
 
 A rule gives a figure and a clause made from it, and holds where the figure reaches the threshold. Rules that leave no
 other figure standing come first, in their order. Of the rules for lost time, the largest share of the step is the
-verdict. Where none holds, the verdict names the work itself. What grows from step to step stands
-beside it.
+verdict. Where none holds, the verdict names the work itself. What grows from step to step stands beside it.
 """
 
 from __future__ import annotations
