@@ -256,7 +256,7 @@ def _overhead(script: ScriptRow | None, found: Sequence[Finding], launch: Launch
 
 
 def _findings(found: Iterable[Finding], rows: Sequence[Row], width: int, room: int) -> list[Text]:
-    """As many findings as there is room for, alarms and larger stakes first, and how many more there are."""
+    """Findings as far as there is room, alarms and larger stakes first, and how many more there are."""
     ids = {f"script.{row.habit}" for row in of_kind(rows, HabitRow)}
 
     def weight(each: Finding) -> tuple[bool, bool, bool, float]:
