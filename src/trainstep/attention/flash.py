@@ -5,7 +5,6 @@ what torch.compile, activation checkpointing and CUDA graphs need. Saved are q, 
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,7 +14,7 @@ from trainstep.attention import documents
 from trainstep.attention.inputs import describe
 from trainstep.attention.scoring import Scoring, checked, with_positive_scale
 from trainstep.attention.triton import INTERPRETED as INTERPRETED
-from trainstep.attention.triton import Launcher, Launching, backward, forward
+from trainstep.attention.triton import backward, forward
 from trainstep.attention.tuned import hopper_tile_for, tile_for
 from trainstep.base.errors import UnsupportedError, refuse_create_graph
 
@@ -110,8 +109,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         )  # fmt: skip
         _require_supported(q, k, v)
         settings = _settings(q, scoring)
-        is_recorded = not torch.compiler.is_compiling() and bool(ctx.next_functions)
-        o, lse = forward_op(q, k, v, *settings, is_recorded)
+        o, lse = forward_op(q, k, v, *settings)
         _save(ctx, q, k, v, o, lse, *settings)
         return cast(Tensor, o)
 
@@ -160,12 +158,11 @@ def four_dims(t: Tensor) -> Tensor:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None = None,
-    bounds: Tensor | None = None, softcap: float | None = None, is_recorded: bool = False,
+    bounds: Tensor | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Checked inputs of any number of dimensions → o in q's shape and dtype, lse (float32, q.shape[:-1]).
 
-    bounds: of documents, as `documents.bounds` makes them. is_recorded: a backward will follow; where forward's kernel
-    is new, backward's are compiled with it.
+    bounds: of documents, as `documents.bounds` makes them.
     """
     band, hopper_knows = () if bounds is None else (bounds,), _hopper_knows(q, k, window, bounds, softcap)
     shape, (q, scale) = q.shape, with_positive_scale(q, scale)
@@ -173,17 +170,15 @@ def _forward(
         q, k, v = four_dims(q), four_dims(k), four_dims(v)
         o = torch.empty_like(q)
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        scoring = is_causal, scale, window, bounds, softcap
-        later = partial(_launches_to_come, q, k, v, o, lse, *scoring) if is_recorded else None
         if hopper_knows and runs_hopper_kernels(q):
             from trainstep.attention.hopper import forward as hopper_forward
 
             q, k, v = map(for_copy_engine, (q, k, v))
             tile = hopper_tile_for("forward", q.shape[-1], is_causal)
-            hopper_forward.launch_forward((q, k, v, o, lse), is_causal, scale, tile, window, later=later)
+            hopper_forward.launch_forward((q, k, v, o, lse), is_causal, scale, tile, window)
         else:
             tensors, portable = (q, k, v, o, lse, *band), tile_for("forward", q, is_causal)
-            forward.launch_forward(tensors, is_causal, scale, portable, window, softcap, later=later)
+            forward.launch_forward(tensors, is_causal, scale, portable, window, softcap)
     return o.reshape(shape), lse.reshape(shape[:-1])
 
 
@@ -199,51 +194,38 @@ def _gradients(
         lse = lse.reshape(q.shape[:-1]).contiguous()
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         tensors = (q, k, v, o, do, lse, d_q, d_k, d_v)
-        Launcher.in_turn(*_backward_launches(tensors, is_causal, scale, window, bounds, softcap))
+        _launch_backward(tensors, is_causal, scale, window, bounds, softcap)
         d_q, _ = with_positive_scale(d_q, given)  # of the q that was given, by the same factor
         return d_q.reshape(q_shape), d_k.reshape(k_shape), d_v.reshape(k_shape)
 
 
-def _backward_launches(
+def _launch_backward(
     tensors: Sequence[Tensor], is_causal: bool, scale: float, window: int | None, bounds: Tensor | None,
     softcap: float | None,
-) -> Sequence[Launching]:  # fmt: skip
-    """Launches that make dq, dk and dv, the last of the tensors, from q, k, v, o, do and lse. All have four dimensions;
-    scale > 0.
-
-    What the launches hand on to each other lies where dq does.
-    """
+) -> None:  # fmt: skip
+    """Fill dq, dk and dv, the last of the tensors, from q, k, v, o, do and lse. All have four dimensions; scale > 0."""
     q, k, v, o, do, lse, d_q, d_k, d_v = tensors
     hopper_knows = _hopper_knows(q, k, window, bounds, softcap)
     if hopper_knows and sums_dq_in_any_order(q):
         from trainstep.attention.hopper import backward as hopper_backward
 
         q, k, v, do = map(for_copy_engine, (q, k, v, do))
-        return hopper_backward.backward_launches((q, k, v, o, do, lse, d_q, d_k, d_v), is_causal, scale, window)
-    if hopper_knows and window is None and runs_hopper_kernels(q):
+        hopper_backward.launch_backward((q, k, v, o, do, lse, d_q, d_k, d_v), is_causal, scale, window)
+    elif hopper_knows and window is None and runs_hopper_kernels(q):
         from trainstep.attention.hopper import dkdv as hopper_dkdv
         from trainstep.attention.hopper import dq as hopper_dq
 
         q, k, v, do = map(for_copy_engine, (q, k, v, do))
         dq_tile, dkdv_tile = (hopper_tile_for(kernel, q.shape[-1], is_causal) for kernel in ("dq", "dkdv"))
         stat = hopper_dq.empty_statistics(d_q, dq_tile)
-        return (
-            (hopper_dq.launch_dq, (q, k, v, do, o, lse, stat, d_q), (is_causal, scale, dq_tile)),
-            (hopper_dkdv.launch_dkdv, (q, k, v, do, stat, d_k, d_v), (is_causal, scale, dkdv_tile)),
-        )
-    dq_portable, dkdv_portable = (tile_for(kernel, q, is_causal) for kernel in ("dq", "dkdv"))
-    delta, band = torch.empty_like(lse, device=d_q.device), () if bounds is None else (bounds,)
-    ours, theirs = (q, k, v, o, do, lse, delta, d_q, *band), (q, k, v, do, lse, delta, d_k, d_v, *band)
-    return (
-        (backward.launch_dq, ours, (is_causal, scale, dq_portable, window, softcap)),
-        (backward.launch_dkdv, theirs, (is_causal, scale, dkdv_portable, window, softcap)),
-    )
-
-
-def _launches_to_come(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *scoring: Any) -> Sequence[Launching]:
-    """Backward's launches, told in forward: what is not there yet takes no memory, and do is taken to be like o."""
-    do, d_q, d_k, d_v = (torch.empty_like(t, device="meta") for t in (o, q, k, v))
-    return _backward_launches((q, k, v, o, do, lse, d_q, d_k, d_v), *scoring)
+        hopper_dq.launch_dq((q, k, v, do, o, lse, stat, d_q), is_causal, scale, dq_tile)
+        hopper_dkdv.launch_dkdv((q, k, v, do, stat, d_k, d_v), is_causal, scale, dkdv_tile)
+    else:
+        dq_portable, dkdv_portable = (tile_for(kernel, q, is_causal) for kernel in ("dq", "dkdv"))
+        delta, band = torch.empty_like(lse), () if bounds is None else (bounds,)
+        ours, theirs = (q, k, v, o, do, lse, delta, d_q, *band), (q, k, v, do, lse, delta, d_k, d_v, *band)
+        backward.launch_dq(ours, is_causal, scale, dq_portable, window, softcap)
+        backward.launch_dkdv(theirs, is_causal, scale, dkdv_portable, window, softcap)
 
 
 def _hopper_knows(q: Tensor, k: Tensor, window: int | None, bounds: Tensor | None, softcap: float | None) -> bool:
@@ -296,7 +278,7 @@ class _Differentiable(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None,
         bounds: Tensor | None, softcap: float | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        o, lse = _below_autograd(q, k, v, is_causal, scale, window, bounds, softcap, True)
+        o, lse = _below_autograd(q, k, v, is_causal, scale, window, bounds, softcap)
         _save(ctx, q, k, v, o, lse, is_causal, scale, window, bounds, softcap)
         return o, lse
 
@@ -305,13 +287,13 @@ class _Differentiable(torch.autograd.Function):
 
 def _autograd(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None = None,
-    bounds: Tensor | None = None, softcap: float | None = None, is_recorded: bool = False,
+    bounds: Tensor | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the forward operator where gradients may be wanted."""
     arguments = q, k, v, is_causal, scale, window, bounds, softcap
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return cast(tuple[Tensor, Tensor], _Differentiable.apply(*arguments))  # type: ignore[no-untyped-call]
-    return _below_autograd(*arguments, is_recorded)
+    return _below_autograd(*arguments)
 
 
 # Defined piece by piece: `torch.library.custom_op` and `register_autograd` do the same, but the one checks every call

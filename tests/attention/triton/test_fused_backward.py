@@ -9,10 +9,9 @@ from torch import Tensor
 from tests.attention.budget import Case, assert_within_budget, relative_error, value_and_gradients
 from trainstep.attention import flash_attention
 from trainstep.attention.flash import backward_op, forward_op, runs_hopper_kernels, sums_dq_in_any_order
-from trainstep.attention.hopper.backward import backward_launches
+from trainstep.attention.hopper.backward import launch_backward
 from trainstep.attention.hopper.dkdv import launch_dkdv
 from trainstep.attention.hopper.dq import empty_statistics, launch_dq
-from trainstep.attention.triton import Launcher
 from trainstep.attention.tuned import hopper_tile_for
 
 CASES = [
@@ -43,7 +42,7 @@ def test_gradients(case: Case, is_causal: bool, dtype: torch.dtype) -> None:
     scale = case.head_dim**-0.5
     o, lse = forward_op(q, k, v, is_causal, scale)
     gradients = [torch.full_like(t, float("nan")) for t in (q, k, v)]
-    Launcher.in_turn(*backward_launches((q, k, v, o, do, lse, *gradients), is_causal, scale))
+    launch_backward((q, k, v, o, do, lse, *gradients), is_causal, scale)
     assert_within_budget(dict(zip(("dq", "dk", "dv"), gradients, strict=True)), q, k, v, do, is_causal, scale)
 
 

@@ -3,10 +3,7 @@ What forward and backward compile: told by a driver and a compiler that only wri
 """
 
 import contextlib
-import inspect
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +12,9 @@ import pytest
 import torch
 import triton
 from torch import Tensor
-from triton import FutureKernel
 from triton.backends.compiler import GPUTarget
-from triton.runtime._async_compile import active_mode
-from triton.runtime.jit import JITFunction
 
-from trainstep.attention import FlashAttentionTriton, flash, flash_attention
+from trainstep.attention import flash, flash_attention
 from trainstep.attention.hopper import backward as hopper_backward
 from trainstep.attention.hopper import dkdv as hopper_dkdv
 from trainstep.attention.hopper import dq as hopper_dq
@@ -127,101 +121,6 @@ def test_no_memory_is_kept_alive() -> None:
     assert not any(isinstance(argument, Tensor) for argument in kept)
 
 
-class Compiling(Kernel, JITFunction):
-    """One that Triton compiles: all that share `together` are being compiled before any is done, and loaded as well."""
-
-    def __init__(self, together: threading.Barrier, launched: list[tuple[Any, ...]]) -> None:
-        super().__init__()
-        self._together, self.launched = together, launched
-
-    def warmup(self, *args: Any, grid: Any, **named: Any) -> Any:
-        mode = active_mode.get()
-        assert mode is not None
-        more = len(inspect.signature(mode.submit).parameters) - 2  # later versions of Triton clean up, too
-        return mode.submit(id(self), self.compile_it, *[lambda kernel: None] * more)
-
-    def compile_it(self) -> Any:
-        self._together.wait(timeout=30)
-        return self
-
-    @property
-    def run(self) -> Any:  # as of `CompiledKernel`: loads it
-        self._together.wait(timeout=30)
-        return None
-
-
-def test_what_is_new_in_one_call_is_compiled_at_the_same_time_and_launched_in_turn() -> None:
-    together, order = threading.Barrier(2), list[tuple[Any, ...]]()
-    first, second = (Launcher(Compiling(together, order), arguments) for _ in range(2))
-    a, b = torch.empty(8), torch.empty(8)
-    for _ in range(2):
-        Launcher.in_turn((first, (a, b), (2,)), (second, (b, a), (4,)))
-        assert [(grid, size) for (grid, *_), size in zip(order, (4, 2), strict=True)] == [
-            ((4, 1, 1), 4),
-            ((2, 1, 1), 2),
-        ]
-        order.clear()
-    assert together.n_waiting == 0
-    assert not together.broken
-    Launcher.in_turn((first, (a, b), (2,)), (second, (b, a), (2,)))  # one alone is new: nothing to wait for
-    assert len(order) == 2
-
-
-def test_what_a_compiler_says_in_another_thread_is_raised() -> None:
-    broken = threading.Barrier(2)
-    broken.abort()
-    first, second = (Launcher(Compiling(broken, []), arguments) for _ in range(2))
-    both = torch.empty(8)
-    with pytest.raises(threading.BrokenBarrierError):
-        Launcher.in_turn((first, (both, both), (2,)), (second, (both, both), (2,)))
-    assert active_mode.get() is None
-
-
-def test_what_comes_later_is_compiled_with_what_is_new_and_not_launched() -> None:
-    together, order = threading.Barrier(2), list[tuple[Any, ...]]()
-    now, after = (Launcher(Compiling(together, order), arguments) for _ in range(2))
-    a, b, asked = torch.empty(8), torch.empty(8), []
-
-    def later() -> Any:
-        asked.append(after)
-        return [(after, (a, b), (4,))]
-
-    for n_launches in (1, 2):
-        now((a, b), 2, later=later)
-        assert len(order) == n_launches
-    assert len(asked) == 1
-    assert not together.broken
-
-
-def test_what_comes_later_and_cannot_be_compiled_is_raised_at_once() -> None:
-    broken = threading.Barrier(2)
-    broken.abort()
-    now, after = (Launcher(Compiling(broken, []), arguments) for _ in range(2))
-    both = torch.empty(8)
-    with pytest.raises(threading.BrokenBarrierError):
-        now((both, both), 2, later=lambda: [(after, (both, both), (2,))])
-    assert active_mode.get() is None
-
-
-def test_a_kernel_beside_which_another_could_not_be_compiled_is_launched() -> None:
-    class Unfinished(Kernel):
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            future: Future[Any] = Future()
-            launch = super().__getitem__(grid)
-
-            def unfinished(**named: Any) -> FutureKernel:
-                future.set_result(launch(**named))
-                return FutureKernel(lambda kernel: None, future)
-
-            return unfinished
-
-    kernel = Unfinished()
-    launch = Launcher(kernel, arguments)
-    for n_launches in (1, 2):
-        launch((torch.empty(8), torch.empty(8)), 2)
-        assert len(kernel.launched) == n_launches
-
-
 @dataclass
 class Watched:
     """What a GPU that is not there was asked for, by the kernels' names."""
@@ -288,46 +187,18 @@ AMPERE, HOPPER = (8, 0), (9, 0)
     ],
     indirect=["watched"],
 )
-@pytest.mark.parametrize("is_heads_first", [True, False])
-def test_forward_compiles_what_backward_will_launch(
-    watched: Watched, head_dim: int, scoring: dict[str, Any], backwards: list[str], is_heads_first: bool
+def test_each_kernel_is_compiled_when_it_is_launched_and_once(
+    watched: Watched, head_dim: int, scoring: dict[str, Any], backwards: list[str]
 ) -> None:
     def heads(n: int, batch: int = 2) -> Tensor:
-        if is_heads_first:
-            return torch.empty(batch, n, 200, head_dim, dtype=torch.bfloat16, requires_grad=True)
-        return torch.empty(batch, 200, n, head_dim, dtype=torch.bfloat16, requires_grad=True).transpose(1, 2)
+        return torch.empty(batch, n, 200, head_dim, dtype=torch.bfloat16, requires_grad=True)
 
-    o = flash_attention(heads(4), heads(2), heads(2), **scoring)
-    assert sorted(watched.compiled) == sorted(["forward_kernel", *backwards])
-    assert watched.launched == ["forward_kernel"]
-    o.backward(torch.empty_like(o))
-    assert watched.launched == ["forward_kernel", *backwards]
-    o = flash_attention(heads(4, batch=3), heads(2, batch=3), heads(2, batch=3), **scoring)
-    o.backward(torch.empty_like(o))
+    for batch in (2, 3):
+        o = flash_attention(heads(4, batch), heads(2, batch), heads(2, batch), **scoring)
+        assert watched.launched[-1] == "forward_kernel"
+        o.backward(torch.empty_like(o))
     assert watched.launched == ["forward_kernel", *backwards] * 2
-    assert len(watched.compiled) == 1 + len(backwards)
-
-
-@pytest.mark.parametrize("watched", [AMPERE, HOPPER], indirect=True)
-def test_only_a_forward_that_a_backward_follows_compiles_for_it(watched: Watched) -> None:
-    leaf = torch.empty(1, 1, 40, 64, dtype=torch.bfloat16, requires_grad=True)
-    with torch.no_grad():
-        flash_attention(leaf, leaf, leaf)
-        FlashAttentionTriton.apply(leaf, leaf, leaf, True)
-    flash_attention(*(leaf.detach(),) * 3, softcap=3.0)
-    assert watched.compiled == ["forward_kernel"] * 3
-    FlashAttentionTriton.apply(leaf, leaf, leaf, True, None, None, None, 3.0)
-    assert sorted(watched.compiled[3:]) == ["dkdv_kernel", "dq_kernel", "forward_kernel"]
-
-
-@pytest.mark.parametrize("watched", [HOPPER], indirect=True)
-def test_what_backward_finds_unlike_forward_took_it_to_be_is_compiled_then(watched: Watched) -> None:
-    q, k, v = (torch.empty(1, 40, 3, 24, dtype=torch.float16, requires_grad=True).transpose(1, 2) for _ in range(3))
-    o = flash_attention(q, k, v)
-    assert sorted(watched.compiled) == ["dkdv_kernel", "dq_kernel", "forward_kernel"]
-    o.backward(torch.empty(1, 3, 40, 24, dtype=torch.float16))
-    assert sorted(watched.compiled[3:]) == ["dkdv_kernel", "dq_kernel"]
-    assert watched.launched == ["forward_kernel", "dq_kernel", "dkdv_kernel"]
+    assert watched.compiled == ["forward_kernel", *backwards]
 
 
 @pytest.mark.parametrize("watched", [HOPPER], indirect=True)

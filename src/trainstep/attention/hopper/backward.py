@@ -49,7 +49,7 @@ from trainstep.attention.hopper.dq_sum import (
     padded_rows,
     statistic_tiles,
 )
-from trainstep.attention.triton import SIZES, Launch, Launcher, Launching, kernel_arguments, tile_and_head
+from trainstep.attention.triton import SIZES, Launch, Launcher, kernel_arguments, tile_and_head
 from trainstep.attention.tuned import hopper_block_of
 
 
@@ -285,10 +285,8 @@ launch_products = Launcher(backward_kernel, _products)
 """Tensors q, k, v, do, lse_out, delta, acc, dk, dv: adds to acc, fills dk and dv."""
 
 
-def backward_launches(
-    tensors: Sequence[Tensor], is_causal: bool, scale: float, window: int | None = None
-) -> Sequence[Launching]:
-    """Tensors q, k, v, o, do, lse, dq, dk, dv, head_dim up to 128: launches that fill the last three.
+def launch_backward(tensors: Sequence[Tensor], is_causal: bool, scale: float, window: int | None = None) -> None:
+    """Fill the last three of the tensors q, k, v, o, do, lse, dq, dk, dv, head_dim up to 128.
 
     Takes 4 · BLOCK_D bytes for each query of each head meanwhile, their number rounded up to 128, and for its
     statistics 64 more up to head_dim 64, and 8 above.
@@ -298,8 +296,6 @@ def backward_launches(
     block_d = hopper_block_of(q.shape[-1])
     lse_out, delta = (empty_statistic(rows, block_d, dq.device) for _ in range(2))
     acc = torch.empty((rows * block_d // 256, 256), dtype=torch.float32, device=dq.device)
-    return (
-        (launch_prepare, (o, do, lse, lse_out, delta, acc), (scale,)),
-        (launch_products, (q, k, v, do, lse_out, delta, acc, dk, dv), (is_causal, scale, window)),
-        (launch_finish, (dq, acc), (scale,)),
-    )
+    launch_prepare((o, do, lse, lse_out, delta, acc), scale)
+    launch_products((q, k, v, do, lse_out, delta, acc, dk, dv), is_causal, scale, window)
+    launch_finish((dq, acc), scale)

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import Context
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import FutureKernel
-from triton.runtime.jit import JITFunction
 
 from trainstep.attention.tuned import Tile, block_of, multiply_precision
 
@@ -249,39 +245,11 @@ class Launcher:
         self.latest: Any = None
         """The kernel compiled last, with what the compiler said of it (`n_spills`, `n_regs`)."""
 
-    def __call__(
-        self, tensors: Sequence[Tensor], *settings: Any, later: Callable[[], Sequence[Launching]] | None = None
-    ) -> None:
-        """later: says what will be launched some time after. Where this kernel is new, those are compiled with it."""
-        self._launch(self._key(tensors, settings), tensors, settings, later)
-
-    @staticmethod
-    def in_turn(*launches: Launching) -> None:
-        """Launch each after the other; what is new is compiled at the same time."""
-        keys = [launcher._key(tensors, settings) for launcher, tensors, settings in launches]
-        new = [each for key, each in zip(keys, launches, strict=True) if key not in each[0]._prepared]
-        if len(new) > 1:
-            _compile(new)
-        for key, (launcher, tensors, settings) in zip(keys, launches, strict=True):
-            launcher._launch(key, tensors, settings)
-
-    @staticmethod
-    def _key(tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, tensors: Sequence[Tensor], *settings: Any) -> None:
         same = (tensors[0].device, multiply_precision(tensors[0].dtype), settings)
-        return (*same, *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors))
-
-    def _named(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        names = tensor_names(self._kernel)
-        return dict(zip(names[: len(tensors)] if names[-1] == "bounds" else names, tensors, strict=True))
-
-    def _launch(
-        self, key: tuple[Any, ...], tensors: Sequence[Tensor], settings: tuple[Any, ...],
-        later: Callable[[], Sequence[Launching]] | None = None,
-    ) -> None:  # fmt: skip
+        key = (*same, *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors))
         prepared = self._prepared.get(key)
         if prepared is None:
-            if later is not None:
-                _compile([(self, tensors, settings)], later)
             self._first(key, tensors, settings)
             return
         launch, prepared_arguments, places = prepared
@@ -291,16 +259,13 @@ class Launcher:
             arguments[position] = tensors[which] if descriptor is None else _over(descriptor, tensors[which])
         launch(*arguments)
 
-    def _asked_for(self, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> Any:
-        """The kernel of a launch, compiled or, in Triton's asynchronous mode, perhaps a future one."""
-        programs, named = self._arguments(self._kernel, self._named(tensors), *settings)
-        return self._kernel.warmup(grid=(*programs, 1, 1)[:3], **named)
-
     def _first(self, key: Any, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> None:
         tensors = [t.detach() for t in tensors]  # told apart below, also where a caller passes one tensor twice
-        programs, named = self._arguments(self._kernel, self._named(tensors), *settings)
+        names = tensor_names(self._kernel)
+        by_name = dict(zip(names[: len(tensors)] if names[-1] == "bounds" else names, tensors, strict=True))
+        programs, named = self._arguments(self._kernel, by_name, *settings)
         grid = (*programs, 1, 1)[:3]
-        compiled = _finished(self._kernel[grid](**named))
+        compiled = self._kernel[grid](**named)
         if compiled is None:  # Triton's interpreter has nothing to remember
             return
         self.latest = compiled
@@ -313,42 +278,6 @@ class Launcher:
                 places.append((position, next(which for which, each in enumerate(tensors) if each is tensor)))
                 arguments[position] = None if tensor is argument else _over(argument, None)  # keep no memory alive
         self._prepared[key] = (compiled[grid], arguments, places)
-
-
-Launching = tuple[Launcher, Sequence[Tensor], tuple[Any, ...]]
-"""A launcher, and the tensors and the settings that it is to be called with."""
-
-
-def _compile(launches: Sequence[Launching], later: Callable[[], Sequence[Launching]] = tuple) -> None:
-    """Compile kernels at the same time, and what `later` says with them if Triton does not have them all.
-
-    The first tensor of all is on the GPU. Of others only the dtype, shape, strides and alignment count.
-    """
-    if all(isinstance(launcher._kernel, JITFunction) for launcher, *_ in launches):  # else they are interpreted
-        # In a context of its own: where a compiler fails, Triton leaves the mode of its threads set.
-        Context().run(_compile_in_threads, launches, later)
-
-
-def _compile_in_threads(launches: Sequence[Launching], later: Callable[[], Sequence[Launching]]) -> None:
-    """Compile kernels, and what launches each: up to Triton 3.6 a C module, which else its first launch would make."""
-    with ThreadPoolExecutor() as threads:
-        with triton.AsyncCompileMode(threads):
-            kernels = [launcher._asked_for(tensors, settings) for launcher, tensors, settings in launches]
-            if not any(isinstance(kernel, FutureKernel) for kernel in kernels):
-                return
-            kernels += [launcher._asked_for(tensors, settings) for launcher, tensors, settings in later()]
-        device = launches[0][1][0].device
-
-        def ready(kernel: Any) -> None:
-            with torch.cuda.device(device if device.type == "cuda" else -1):  # a thread has a current one of its own
-                _ = _finished(kernel).run
-
-        list(threads.map(ready, kernels))
-
-
-def _finished(kernel: Any) -> Any:
-    """A kernel, waited for if it is being compiled, as it is to Triton where one beside it could not be compiled."""
-    return kernel.result() if isinstance(kernel, FutureKernel) else kernel
 
 
 def _over(descriptor: Any, tensor: Tensor | None) -> Any:
