@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,4 +49,5 @@ class Compare(Common):
             left_out = unmatched(old, new, self.across)
             for each in left_out:
                 console.print(f"• Left out: {each}.")
+            gc.freeze()  # nor one at the end
         return CASE_FAILED if any(each.is_lost for each in left_out) else 0

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, compress
 
 from trainstep.base.config import CASE, settings_with
 from trainstep.base.errors import UsageError
@@ -35,7 +36,7 @@ MATCHED_BY = {
 CONDITIONS = ("device", "torch", "threads")
 """Columns of the environment that a ratio of times is a ratio of, too."""
 
-CaseKey = tuple[tuple[str, Scalar], ...]
+CaseKey = tuple[tuple[str, ...], tuple[Scalar, ...]]  # columns, the kind first, and their values
 TIMES, LOSSES = ("old (ms)", "new (ms)", "speed-up", "95 % interval"), ("losses differ by", "allowed")
 LOSSES_DIFFER, WORK_DIFFERS, BATCH_GREW = "losses differ", "work differs", "moved to batch"
 """Words in the place of a verdict on times."""
@@ -135,7 +136,7 @@ def _cases(records: Sequence[Row], across: Collection[str]) -> dict[CaseKey, lis
 
 def _differing(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
     """The columns that have one value in each file, and another in the other, if leaving them out makes cases match."""
-    before, after = ([dict(key) for key in _passes(records)] for records in (old, new))
+    before, after = ([dict(zip(*key, strict=True)) for key in _passes(records)] for records in (old, new))
     values = {name: [{case.get(name) for case in cases} for cases in (before, after)] for name in ACROSS}
     apart = [name for name, (a, b) in values.items() if len(a) == len(b) == 1 and a != b]
     rest = [
@@ -156,7 +157,7 @@ def _passes(records: Iterable[Row]) -> dict[CaseKey, list[Row]]:
         if is_measured(record):
             times = (*record.samples["step"], *record.samples.get("batch", ()))
             if bad := [each for each in times if each is None or not 0 < each < math.inf]:
-                case = told(tuple(record.case.items()))
+                case = told((tuple(record.case), tuple(record.case.values())))
                 raise UsageError(
                     f"the {record.kind} row of {case} has samples that are no times: {bad[0]}; expected milliseconds "
                     "above 0"
@@ -166,9 +167,9 @@ def _passes(records: Iterable[Row]) -> dict[CaseKey, list[Row]]:
 
 
 def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: float) -> Comparison:
-    (_, kind), *case = key
+    kind, case = key[1][0], dict(zip(key[0][1:], key[1][1:], strict=True))
     ratio, old_ms, new_ms = _ratio_of(old, new, "step", spread)
-    losses = max((hold(old[0], row) for row in (*old, *new)), key=lambda each: each.severity)
+    losses = max((hold(old[0], row) for row in (*old[1:], *new)), key=lambda each: each.severity)
     tokens = next((found for row in (*old, *new) if (found := _other_tokens(old[0], row))), None)
     batch = None
     said: str = verdict(ratio)
@@ -180,7 +181,7 @@ def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: 
         if said == "faster" and not _is_left(ratio, new_ms, grown_ms):
             said = BATCH_GREW
     said = LOSSES_DIFFER if losses.differ else WORK_DIFFERS if tokens else said
-    return Comparison(str(kind), dict(case), ratio, old_ms, new_ms, losses, tokens, batch, said)
+    return Comparison(str(kind), case, ratio, old_ms, new_ms, losses, tokens, batch, said)
 
 
 def _ratio_of(old: Sequence[Row], new: Sequence[Row], name: str, spread: float) -> tuple[Ratio, float, float]:
@@ -232,8 +233,9 @@ def _said(compared: Comparison) -> str:
 
 def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
     """The comparisons as a table, with the settings that differ between rows as columns."""
-    names = list(dict.fromkeys(name for each in comparisons for name in each.case))
-    differing = [name for name in names if len({each.case.get(name) for each in comparisons}) > 1]
+    cases = [each.case for each in comparisons]
+    names = list(dict.fromkeys(chain.from_iterable(cases)))
+    differing = [name for name in names if len({case.get(name) for case in cases}) > 1]
     shown = differing or [name for name in ("workload",) if name in names]
     tokens = ["tokens or samples per step"] if any(each.tokens for each in comparisons) else []
     batches = ["batch (ms)"] if any(each.batch for each in comparisons) else []
@@ -262,17 +264,18 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
 def key_of(row: Row) -> CaseKey:
     """The kind of a row and the settings by which it is matched; its kind is one of `MATCHED_BY`."""
     names = MATCHED_BY[row.kind] or sorted(row.case)
-    return (("kind", row.kind), *zip(names, map(row.case.get, names), strict=True))
+    return ("kind", *names), (row.kind, *map(row.case.get, names))
 
 
 def without(key: CaseKey, across: Collection[str]) -> CaseKey:
     """The key without the columns in which rows may differ."""
-    return tuple((name, value) for name, value in key if name not in across)
+    kept = [name not in across for name in key[0]]
+    return (tuple(compress(key[0], kept)), tuple(compress(key[1], kept))) if across else key
 
 
 def told(key: CaseKey) -> str:
     """A key in words; settings that are not set are left out."""
-    return ", ".join(f"{name} {number(value)}" for name, value in key if value is not None)
+    return ", ".join(f"{name} {number(value)}" for name, value in zip(*key, strict=True) if value is not None)
 
 
 def is_measured(row: Row) -> bool:
@@ -294,8 +297,9 @@ def unmatched(old: Sequence[Row], new: Sequence[Row], across: Collection[str] = 
 def other_conditions(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
     """In which of `CONDITIONS` the measured rows of both files differ, as `device A → B`."""
     found = []
+    sides = [{id(row.environment): row.environment for row in rows if is_measured(row)} for rows in (old, new)]
     for name in CONDITIONS:
-        before, after = ({row.environment.get(name) for row in rows if is_measured(row)} for rows in (old, new))
+        before, after = ({each.get(name) for each in side.values()} for side in sides)
         if before != after:
             found.append(f"{name} {_listed(before)} → {_listed(after)}")
     return found

@@ -5,6 +5,8 @@ Every writer escapes what its format treats as special, so names from a user's m
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -52,9 +54,10 @@ def to_typst(table: Table) -> str:
 
 def to_csv(table: Table) -> str:
     """Comma-separated values, quoted where needed (RFC 4180); an apostrophe before what a spreadsheet would run."""
-    frame = table.frame().map(_no_formula)
-    frame.columns = [_no_formula(title) for title in frame.columns]
-    return str(frame.to_csv(index=False))
+    lines = io.StringIO()
+    rows = ((printable(title) for title in table.columns), *table.texts())
+    csv.writer(lines, lineterminator="\n").writerows(map(_no_formula, row) for row in rows)
+    return lines.getvalue()
 
 
 _FORMULA = re.compile(r"[=+\-@\t\r]")

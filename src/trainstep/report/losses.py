@@ -65,19 +65,19 @@ def hold(old: Row, new: Row) -> Losses:
     if why_not := _incomparable(old, new):
         return Losses(not_told=why_not)
     before, after = (row.samples["training_loss"] for row in (old, new))
-    part = max(map(_part, (old, new)))
-    tokens = tokens_of(old) or 1.0
-    moved, most, found = 0.0, (0.0, WRITTEN), list[Losses]()
+    part = max(_part(old), _part(new))
+    of_tokens = 1 / math.sqrt(tokens_of(old) or 1.0)
+    moved, most, worst = 0.0, (0.0, WRITTEN), (-1.0, 0.0, 0.0)  # the last by the part of what is allowed
     for expected, own in zip(before, after, strict=False):
         if expected is None or own is None or not math.isfinite(expected - own):
             return Losses(math.inf, WRITTEN)
-        moved = max(moved, abs(expected - before[0]))
-        size = abs(expected) or 1.0
-        allowed = part * (abs(expected) / math.sqrt(tokens) + moved) / size + WRITTEN
+        moved, size = max(moved, abs(expected - before[0])), abs(expected) or 1.0
+        allowed = part * (abs(expected) * of_tokens + moved) / size + WRITTEN
         most = max(most, (moved / size, allowed))
-        found.append(Losses(abs(expected - own) / size, allowed))
-    worst = max(found, key=lambda each: each.severity)
-    return worst if worst.differ else replace(worst, not_told=_not_checked(old, new) or _too_little(old, *most))
+        difference = abs(expected - own) / size
+        worst = max(worst, (difference / allowed, allowed, difference))
+    found = Losses(worst[2], worst[1])
+    return found if found.differ else replace(found, not_told=_not_checked(old, new) or _too_little(old, *most))
 
 
 def _incomparable(old: Row, new: Row) -> str:

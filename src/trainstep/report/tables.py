@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainstep.base.config import SHAPE_TITLE, shape_of
@@ -152,7 +153,8 @@ def with_shapes(caption: str, names: Iterable[str]) -> str:
 
 def text_table(name: str, caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table of texts that are not one row's values each."""
-    return Table(caption, columns, [TableRow([Cell(text) for text in row], row[0]) for row in rows], name)
+    cell = cache(Cell)  # most texts of a long table are the same
+    return Table(caption, columns, [TableRow([cell(text) for text in row], row[0]) for row in rows], name)
 
 
 def outcome_table(caption: str, what: str, row: Row) -> Table:

@@ -145,7 +145,7 @@ def make_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str, A
     Raises:
         ValueError: a column that the kind does not have.
     """
-    return kind(**_by_field(kind, case, values, Times), **rest)
+    return kind(**_by_field(kind, case, values, lambda parts: Times(**parts)), **rest)
 
 
 def decode_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str, Any], **rest: Any) -> AnyRow:
@@ -156,7 +156,7 @@ def decode_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str,
     """
     import msgspec
 
-    found = _by_field(kind, case, values, dict) | rest
+    found = _by_field(kind, case, values, lambda parts: parts) | rest
     try:
         row = msgspec.convert(found, kind)
     except msgspec.ValidationError as error:
@@ -177,8 +177,10 @@ def decode_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str,
         if type(value) is int:  # msgspec makes a float of it for a float's field, and tables show 4 as 4.00
             object.__setattr__(row, name, value)
     for section, columns in (("case", case), ("values", values)):  # as they are, rather than made of the fields again
-        told = {name: tuple(each) if type(each) is list else each for name, each in columns.items() if each is not None}
-        object.__setattr__(row, section, told)
+        if not {list, type(None)}.isdisjoint(map(type, columns.values())):
+            known = ((name, each) for name, each in columns.items() if each is not None)
+            columns = {name: tuple(each) if type(each) is list else each for name, each in known}
+        object.__setattr__(row, section, columns)
     return row
 
 
@@ -188,7 +190,7 @@ def _shown(value: object) -> str:
 
 
 def _by_field(
-    kind: type[Row], case: Mapping[str, Any], values: Mapping[str, Any], make: Callable[..., Any]
+    kind: type[Row], case: Mapping[str, Any], values: Mapping[str, Any], make: Callable[[dict[str, Any]], Any]
 ) -> dict[str, Any]:
     """Sort columns to the kind's fields; `make` takes the parts of one phase's `Times`."""
     found: dict[str, Any] = {}
@@ -198,9 +200,10 @@ def _by_field(
         if places.further:
             found[places.open] = {name: columns[name] for name in places.further}
         if places.phases:
-            phases = {phase: parts for phase, parts in places.phases.items() if columns[parts["median"]] is not None}
             found[places.times] = {
-                phase: make(**{part: columns[name] for part, name in parts.items()}) for phase, parts in phases.items()
+                phase: make({part: columns[name] for part, name in parts.items()})
+                for phase, parts in places.phases.items()
+                if columns[parts["median"]] is not None
             }
     return found
 
