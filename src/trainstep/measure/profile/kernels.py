@@ -16,8 +16,9 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Literal, cast, get_args
 
 from trainstep.base.operators import ATTENTION, FUSED
@@ -141,7 +142,7 @@ def _without_arguments(text: str) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which takes twice the time to make
 class Kernel:
     """A run of one kernel, copy or fill; on a CPU, one stretch of an operator's own time."""
 
@@ -173,6 +174,9 @@ class Kernel:
         return self.family == GRAPH or (self.kind == "kernel" and self.family == "other" and not told)
 
 
+DURATION = attrgetter("duration_us")
+
+
 @dataclass(frozen=True)
 class KernelProfile:
     """The kernels that one device ran in some whole steps."""
@@ -184,16 +188,17 @@ class KernelProfile:
     outside_us: float  # time of kernels outside of all steps, which are left out: the preparation of batches
     transfers: tuple[Kernel, ...] = ()  # between host and device, in the order they started
     notes: tuple[str, ...] = ()  # what the trace's reader left out or could not tell, as sentences
+    busy_ms: dict[str | None, float] = field(default_factory=dict, compare=False)  # by phase, once it is known
 
     def per_step_ms(self, kernels: Iterable[Kernel] | None = None) -> float:
         """Milliseconds per step that kernels took, added up."""
-        own_us = self.total_us if kernels is None else sum(each.duration_us for each in kernels)
+        own_us = self.total_us if kernels is None else sum(map(DURATION, kernels))
         return own_us / self.steps / 1e3
 
     @cached_property
     def total_us(self) -> float:
         """Microseconds of all kernels."""
-        return sum(each.duration_us for each in self.kernels)
+        return sum(map(DURATION, self.kernels))
 
     def share(self, known: Callable[[Kernel], bool]) -> float:
         """Share of all kernel time for which something holds."""

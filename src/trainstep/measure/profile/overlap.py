@@ -91,7 +91,7 @@ def beside_us(kernels: Iterable[Kernel], others: Iterable[Kernel]) -> float:
 
 def union_of(kernels: Iterable[Kernel]) -> list[Span]:
     """Spans in which at least one of the kernels ran, streams laid over one another."""
-    return union((each.start_us, each.end_us) for each in kernels)
+    return union([(start := each.start_us, start + each.duration_us) for each in kernels])
 
 
 Span = tuple[float, float]  # (start, end). A sorted sequence of spans that neither overlap nor touch is a union
@@ -100,12 +100,14 @@ Span = tuple[float, float]  # (start, end). A sorted sequence of spans that neit
 def union(spans: Iterable[Span]) -> list[Span]:
     """The same points as a union; empty spans are gone."""
     merged: list[Span] = []
+    begun = last = -math.inf
     for start, end in sorted(span for span in spans if span[0] < span[1]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
+        if start > last:
+            merged.append((begun, last))
+            begun, last = start, end
+        elif end > last:
+            last = end
+    return [*merged, (begun, last)][1:]
 
 
 def intersection(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:

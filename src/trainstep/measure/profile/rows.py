@@ -12,7 +12,7 @@ from trainstep.base.precision import PRECISIONS
 from trainstep.base.stats import RUN_SPREAD, summarize
 from trainstep.measure.allocations.timeline import interned
 from trainstep.measure.costs import COUNTED
-from trainstep.measure.profile.kernels import GRAPH, MATMULS, TRANSFER, Kernel, KernelProfile, short_name
+from trainstep.measure.profile.kernels import DURATION, GRAPH, MATMULS, TRANSFER, Kernel, KernelProfile, short_name
 from trainstep.measure.profile.overlap import beside_us, busy_us, gaps, hidden_ms
 from trainstep.measure.profile.trace import Stream
 from trainstep.rows import FamilyRow, KernelRow, PieceRow, TimelineRow
@@ -113,9 +113,11 @@ def _copies(profile: KernelProfile) -> dict[str, Scalar]:
 
 def busy_ms(profile: KernelProfile, phase: str | None = None) -> float:
     """Milliseconds per step in which at least one kernel or transfer ran: of any phase, or of the one named."""
-    steps = profile.by_step.values()
-    own = ([each for each in step if phase in (None, each.phase)] for step in steps)
-    return sum(map(busy_us, own)) / profile.steps / 1e3
+    if phase not in profile.busy_ms:
+        steps = profile.by_step.values()
+        own = ([each for each in step if phase in (None, each.phase)] for step in steps)
+        profile.busy_ms[phase] = sum(map(busy_us, own)) / profile.steps / 1e3
+    return profile.busy_ms[phase]
 
 
 def _of_phase(profile: KernelProfile, phase: str) -> list[Kernel]:
@@ -130,7 +132,7 @@ def _grouped(kernels: Iterable[Kernel], key: Callable[[Kernel], Key]) -> dict[Ke
 
 
 def _us(kernels: Iterable[Kernel]) -> float:
-    return sum(each.duration_us for each in kernels)
+    return sum(map(DURATION, kernels))
 
 
 def _share(part: Iterable[Kernel], of: Iterable[Kernel]) -> float | None:

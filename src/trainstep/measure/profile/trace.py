@@ -49,7 +49,7 @@ class Stream(NamedTuple):
     number: int | str  # the stream's; on a CPU, the thread's
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which takes twice the time to make; so are the others
 class Range:
     """Something a host thread was doing from `start` to `end`, in microseconds of the trace."""
 
@@ -62,7 +62,7 @@ class Range:
     tensors: Tensors | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """A kernel, copy or fill on a device; on a CPU, one stretch of an operator's own time. In microseconds."""
 
@@ -136,7 +136,7 @@ def own_time(ranges: Iterable[Range]) -> list[Work]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Attribution:
     """Step, phase, module and operator of a piece of work; None for what is unknown."""
 
@@ -258,7 +258,7 @@ class _Places:
             return place
         if each.kind == "operator":
             self._makers[None if outer.node is None else each.thread, each.sequence] = index
-            return replace(outer, operator=index)
+            return Attribution(outer.step, outer.phase, outer.module, outer.piece, index, outer.node)  # of most ranges
         return outer
 
     def _node_place(self, index: int, outer: Attribution) -> Attribution:
