@@ -14,6 +14,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from tests.observe.measuring import DEEP, SCRIPTS, line_of, measure, run_command
 from trainstep.observe.beyond import COLLECTIVES
 from trainstep.observe.border import READS
+from trainstep.observe.hooks import TIMED, Hooks
 from trainstep.observe.loaders import Loaders
 from trainstep.observe.log import LogWriter, log_path, read_log
 from trainstep.observe.session import JOINED, Plan, Session
@@ -183,6 +184,25 @@ def test_skipped_updates_are_steps_that_are_not_timed(tmp_path):
     log, rows = measure("scaler.py", tmp_path, DEEP)
     assert [step.number for step in log.steps if step.is_skipped] == [3, 7]
     assert (the_step(rows).steps_seen, the_step(rows).skipped) == (12, 1)  # the third is among those left out
+
+
+def test_reads_of_a_line_are_counted_alone_after_the_first(tmp_path, monkeypatch):
+    timed, wait = [], Hooks._wait
+    monkeypatch.setattr(Hooks, "_wait", lambda *arguments: timed.append(arguments[2]) or wait(*arguments))
+    weight = nn.Parameter(torch.ones(50))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def train():
+        for _ in range(12):
+            weight.square().sum().backward()
+            optimizer.step()
+            sum(each.item() for each in weight.detach())
+            _ = [float(each) for each in weight.detach()]
+
+    log, rows = measure("reads", tmp_path, call=train)
+    calls = {row.call: row.calls_per_step for row in of_kind(rows, WaitRow)}
+    assert (calls, len(timed) < 3 * TIMED) == ({"item": 50, "float": 50}, True)
+    assert all(step.hooks_ms > 0 for step in log.steps)
 
 
 def test_reads_are_told_with_their_line(tmp_path, capsys):

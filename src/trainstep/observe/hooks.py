@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from trainstep.observe.border import READS, Begins, Begun, Border, Function, leave_uncompiled, left_uncompiled
+from trainstep.observe.border import READS, Begins, Begun, Border, Function, Site, leave_uncompiled, left_uncompiled
 from trainstep.observe.habits import SENDS
 from trainstep.observe.lines import Lines, owner_of, place_of_call
 from trainstep.observe.loaders import Loaders
@@ -36,6 +36,8 @@ from trainstep.observe.steps import BACKWARD, DATA, StepFinder
 _GRAD = torch.autograd.grad.__code__
 
 
+TIMED = 64
+"""Reads of a line of the user's that are timed on a CPU, where they wait for nothing; later ones are counted."""
 CLOSURES = (FunctionType, MethodType, functools.partial)
 """Types of an optimizer's closure: another callable object may be a model, or have methods of its own."""
 
@@ -73,6 +75,7 @@ class Hooks:
         self._counts: dict[str, int] = {}
         self._searched = self._is_aside = False
         self._read: object | None = None  # the read under way
+        self._sites: dict[tuple[int, int], Site] = {}  # address of code and place in it → its reads
         self._began_at: Any = None  # the place where a loader is begun
         self._told_s = 0.0  # of `border.spent_s`
         self._undo = ExitStack()
@@ -172,6 +175,10 @@ class Hooks:
 
     def _optimizer_ended(self, optimizer: Optimizer) -> None:
         if self.finder.is_mine():
+            for site in list(self.border.counted.values()):
+                self.finder.waited(site.line, site.calls * site.ms / site.timed, site.calls)
+                self.border.spent_s += site.calls * self.border.count_s
+                site.calls = 0
             spent_s = self.border.spent_s
             self.finder.measuring_took((spent_s - self._told_s) * 1e3)
             self._told_s = spent_s
@@ -269,8 +276,10 @@ class Hooks:
                         return None
             elif finder.current == DATA or call == "index":  # datasets, and places in them, would lie on the host
                 return None
-            elif owner_of(file := frame.f_code.co_filename) == "torch" and not file.endswith("_tensor.py"):
+            elif (owner := owner_of(file := frame.f_code.co_filename)) == "torch" and not file.endswith("_tensor.py"):
                 return None  # no read on a GPU, such as Adam's
+            elif owner == "user":
+                return self._wait(call, frame, self._sites)
             return self._wait(call, frame)
 
         return begins
@@ -284,14 +293,20 @@ class Hooks:
 
         return begins
 
-    def _wait(self, call: str, frame: FrameType) -> Begun:
+    def _wait(self, call: str, frame: FrameType, sites: dict[tuple[int, int], Site] | None = None) -> Begun:
+        """A read begins; one whose line is among sites is counted alone once enough of them were timed."""
         number, read, start = self.lines.number(call, frame), object(), time.perf_counter()
-        self._read = read
+        self._read, code, place = read, frame.f_code, (id(frame.f_code), frame.f_lasti)
 
         def ended(at_s: float) -> None:
             if self._read is read:
-                self._read = None
-                self.finder.waited(number, (at_s - start) * 1e3)
+                self._read, ms = None, (at_s - start) * 1e3
+                self.finder.waited(number, ms)
+                if sites is not None:
+                    site = sites.setdefault(place, Site(number, code))
+                    site.timed, site.ms = site.timed + 1, site.ms + ms
+                    if site.timed == TIMED:
+                        self.border.counted[place] = site
 
         return ended, ()
 

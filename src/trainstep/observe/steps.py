@@ -341,10 +341,10 @@ class StepFinder:
         self._open = Step(phases=[self._current], marks=[end])
         self.on_end()
 
-    def waited(self, line: int, ms: float) -> None:
+    def waited(self, line: int, ms: float, calls: int = 1) -> None:
         """The host waited in a line of code, told by its number."""
-        if self._open is not None:
-            self._open.waited(line, 1, ms)
+        if self._open is not None and calls:
+            self._open.waited(line, calls, ms)
 
     def sends(self) -> None:
         """The backward pass of the forward pass that begins sends gradients to other ranks."""
