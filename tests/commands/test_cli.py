@@ -1,5 +1,6 @@
 """The command as its users meet it: help, errors, files."""
 
+import json
 import re
 import resource
 import shlex
@@ -17,6 +18,7 @@ from trainstep.base.errors import UsageError
 from trainstep.check.step import StepCheck
 from trainstep.commands.cli import main
 from trainstep.commands.options import StepGrid, field_docs
+from trainstep.commands.output import console_for_output
 from trainstep.rows import ChangeRow, MemoryTimelineRow, PeakRow, ProfileRow, StepRow
 from trainstep.rows.records import of_kind, read_records
 
@@ -253,3 +255,46 @@ def test_debug_shows_the_traceback():
 def test_the_old_name_of_changes_is_taken_with_a_hint(capsys):
     assert main_code(["analyze", "--quick", "--rungs", "compiled blocks"]) == 2
     assert "--rungs is now --changes" in capsys.readouterr().err
+
+
+PRINTED = ["plan", "--size", "tiny", "--device", "H200"]
+
+
+def test_a_launch_prints_its_answer_or_its_summary_or_nothing(tmp_path, capsys):
+    said = {}
+    for flag in ("--debug", "-v", "--json", "--quiet"):
+        assert main_code([*PRINTED, flag, "--out", str(tmp_path / "out")]) == 0
+        said[flag] = capsys.readouterr().out
+    answer, tables, summary, nothing = said.values()
+    assert len(answer.splitlines()) <= 25
+    assert max(map(len, answer.splitlines())) <= 80
+    assert tables.startswith(answer)
+    assert len(tables) > 2 * len(answer), "the answer, and tables below it"
+    assert json.loads(summary)["rows"] == len(read_records(tmp_path / "out" / "results.jsonl"))
+    assert nothing == ""
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["schema"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([*PRINTED, "--json", "--quiet"], "--json and --quiet are two ways to print one result"),
+        (["info", "--json"], "info makes no summary for --json; leave it out"),
+    ],
+)
+def test_one_way_of_output_that_the_command_has(words, why, capsys):
+    assert main_code(words) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys):
+    assert main_code(["--version"]) == 0
+    assert re.fullmatch(r"trainstep \d[\w.]+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 80), ("", 80), ("120", 120), ("7", 40), ("wide", 80)])
+def test_a_pipe_is_as_wide_as_columns_or_80(columns, width, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert console_for_output().width == width

@@ -32,7 +32,7 @@ TABLE = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding=
 FORMS = [(command, form) for command, forms in TABLE["forms"].items() for form in forms]
 WORDS = ["run script", "sweep file", "compare old", "compare new", "report runs", "tune what"]
 """Fields that have no flag."""
-AROUND = ("debug", "verbose")
+AROUND = ("debug", "verbose", "json", "quiet")
 """Flags that main obeys, around every command: tests/commands/test_cli.py has their tests."""
 
 

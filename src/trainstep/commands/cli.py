@@ -7,7 +7,9 @@ that `--help` answers at once.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
+import importlib.metadata
 import io
 import logging
 import os
@@ -25,7 +27,7 @@ from trainstep.commands.compare import Compare
 from trainstep.commands.machine import Info, Tune
 from trainstep.commands.memory import Memory
 from trainstep.commands.options import Common, parse_as
-from trainstep.commands.output import BAD_INPUT, VERBOSE, output_failed, steady_outputs
+from trainstep.commands.output import BAD_INPUT, HOW, output_failed, steady_outputs
 from trainstep.commands.plan import Plan
 from trainstep.commands.profile import Analyze, Dtypes, Profile
 from trainstep.commands.report import Report
@@ -62,6 +64,9 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _run(words: Sequence[str]) -> int:
+    if list(words) == ["--version"]:
+        say(f"trainstep {importlib.metadata.version('trainstep')}")
+        return 0
     try:
         is_silent = _is_rank() and os.environ["RANK"] != "0"  # the help, which is printed while words are parsed
         with contextlib.redirect_stdout(io.StringIO()) if is_silent else contextlib.nullcontext():
@@ -74,9 +79,10 @@ def _run(words: Sequence[str]) -> int:
         logging.basicConfig()
         logging.getLogger("trainstep").setLevel(logging.DEBUG)
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # advice: the ladder measures what it is worth
-    VERBOSE.set(command.verbose)
     try:
-        return command.run()
+        around = contextvars.copy_context()
+        around.run(HOW.set, command.how)
+        return around.run(command.run)
     except UsageError as error:
         if command.debug:
             raise

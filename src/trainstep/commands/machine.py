@@ -17,6 +17,8 @@ from trainstep.commands.output import console_for_output
 class Info(Common):
     """Print the environment, for bug reports."""
 
+    has_summary = False
+
     def run(self) -> int:
         from trainstep.measure.environment import describe, gpu_state
         from trainstep.step.workload import resolve_device
@@ -30,6 +32,8 @@ class Info(Common):
 @dataclass(frozen=True, kw_only=True)
 class Tune(Common):
     """Measure tile sizes and the fastest implementation per shape on this GPU, and write them to your cache folder."""
+
+    has_summary = False
 
     what: Positional[Literal["attention"]] = "attention"
     """Name of the operation to tune."""

@@ -30,6 +30,7 @@ from trainstep.observe.command import script_at
 
 if TYPE_CHECKING:
     from trainstep.base.precision import PrecisionName
+    from trainstep.commands.output import How
     from trainstep.step.workload import WorkloadSource
 
 READS = "--from reads a file and measures nothing, so {flag} has nothing to change; leave it out"
@@ -219,8 +220,28 @@ class Common(ABC):
 
     verbose: Annotated[FlagCreatePairsOff[bool], arg(aliases=["-v"])] = False
     """Print tables and all findings below the answer."""
+    json: FlagCreatePairsOff[bool] = False
+    """Print the summary as one line of JSON on standard output, in place of the answer."""
+    quiet: FlagCreatePairsOff[bool] = False
+    """Print nothing but errors; files are written as ever."""
+    has_summary = True  # of a launch, for --json; no field
     debug: FlagCreatePairsOff[bool] = False
     """Show the traceback of an error, and of every case that fails."""
+
+    @property
+    def how(self) -> How:
+        """Output that the flags ask for.
+
+        Raises:
+            UsageError: two of them, or the summary of a command that makes none.
+        """
+        ways: tuple[How, ...] = ("verbose", "json", "quiet")
+        asked = [way for way in ways if getattr(self, way)]
+        if len(asked) > 1:
+            raise UsageError(f"--{asked[0]} and --{asked[1]} are two ways to print one result; give one of them")
+        if self.json and not self.has_summary:
+            raise UsageError(f"{type(self).__name__.lower()} makes no summary for --json; leave it out")
+        return asked[0] if asked else ""
 
     def given(self) -> dict[str, Any]:
         """The flags whose values differ from their defaults, and all given flags of a configuration; by field."""
@@ -238,7 +259,7 @@ class Common(ABC):
             names: fields. Without names, every field outside of `but` is refused.
             but: fields that the command obeys.
         """
-        refused = names or self.given().keys() - {*but, "debug", "verbose"}
+        refused = names or self.given().keys() - {*but, "debug", "verbose", "json", "quiet"}
         for name, value in self.given().items():
             if name in refused:
                 raise UsageError(why.format(flag=_words(name, value)[0]))

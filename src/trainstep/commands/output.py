@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import errno
+import json
 import os
 import sys
 import time
@@ -12,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainstep.base.cores import busy, cores, load
 from trainstep.base.errors import UsageError, printable, say
+from trainstep.base.files import aside
 from trainstep.base.guards import StopSignals, code_of
 
 if TYPE_CHECKING:
@@ -32,10 +34,9 @@ BAD_INPUT = 2
 """Exit code of a mistake that the user can mend, a disk or an output that takes no more among them."""
 WIDTH, LEAST_WIDTH = 80, 40
 """Characters of a line where the output is no terminal and COLUMNS is not set, and of a line at least."""
-VERBOSE = ContextVar("VERBOSE", default=False)
-"""True where -v asks for tables. The command line sets it around a command."""
-
-
+How = Literal["", "verbose", "json", "quiet"]
+HOW: ContextVar[How] = ContextVar("HOW", default="")
+"""Output that a flag asks for, in place of the answer alone. The command line sets it around a command."""
 PLAIN = {"×": "x", "–": "-", "·": "-", "•": "*", "…": "...", "→": "->", "’": "'", "µ": "u", "✓": "+", "█": "#"}
 """Characters of ours in ASCII. Parts of a bar are left out, and all others are `?`."""
 
@@ -201,8 +202,8 @@ def show_report(
     is_interrupted: bool = False,
     kinds: tuple[type[Row], ...] = (),
 ) -> bool:
-    """Write the report of rows, and print the answer, with -v tables and all findings below it. True if a case or a
-    ladder's baseline failed.
+    """Write the report of rows and its summary, and print the answer, with -v tables and all findings below it; with
+    --json the summary alone, on standard output. True if a case or a ladder's baseline failed.
 
     Args:
         rows, out: results, and the report's folder.
@@ -215,31 +216,38 @@ def show_report(
         UsageError: the report cannot be written. What was measured is printed even then.
     """
     from trainstep.report.answer import answer, cases_of
+    from trainstep.report.as_json import as_json
     from trainstep.report.page import Report
     from trainstep.report.subjects.climbs import failed_baselines
 
-    report = Report(rows)
-    found = report.findings
+    report, how = Report(rows), HOW.get()
+    found, is_shown = report.findings, how in ("", "verbose")
+    files = {"report": "report.html", "results": "results.jsonl", "tables": "tables/", "summary": "summary.json"}
+    named = ("trace", "snapshot")  # values that name a file written beside the rows
+    files |= {f"{name} {each}": str(each) for row in rows for name in named if (each := row.values.get(name))}
+    summary = json.dumps(as_json(rows, found, launch, files, is_stopped=is_interrupted))
     unwritten: Exception | None = None
     try:
         if rows:
+            with aside(out / files["summary"]) as draft:
+                draft.write_text(f"{summary}\n")
             report.write(out)
     except Exception as error:  # also of a drawing, beside which the tables stand
         unwritten = error
     if is_interrupted:
-        console.print(f"[bold]Stopped.[/bold] {len(rows)} rows measured so far are kept.", markup=True)
+        say(f"Stopped. {len(rows)} rows measured so far are kept.", to_stderr=console.stderr or not is_shown)
     without = failed_baselines(rows)
     for row in without:
-        console.print("[bold]The baseline failed.[/bold]", f"{row.workload}: {row.status}: {row.reason}", markup=True)
+        why = f"The baseline failed. {row.workload}: {row.status}: {row.reason}"
+        say(why, to_stderr=console.stderr or not is_shown)
     if rows and unwritten is None:
-        files = ("trace", "snapshot")  # values that name a file written beside the rows
-        beside = "".join(f", {each}" for row in rows for name in files if (each := row.values.get(name)))
-        launch = replace(launch, written=f"Written to {out}: report.html, results.jsonl, tables/{beside}")
-    if rows:
-        for line in answer(rows, found, launch, console.width):
-            console.print(line)
-    if VERBOSE.get():
+        launch = replace(launch, written=f"Written to {out}: {', '.join(files.values())}")
+    for line in answer(rows, found, launch, console.width) if rows and is_shown else ():
+        console.print(line)
+    if how == "verbose":
         _show_tables(rows, found, console, kinds)
+    if how == "json":
+        say(summary)
     if unwritten is not None:
         raise unwritten
     cases = cases_of(rows)
@@ -330,4 +338,5 @@ def console_for_output(*, to_stderr: bool = False) -> rich.console.Console:
     columns = os.environ.get("COLUMNS", "")
     width = max(int(columns), LEAST_WIDTH) if columns.isdecimal() and int(columns) else None
     width = width or (None if stream.isatty() else WIDTH)
-    return Console(stderr=to_stderr, width=width, markup=False, highlight=False)
+    is_quiet = HOW.get() == "quiet" or (HOW.get() == "json" and not to_stderr)
+    return Console(stderr=to_stderr, width=width, markup=False, highlight=False, quiet=is_quiet)

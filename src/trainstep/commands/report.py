@@ -18,6 +18,8 @@ PAGE = "report.html"
 class Report(Common):
     """Write report.html of training runs as far as they have come, or of the results of other commands."""
 
+    has_summary = False
+
     runs: Positional[tuple[Path, ...]]
     """Folders of training runs, which may be under way or have been killed, or of other commands' launches, such as
     results/run/01-train or results/run/latest; or a results.jsonl."""

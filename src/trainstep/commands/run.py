@@ -172,7 +172,7 @@ class Run(Common):
             except Exception as error:
                 text = str(error).partition("\n")[0]
                 kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-                console.print(f"trainstep: {what} failed: {kind}{text}")
+                say(f"trainstep: {what} failed: {kind}{text}", to_stderr=True)
 
         with part("reading the steps"):
             logs = read_logs(self.out, rank.launch, rank.world_size)

@@ -31,6 +31,8 @@ class Train(AnyModel):
     """Train a model of ours on text or token ids, or a --workload on its own batches, alone or under torchrun; started
     again, it goes on where it was."""
 
+    has_summary = False
+
     train: TrainFlags = field(default_factory=dict)
     launch: LaunchFlags = field(default_factory=dict)
     resume_from: str | None = None
