@@ -20,7 +20,7 @@ from trainstep.commands.cli import main
 from trainstep.commands.options import StepGrid, field_docs
 from trainstep.commands.output import console_for_output
 from trainstep.rows import ChangeRow, MemoryTimelineRow, PeakRow, ProfileRow, StepRow
-from trainstep.rows.records import of_kind, read_records
+from trainstep.rows.records import of_kind, read_records, write_whole
 
 REPOSITORY = Path(__file__).parents[2]
 QUICK = ["--num-layers", "1", "--d-model", "32", "--d-ff", "64", "--num-heads", "2", "--vocab-size", "256",
@@ -245,6 +245,21 @@ def test_a_model_that_fits_no_memory_is_one_line(tmp_path):
     (line,) = [line for line in found.stderr.splitlines() if "gloo" not in line.lower()]
     assert line.startswith("trainstep: out of memory: ")
     assert line.endswith("on more processes takes less")
+
+
+@pytest.mark.parametrize("fault", [KeyError("step"), ZeroDivisionError("division by zero"), TypeError("no number")])
+def test_a_fault_of_a_page_s_own_is_one_line(fault, tmp_path, monkeypatch, capsys):
+    def faulty(rows, path):
+        raise fault
+
+    monkeypatch.setattr("trainstep.report.page.write_html", faulty)
+    write_whole(tmp_path / "results.jsonl", [StepRow(workload="m", mode="step", warmup=1)])
+    assert main_code(["report", str(tmp_path)]) == 2
+    out, error = capsys.readouterr()
+    assert (error.count("\n"), "Traceback" in out + error) == (1, False)
+    assert f"no page can be made of {tmp_path}: its rows do not go together ({type(fault).__name__}: " in error
+    with pytest.raises(type(fault)):
+        main(["report", str(tmp_path), "--debug"])
 
 
 def test_debug_shows_the_traceback():
