@@ -100,6 +100,7 @@ RENAMED = {"rungs": "changes"}
 GONE = {
     "accumulation": "python -m examples.accumulation adds 0.01 a thousand times",
     "cwd-copy": "a ladder works in a copy of the folder; --in-place asks for the folder itself",
+    "emit": "docs/train.md has the files for Slurm, SkyPilot and Kubeflow, in which torchrun starts the run",
     "executor": "a sweep runs where it is started; on Slurm give its command to sbatch (docs/sweep.md)",
     "memory --checkpointing": "bench step --checkpointing none,every-1,selective times policies, memory --fit chooses",
     "feed-forward": "python -m examples.feed_forward --layer B D F C W has it (docs/theory.md)",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,17 +12,15 @@ from typing import TYPE_CHECKING, Any
 from trainstep.base.config import load_toml, replace_checked
 from trainstep.base.errors import UsageError
 from trainstep.base.guards import code_of
-from trainstep.commands.options import AnyModel, flags_of, words_of
+from trainstep.commands.options import AnyModel, flags_of
 from trainstep.commands.output import console_for_output, memory_as_mistake
 from trainstep.commands.report import PAGE
 from trainstep.train.config import OF_BUILTIN, OF_OWN, OF_WORKLOADS, BuiltinRun, OwnRun, RunConfig, TrainConfig
-from trainstep.train.launchers import Launch
 
 if TYPE_CHECKING:
     from trainstep.train.metrics import Show
 
 TrainFlags: Any = flags_of(TrainConfig)
-LaunchFlags: Any = flags_of(Launch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +31,6 @@ class Train(AnyModel):
     has_summary = False
 
     train: TrainFlags = field(default_factory=dict)
-    launch: LaunchFlags = field(default_factory=dict)
     resume_from: str | None = None
     """Go on from this checkpoint (its folder's name) instead of the newest; later ones are renamed, not removed."""
     timeout: float = 600.0
@@ -44,9 +40,6 @@ class Train(AnyModel):
     is there already goes on; another one is never overwritten."""
 
     def run(self) -> int:
-        if self.launch:
-            sys.stdout.write(self.launch_file())
-            return 0
         from trainstep.parallel.process import join_group_or_alone
         from trainstep.train.loop import train
         from trainstep.train.metrics import Show
@@ -66,15 +59,6 @@ class Train(AnyModel):
         why = by.name if by else "another rank was told to stop"
         show.line(f"{why}: stopped after update {outcome.step}, which is saved; start again to go on")
         return code_of(by) if by is signal.SIGINT else 0
-
-    def launch_file(self) -> str:
-        """The file that starts this run elsewhere, when the run was checked for that many ranks."""
-        launch, on_gpu = Launch(**self.launch), self.step.get("device") != "cpu"
-        launch.check(list(self.launch), on_gpu=on_gpu)
-        if self.size is None and self.config is None and self.workload is None:
-            raise UsageError("--emit needs --size, --config or --workload, as the default size depends on the machine")
-        self.run_config().check(launch.ranks, launch.nodes)
-        return launch.file(["train", *words_of(self, without=list(self.launch))], on_gpu=on_gpu)
 
     def _draw_page(self, show: Show) -> None:
         """The page of the run as it ended. A run without a page is a run."""
