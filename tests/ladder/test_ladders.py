@@ -58,9 +58,13 @@ class Steps:
 
     def __init__(self, peaks=None, error=0.01, too_large=(), **ms):
         self.ms, self.peaks, self.error, self.too_large, self.asked = ms, peaks or {}, error, too_large, []
+        self.gains = {}
 
     def skipped(self, change):
         return ""
+
+    def gain(self, change):
+        return self.gains.get(change.name, 1.0)
 
     def excludes(self, change, other):
         return not change.step.keys().isdisjoint(other.step)

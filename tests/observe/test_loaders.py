@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainstep.observe.lines import Place
-from trainstep.observe.loaders import Loaders, begins_again, main_loader, share_of_waiting
-from trainstep.observe.steps import Step
+from trainstep.observe.loaders import Loaders, begins_again, main_loader
+from trainstep.observe.steps import Step, phase_shares
 
 
 def test_the_loader_that_most_batches_came_from_is_the_one_that_is_named():
@@ -36,15 +36,14 @@ def test_workers_that_are_not_forked_are_told_apart(method, words):
     assert main_loader(loaders.found()) == f"train.py:3, 1 worker{words}, memory not pinned"
 
 
-def test_what_share_of_a_run_waits_for_data_is_the_devices_where_there_is_one():
+def test_shares_of_a_run_are_the_devices_where_there_is_one():
     steps = [
         Step(phases=["data", "other"], host=[99.0, 0.0]),
         Step(phases=["data", "other"], host=[5.0, 5.0], device=[1.0, 9.0]),
         Step(phases=["data", "other"], host=[5.0, 5.0]),
     ]
-    assert share_of_waiting(steps) == 0.3
-    assert share_of_waiting([Step(phases=["other"], host=[1.0])] * 2) == 0.0
-    assert share_of_waiting(steps[:1]) is None
+    assert phase_shares(steps) == {"data": 0.3, "other": 0.7}
+    assert phase_shares(steps[:1]) == {}
 
 
 @pytest.mark.parametrize(("workers", "most"), [(0, 0), (1, 2), (2, 4)])

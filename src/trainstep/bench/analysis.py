@@ -102,7 +102,7 @@ def analysis_records(
     if steps < 1:
         raise UsageError(f"steps is {steps}; expected at least 1")
     device, base = resolve_device(config.device), first_form(source, config)
-    climbed = chosen(changes_of_step(source, device.type, base), changes)  # before minutes go by
+    tried = chosen(changes_of_step(source, device.type, base), changes)  # before minutes go by
     on_part("facts")
     yield _facts(source, config)
     is_checked = not quick and config != plain_form(config)  # what is plain has nothing plainer beside it
@@ -115,7 +115,7 @@ def analysis_records(
     on_part("what the device reaches")
     yield from ceiling_records(device)
     if not quick:
-        yield from climb(source, base, steps=steps, changes=climbed, judge=judge, on_part=on_part)
+        yield from climb(source, base, steps=steps, changes=tried, judge=judge, is_named=bool(changes), on_part=on_part)
     # Last: on a GPU the profiler's library stays in the process, and every launch after it takes 1.4 times as long.
     on_part("kernels: a step under the profiler")
     against, profiled = (2, 1) if quick else (PROFILED_AGAINST, 2)

@@ -159,7 +159,7 @@ class BenchLadder(Climbed, OneModel):
         source = self.source()
         config = self.own_step(source)
         named = chosen(changes_of_step(source, resolve_device(config.device).type, config), self.changes)
-        times: dict[str, Any] = {"warmup": self.warmup, "steps": self.steps}
+        times: dict[str, Any] = {"warmup": self.warmup, "steps": self.steps, "is_named": self.changes is not None}
         with self.in_folder(source.name) as own:
             return run_and_report(
                 lambda on_part: climb(source, config, **times, changes=named, on_part=on_part),

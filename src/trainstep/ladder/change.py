@@ -11,6 +11,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ Settings = Mapping[str, Any]
 Place = Literal["script", "cuda", "cpu"]
 """The ladder of a script, of a workload's step on a GPU, or of one on a CPU."""
 NEEDS_GPU = "it needs a GPU"
+LEAST_SHARE, MOST_SHARE = 0.01, 0.99
+"""Share of a step that a change's phase takes at least for a try, and that counts at most."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class Change:
     Args:
         name: unique among all changes.
         line: for the reader's own script.
-        expected: a rough gain, as a factor, before it is tried. Ladders try the largest first; one that is not named
-            here does not try the change.
+        expected: a rough gain, as a factor, before anything is measured. Ladders try the largest first; one that is not
+            named here does not try the change.
         answers: ids of the report's findings, or of the advice in one, whose action it is.
         step: fields of `StepConfig` and their new values.
         step_if: whether a workload's step can have it, given its first configuration.
@@ -85,11 +88,27 @@ class Change:
         """True if it may help any script that has not made it: it needs no finding, place or other precision."""
         return bool(self.step) and not (self.nothing or self.trades or self.precision or "attention" in self.step)
 
-    def skipped(self, settings: Settings) -> str:
-        """Reason why a script's ladder does not try it; empty where it does."""
+    def gain(self, place: Place, shares: Mapping[str, float]) -> float:
+        """The factor to expect: of a change of one phase the most that it can bring, once the phases' shares of a step
+        are known. One without a figure comes first."""
+        share = self._share(shares)
+        return self.expected.get(place, math.inf) if share is None else 1 / (1 - min(share, MOST_SHARE))
+
+    def skipped(self, settings: Settings, *, is_named: bool = False) -> str:
+        """Reason why a script's ladder does not try it; empty where it does. One that is named is tried even where its
+        phase takes next to nothing."""
         if not settings["on_gpu"] and "cpu" not in self.where:
             return NEEDS_GPU
-        return self.why_not(settings)
+        return self.why_not(settings) or ("" if is_named else self.why_too_little(settings["shares"]))
+
+    def why_too_little(self, shares: Mapping[str, float]) -> str:
+        """Reason why it cannot bring enough to try, by the phases' shares of a step; empty where it may."""
+        share = self._share(shares)
+        return "" if share is None or share >= LEAST_SHARE else f"its steps spend {share:.1%} on {self.phase}"
+
+    def _share(self, shares: Mapping[str, float]) -> float | None:
+        """Share of its phase; None of a change of no phase, and where nothing was measured."""
+        return shares.get(self.phase, 0.0) if self.phase and shares else None
 
 
 def all_changes(place: Place) -> list[Change]:

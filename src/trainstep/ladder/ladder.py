@@ -101,6 +101,9 @@ class Runner(Protocol):
     def skipped(self, change: Change) -> str:
         """Reason why a change is not tried; empty where it is."""
 
+    def gain(self, change: Change) -> float:
+        """The factor that a change may bring, from what the baseline's step shows."""
+
     def excludes(self, change: Change, other: Change) -> bool:
         """True if a change takes the other's place."""
 
@@ -129,7 +132,7 @@ class Ladder:
     """Climbs, and remembers what was accepted.
 
     Args:
-        changes: to try, in this order.
+        changes: to try, those from which the runner expects most first.
         runner: runs, checks and times them.
         at_once: whether all of them are tried together first, and one by one only where that is not accepted.
         on_part: called with a name and its changes before they run.
@@ -164,7 +167,7 @@ class Ladder:
         """
         row = self._try(BASELINE, [])
         yield row
-        changes = self.changes
+        changes = sorted(self.changes, key=lambda each: (bool(each.trades), -self.runner.gain(each)))
         if self.top is None:
             if row.status != "out of memory":
                 return

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from trainstep.base.advice import Line
 from trainstep.base.errors import OUT_OF_MEMORY
 from trainstep.base.precision import PrecisionName
@@ -27,10 +29,11 @@ from trainstep.ladder.ladder import Refused, Tried, is_open, ratio_fields
 from trainstep.ladder.single import Script, Taken
 from trainstep.ladder.trial.capture import Captured
 from trainstep.ladder.trial.trial import PROBABILITIES
+from trainstep.measure.environment import why_no_half
 from trainstep.observe.habits import REVERSIBLE, habits_of, place_of
 from trainstep.observe.lines import shown_line
-from trainstep.observe.loaders import share_of_waiting
 from trainstep.observe.log import RankLog
+from trainstep.observe.steps import phase_shares
 from trainstep.rows import ANOTHER_STEP, FINAL, PATCHED, ChangeRow
 from trainstep.rows.records import Times
 
@@ -49,12 +52,12 @@ def not_judged(why: str, verdict: str = "not judged", **values: Any) -> Refused:
 
 
 def seen_of(log: RankLog) -> dict[str, Any]:
-    """Settings that a whole run shows beside its own: why code is compiled again, how much of its steps waits for data,
-    and debugging that is on."""
+    """Settings that a whole run shows beside its own: why code is compiled again, the phases' shares of its steps, and
+    debugging that is on."""
     files = log.facts.get("files", ())
     return {
         "recompiles": any(each["reason"] and each["step"] > 1 for each in log.recompilations),
-        "waiting": share_of_waiting(log.steps),
+        "shares": phase_shares(log.steps),
         "debugging": [
             {"name": name, "file": place[0], "line": place[1]} if (place := place_of(name, files)) else {"name": name}
             for name in {name for name, *_ in habits_of(log)} & {*REVERSIBLE}
@@ -85,11 +88,18 @@ def in_turns(
             found = run(is_b)
             if found.step_ms and not found.failure:
                 taken[is_b].append(found)
+        shown = as_shown(taken[0]), as_shown(taken[1])
         if min(map(len, taken)) < 2 or (
-            number + 1 >= least and not is_open(ratio_of_runs(as_shown(taken[0]), as_shown(taken[1])))
+            number + 1 >= least and (is_lost(*shown) or not is_open(ratio_of_runs(*shown)))
         ):
             break
     return taken
+
+
+def is_lost(before: Sequence[Sequence[float]], own: Sequence[Sequence[float]]) -> bool:
+    """True if every run was slower than all that it took turns with: more turns could at best show that it loses
+    nothing."""
+    return min(map(statistics.median, own)) > max(map(statistics.median, before))
 
 
 @dataclass(kw_only=True)
@@ -105,7 +115,8 @@ class ScriptRunner:
     Args:
         script: runs it.
         rounds: how often a change and what was accepted take turns, at most.
-        are_named: whether somebody asked for the changes: they are tried even where memory speaks against them.
+        are_named: whether somebody asked for the changes: they are tried even where what was measured speaks against
+            them.
     """
 
     tries_all_again = False
@@ -123,8 +134,14 @@ class ScriptRunner:
         self._rounds: dict[str, int] = {}  # change → how often it took turns
 
     def skipped(self, change: Change) -> str:
-        """Reason why it does not apply to the script."""
-        return change.skipped(self.settings)
+        """Reason why it does not apply to the script, or cannot bring enough."""
+        is_half = change.precision == "bf16" and not self.settings["on_gpu"] and not self.are_named
+        why = change.skipped(self.settings, is_named=self.are_named)
+        return why or (why_no_half(torch.device("cpu")) if is_half else "")
+
+    def gain(self, change: Change) -> float:
+        """The factor to expect of it in this script."""
+        return change.gain("script", self.settings.get("shares", {}))
 
     def excludes(self, change: Change, other: Change) -> bool:
         """True if a change takes the other's place."""
@@ -157,7 +174,9 @@ class ScriptRunner:
         self._rounds |= {each.name: max(self._rounds.get(each.name, 1), len(own) // 2) for each in found}
         tried = self._tried(changes, taken, checked, own)
         tried.made, tried.gain = found, ratio_of_runs(times(others), times(own))
-        if tried.gain.interval is not None:
+        if is_lost(times(others), times(own)):
+            tried.saved_ms = 0.0
+        elif tried.gain.interval is not None:
             tried.saved_ms = statistics.median(run.ms_per_step for run in others) * (1 - 1 / tried.gain.interval.high)
         return tried
 

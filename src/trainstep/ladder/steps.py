@@ -26,7 +26,7 @@ from trainstep.check.step import StepCheck, plain_form
 from trainstep.check.verdict import Verdict
 from trainstep.ladder.change import Change, changes_of_step
 from trainstep.ladder.ladder import Ladder, Refused, Tried, is_open, ratio_fields
-from trainstep.measure.environment import describe
+from trainstep.measure.environment import describe, why_no_half
 from trainstep.measure.outcome import Failure, attempt
 from trainstep.measure.step import (
     BatchedStep,
@@ -103,6 +103,8 @@ class StepRunner:
         base: what changes start from.
         judge: one that has checked steps of this workload; it is taken where its reference is this plain step.
         warmup, steps: of each measurement, at least 0 and 1.
+        is_named: whether somebody asked for the changes: they are tried even where what was measured speaks against
+            them.
 
     Raises:
         UsageError: no step to time, or a warm-up below 0.
@@ -111,7 +113,7 @@ class StepRunner:
     tries_all_again = True
 
     def __init__(
-        self, source: WorkloadSource, base: StepConfig, judge: StepCheck | None, warmup: int, steps: int
+        self, source: WorkloadSource, base: StepConfig, judge: StepCheck | None, warmup: int, steps: int, is_named: bool
     ) -> None:
         if steps < 1 or warmup < 0:
             raise UsageError(
@@ -122,11 +124,18 @@ class StepRunner:
         if judge is None or judge.plain != plain or judge.is_stood_in_for:
             judge = StepCheck(source, plain)
         self.source, self.base, self.judge, self.device = source, base, judge, resolve_device(base.device)
-        self.warmup, self.steps = warmup, steps
+        self.warmup, self.steps, self.is_named = warmup, steps, is_named
+        self.shares: Mapping[str, float] = {}
+        """Shares of the baseline's step by phase, once it was measured."""
 
     def skipped(self, change: Change) -> str:
-        """Nothing: what does not apply to the workload is not among its changes."""
-        return ""
+        """Reason why it cannot bring enough. What does not apply to the workload is not among its changes."""
+        why = why_no_half(self.device) if change.precision == "bf16" and not self.is_named else ""
+        return why or ("" if self.is_named else change.why_too_little(self.shares))
+
+    def gain(self, change: Change) -> float:
+        """The factor to expect of it on this step."""
+        return change.gain("cuda" if self.device.type == "cuda" else "cpu", self.shares)
 
     def excludes(self, change: Change, other: Change) -> bool:
         """True if both set the same field."""
@@ -162,6 +171,9 @@ class StepRunner:
         tried.values |= self._compare(tried, top)
         measured = measured_fields(found.alone[-1], Timing(tried.samples, 0), config.precision)
         measured["first_step_ms"] = found.alone[0].timing.first.wall_ms
+        if top is None:
+            whole = measured["times"]["step"].median
+            self.shares = {name: each.median / whole for name, each in measured["times"].items()}
         tried.values |= {**measured, "check_s": found.check_s, "samples": _samples(tried)}
         return tried
 
@@ -254,16 +266,17 @@ def climb(
     steps: int = 10,
     changes: Sequence[Change] | None = None,
     judge: StepCheck | None = None,
+    is_named: bool = False,
     on_part: Callable[[str], object] = lambda part: None,
 ) -> Iterator[ChangeRow]:
     """Climb from `base`, and yield a row for every step that was tried, the first included.
 
     Args:
-        warmup, steps, judge: as `StepRunner` has them.
+        warmup, steps, judge, is_named: as `StepRunner` has them.
         changes: what is tried, in this order; by default all that may help.
         on_part: called with what begins, in words.
     """
-    runner = StepRunner(source, base, judge, warmup, steps)
+    runner = StepRunner(source, base, judge, warmup, steps, is_named)
     if changes is None:
         changes = changes_of_step(source, runner.device.type, base)
 

@@ -152,6 +152,18 @@ def measure_ceilings(device: torch.device, precisions: Sequence[PrecisionName]) 
     return Ceilings(rates, 2 * copied / milliseconds / 1e6)
 
 
+@functools.cache
+def why_no_half(device: torch.device) -> str:
+    """Reason why bf16 is not worth a try on a CPU without instructions for it; empty where it may be.
+
+    Its products of 256 × 256 matrices are slower than float32's there.
+    """
+    if device.type == "cuda":
+        return ""
+    own, full = (_rate(device, precision, 256) for precision in ("bf16", "fp32"))
+    return "" if own >= full else f"this CPU computes {1e3 * own:.3g} GFLOP/s in bf16 and {1e3 * full:.3g} in float32"
+
+
 def _matmul_tflops(device: torch.device, precision: PrecisionName) -> float:
     """1e12 FLOP/s of large products; of small ones on a CPU without instructions for this precision, which is slow."""
     if device.type == "cuda":

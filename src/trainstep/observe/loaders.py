@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from trainstep.observe.lines import Place, line_around
-from trainstep.observe.steps import DATA, Step
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -75,17 +74,6 @@ def _stock_of(iterator: Any) -> tuple[int, int]:
         return 0, 0
     asked = iterator._task_info.values()
     return waiting + sum(len(each) > 1 for each in asked), len(asked)
-
-
-def share_of_waiting(steps: Sequence[Step]) -> float | None:
-    """Share of a run's steps that waits for data, as the device had it where there is one; None without steps.
-
-    Args:
-        steps: of the run's log. The first one, in which loaders start, is left out.
-    """
-    times = [step.ms for step in steps[1:]]
-    whole = sum(sum(each.values()) for each in times)
-    return sum(each.get(DATA, 0.0) for each in times) / whole if whole else None
 
 
 def main_loader(found: Sequence[Mapping[str, Any]]) -> str | None:

@@ -153,6 +153,13 @@ COUNTS = tuple(each.name for each in fields(Step) if each.metadata.get("is_count
 _LOGGED = tuple(each.name for each in fields(Step) if each.metadata.get("is_logged", True))
 
 
+def phase_shares(steps: Sequence[Step]) -> dict[str, float]:
+    """Phase → its share of a run's steps, as the device had it where there is one. The first step, in which loaders
+    start, is left out."""
+    found = sum((Counter(step.ms) for step in steps[1:]), Counter())
+    return {phase: ms / found.total() for phase, ms in found.items()}
+
+
 class StepFinder:
     """Told what begins and ends, hands out the steps.
 

@@ -307,4 +307,4 @@ def test_a_workload_has_no_change_that_takes_another_step(trusting):
 
 
 def runner():
-    return StepRunner(SOURCE, BASE, None, 1, 7)
+    return StepRunner(SOURCE, BASE, None, 1, 7, False)

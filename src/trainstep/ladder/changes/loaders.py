@@ -12,12 +12,10 @@ from trainstep.base.cores import cores
 from trainstep.ladder.change import Change, Settings, give
 from trainstep.ladder.patch import arguments
 from trainstep.ladder.trial.trial import Trial
+from trainstep.observe.steps import DATA
 
 WORKERS = 4
 """Workers of a loader that has fewer, where this process may run on as many cores."""
-LEAST_WAIT = 0.01
-"""Least share of waiting: where steps wait for data for less of their time, workers that load it earlier cannot gain
-what runs tell apart."""
 TIMES = 2
 """Factor by which a larger batch has more samples."""
 _NO_LOADER = "the script makes no DataLoader"
@@ -93,18 +91,14 @@ def _has_workers(settings: Settings) -> str:
         return _NO_LOADER
     if all(loader["num_workers"] >= workers_here() for loader in settings["loaders"]):
         return "the script sets it itself: its loaders have workers"
-    if not _with_few_workers(settings):
-        return "workers would repeat an IterableDataset that does not divide itself"
-    waiting = settings["waiting"]
-    if waiting is not None and waiting < LEAST_WAIT:
-        return f"its steps wait for data for {waiting:.1%} of their time"
-    return ""
+    return "" if _with_few_workers(settings) else "workers would repeat an IterableDataset that does not divide itself"
 
 
 LOADER_WORKERS = Change(
     "loader workers",
     advice.LOADER_WORKERS,
     {"script": 1.1},
+    phase=DATA,
     answers=("data.bound", "ranks.late_data"),
     script=workers,
     why_not=_has_workers,
