@@ -269,7 +269,7 @@ def test_debug_shows_the_traceback():
 
 def test_the_old_name_of_changes_is_taken_with_a_hint(capsys):
     assert main_code(["analyze", "--quick", "--rungs", "compiled blocks"]) == 2
-    assert "--rungs is now --changes" in capsys.readouterr().err
+    assert "--rungs is gone: --changes has its place" in capsys.readouterr().err
 
 
 PRINTED = ["plan", "--size", "tiny", "--device", "H200"]
@@ -313,3 +313,18 @@ def test_a_pipe_is_as_wide_as_columns_or_80(columns, width, monkeypatch):
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
     assert console_for_output().width == width
+
+
+@pytest.mark.parametrize("command", ["run", "bench step", "memory", "train"])
+def test_help_has_no_default_that_says_nothing(command, capsys):
+    assert main_code([*command.split(), "--help"]) == 0
+    said = capsys.readouterr().out
+    assert not re.search(r"default:[\s│]*(None|True|False)", said)
+    assert not re.search(r"^│ +│$", said, re.MULTILINE)
+    assert "(default: " in said, "those that say something"
+
+
+def test_a_flag_s_help_is_not_that_of_its_opposite(capsys):
+    main_code(["run", "--help"])
+    said = " ".join(re.sub(r"[│\n]", " ", capsys.readouterr().out).split())
+    assert "--no-memory With --deep: leave out the allocations" in said

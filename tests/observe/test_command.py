@@ -234,7 +234,7 @@ def test_a_signal_reaches_the_script_and_its_steps_are_kept(number, tmp_path):
         (["--no-memory"], {}, "--no-memory belongs to a deep run: add --deep"),
         (["--deep"], {"RANK": "0", "WORLD_SIZE": "2"}, "--deep has 1 of 2 ranks on this host; expected all"),
         (["--ladder", "--steps", "2"], {}, "steps is 2; expected 3 or more"),
-        (["--ladder", "--rungs", "magic"], {}, "unknown change 'magic'; expected some of TF32 matmuls"),
+        (["--ladder", "--changes", "magic"], {}, "unknown change 'magic'; expected some of TF32 matmuls"),
         (["--ladder"], {"RANK": "0", "WORLD_SIZE": "2"}, "--ladder has 1 of 2 ranks on this host; expected all"),
     ],
 )

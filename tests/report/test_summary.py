@@ -80,11 +80,6 @@ def test_kernels_are_drawn_by_module_and_phase_with_what_the_device_idles():
     }
     made = breakdown(rows)
     assert made.stacks[0].total == 20.0
-    assert made.costs == [
-        ("4.00 ms", "backward of attention", "20%"),
-        ("3.00 ms", "forward of attention", "15%"),
-        ("3.00 ms", "forward of mlp", "15%"),
-    ]
     roles = {part.name: part.role for parts in made.stacks[0].phases.values() for part in parts}
     assert len(set(roles.values())) == len(roles), "a colour each, the same in every phase"
 

@@ -11,6 +11,7 @@ import io
 import itertools
 import re
 import shlex
+import sys
 import textwrap
 import typing
 from abc import ABC, abstractmethod
@@ -24,7 +25,7 @@ from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from trainstep.base.config import SHAPE, SIZES, ModelConfig, StepConfig, check_value, load_toml, resolve_size
-from trainstep.base.errors import UsageError, say
+from trainstep.base.errors import UsageError
 from trainstep.base.guards import launch_folder
 from trainstep.observe.command import script_at
 
@@ -44,13 +45,15 @@ def parse_as(commands: Any, words: Sequence[str]) -> Common:
     Raises SystemExit after --help, which was printed; UsageError for other words that name no command and its flags.
     """
     options: Any = {"prog": "trainstep", "description": DESCRIPTION, "config": (OmitArgPrefixes, DisallowNone)}
-    given, told = [_renamed(word, words[0]) for word in words], io.StringIO()
+    _refuse_gone(words)
+    given, told, printed = list(words), io.StringIO(), Help(sys.stdout)
     try:
-        with contextlib.redirect_stderr(told):
+        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(printed):
             parsed, unknown = tyro.cli(commands, args=given, return_unknown_args=True, **options)
     except SystemExit as error:
         if error.code:
             raise UsageError(_mistake(given, (), told.getvalue())) from None
+        sys.stdout.write(printed.text)  # its colours are no text of anybody's
         raise
     command: Common = getattr(parsed, "experiment", parsed)
     if unknown:
@@ -94,9 +97,6 @@ OF_SCRIPTS = {"ladder": ["--ladder"], "memory": ["--deep"], "profile": ["--deep"
 """Command that takes no script → flags of `run` that show of a script what it shows."""
 
 
-RENAMED = {"rungs": "changes"}
-"""Flags of the version before → today's; the old names are accepted for this version."""
-
 GONE = {
     "accumulation": "python -m examples.accumulation adds 0.01 a thousand times",
     "cwd-copy": "a ladder works in a copy of the folder; --in-place asks for the folder itself",
@@ -108,19 +108,42 @@ GONE = {
     "measure": "analyze measures rates for --calibration, and bench step a whole step",
     "nsys": "profile --nvtx runs under nsys profile, and --from reads its export (docs/profile.md)",
     "page-every": "train draws the page at its end; trainstep report draws that of a run under way",
+    "rungs": "--changes has its place",
     "samples": "train writes no text",
 }
 """Flags that no command, or one, has any more → what to do instead."""
 
 
-def _renamed(word: str, command: str) -> str:
-    name, equals, value = word.removeprefix("--").partition("=")
-    if word.startswith("--") and (why := GONE.get(name) or GONE.get(f"{command} --{name}")):
-        raise UsageError(f"--{name} is gone: {why}")
-    if not word.startswith("--") or name not in RENAMED:
-        return word
-    say(f"trainstep: --{name} is now --{RENAMED[name]}; the next version accepts that alone", to_stderr=True)
-    return f"--{RENAMED[name]}{equals}{value}"
+def _refuse_gone(words: Sequence[str]) -> None:
+    for word in words:
+        name = word.removeprefix("--").partition("=")[0]
+        if word.startswith("--") and (why := GONE.get(name) or GONE.get(f"{words[0]} --{name}")):
+            raise UsageError(f"--{name} is gone: {why}")
+
+
+EMPTY_DEFAULT = re.compile(r"\(default:((?:[\s│]|\x1b\[[\d;]*m)+)(?:None|True|False)\)")
+"""A default that says nothing, which may go on in the next line of its box."""
+
+
+class Help(io.StringIO):
+    """The parser's help, which knows whether a terminal will show it."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def isatty(self) -> bool:
+        """True if that is a terminal."""
+        return bool(self._stream.isatty())
+
+    @property
+    def text(self) -> str:
+        """All of it, without defaults that say nothing."""
+        whole, colour = self.getvalue(), r"\x1b\[[\d;]*m"
+        visible = re.compile(rf"({colour})|[^\s│]")
+        blank = EMPTY_DEFAULT.sub(lambda found: visible.sub(lambda each: each[1] or " ", found[0]), whole)
+        pairs = zip(whole.split("\n"), blank.split("\n"), strict=True)
+        return "\n".join(new for old, new in pairs if new == old or re.sub(colour, "", new).strip(" │\r"))
 
 
 def commas(item: Any) -> Any:

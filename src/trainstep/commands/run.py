@@ -17,7 +17,7 @@ from tyro.conf import FlagCreatePairsOff, Suppress
 from trainstep.base.cores import busy, cores
 from trainstep.base.errors import UsageError, say
 from trainstep.base.guards import StopSignals
-from trainstep.commands.options import RENAMED, Common, words_of
+from trainstep.commands.options import Common, words_of
 from trainstep.commands.output import console_for_output, show_report
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Run(Common):
     profile_after: int = 8
     """With --deep: steps before those that are profiled."""
     memory: FlagCreatePairsOff[bool] = True
-    """With --deep: record every allocation of one step, and the dtypes of its modules."""
+    """With --deep: leave out the allocations of one step and the dtypes of its modules."""
     out: Path = Path("results/run")
     """Folder for results.jsonl, tables/, report.html, the ranks' logs and, in deep/, the deep run's files. The
     default has a new folder for each launch."""
@@ -223,7 +223,7 @@ def split_script(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
         if not word.startswith("-") or word == "-m":
             break
         name, equals, _ = word.removeprefix("--").partition("=")
-        known = flags.get(RENAMED.get(name, name).replace("-", "_"))
+        known = flags.get(name.replace("-", "_"))
         takes_value = known is not None and not equals and not isinstance(known.default, bool)
         place += 1 + takes_value
     return list(words[:place]), tuple(words[place:])

@@ -116,13 +116,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Breakdown of a step's time: bars to one scale, the key to their colours, and the three largest parts in words."""
+    """Breakdown of a step's time: bars to one scale, and the key to their colours."""
 
     title: str
     caption: str
     stacks: Sequence[Stack]
     legend: Sequence[tuple[str, str, str]]  # (role, name, time)
-    costs: Sequence[tuple[str, str, str]]  # (time, what, share)
 
 
 @dataclass(frozen=True)

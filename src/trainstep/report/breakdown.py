@@ -32,7 +32,6 @@ _ROLE_OF_PHASE = {"forward": "kind-1", "backward": "kind-2", "optimizer": "kind-
 _ROLES = ("kind-1", "kind-2", "kind-3", "kind-4", "kind-5", "kind-6", "kind-7")
 _ROLES_OF_SCRIPTS = (*_ROLES, "kind-8", "neutral")
 _FIXED = {IDLE: "idle", BESIDE: "idle", OTHERS: "kind-8", UNPLACED: "neutral"}
-_TOP = 3
 
 
 def breakdown(rows: Sequence[Row]) -> Breakdown | None:
@@ -53,25 +52,12 @@ def breakdown(rows: Sequence[Row]) -> Breakdown | None:
     legend = [(roles[name], name, f"{in_ms(ms)}, {_share(ms, stack)}") for name, ms in sums.most_common()]
     if best is not None:
         caption += " The recommended step is drawn to the same scale, by its phases."
-    return Breakdown("Where the time goes", caption, stacks, legend, _costs(stack))
-
-
-def _costs(stack: Stack) -> list[tuple[str, str, str]]:
-    """The largest parts in words."""
-    every = [(part.ms, _worded(phase, part.name)) for phase, parts in stack.phases.items() for part in parts]
-    largest = sorted(every, key=lambda each: -each[0])[:_TOP]
-    return [(in_ms(ms), words, _share(ms, stack)) for ms, words in largest]
+    return Breakdown("Where the time goes", caption, stacks, legend)
 
 
 def _share(ms: float, stack: Stack) -> str:
     share = ms / stack.total
     return percent(share) if share >= SEEN else f"below {SEEN:.1%}"
-
-
-def _worded(phase: str, name: str) -> str:
-    if name == phase:
-        return name
-    return f"{name} in {phase}" if name in _FIXED else f"{phase} of {name}"
 
 
 def _profiled(rows: Sequence[Row]) -> tuple[Stack, str] | None:
