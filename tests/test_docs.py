@@ -133,6 +133,7 @@ DEFINITIONS = {
     "README.md": ("95 % interval by order statistics", "a 95 % interval of"),
     "fused.md": ("logits of at most 1.25 GiB at a time",),
     "profile.md": ("more than 2% of kernel time", "2.5 times that backward"),
+    "summary.md": ("whose true loss is 5 % or less", "a side that differ by 1 %", "a loss of 10 % failed"),
     "trust.md": (
         "a little wider than 95 % would be",
         "false calls at 5 % or less",

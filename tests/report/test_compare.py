@@ -433,3 +433,73 @@ def test_the_command_names_them_and_ends_with_an_error_where_a_case_was_lost(tmp
     assert "precision tf32: no row in the first file, measured in the second" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+# ---- the gate of --fail-if-slower
+
+
+def timed(samples, run=None, losses=LOSSES):
+    case = {"workload": "small", "precision": "fp32", "mode": "step"} | ({} if run is None else {"run": run})
+    return row_of("step", case, {}, samples={"step": samples, "training_loss": losses})
+
+
+def failed_share(loss, runs, trials=200, between=0.01, within=0.03):
+    """Share of simulated comparisons that a gate of 5% fails, where steps take so much longer.
+
+    A run has a level of its own, and its steps scatter around that.
+    """
+    draw, failed = random.Random(7), 0
+
+    def side(slower):
+        levels = [slower * draw.lognormvariate(0, between) for _ in range(runs)]
+        return [
+            timed([level * draw.lognormvariate(0, within) for _ in range(30)], run=at)
+            for at, level in enumerate(levels)
+        ]
+
+    for _ in range(trials):
+        (compared,) = compare(side(1.0), side(1.0 + loss))
+        failed += compared.is_slower_by(0.05)
+    return failed / trials
+
+
+def test_a_gate_between_runs_is_seldom_wrong_and_sees_ten_percent():
+    """A loss of exactly what is allowed fails one in 40 times at most; a binomial of 200 then has 11 or fewer."""
+    assert failed_share(0.0, runs=5) == 0
+    assert failed_share(0.05, runs=5) <= 11 / 200
+    assert failed_share(0.10, runs=5) >= 0.9
+
+
+def test_a_gate_of_one_run_a_side_holds_for_steps_alone():
+    assert failed_share(0.0, runs=1) == 0
+    assert failed_share(0.05, runs=1, between=0.0) <= 11 / 200
+    assert failed_share(0.20, runs=1, between=0.0) >= 0.9, "its interval is wider, by what runs may differ by"
+
+
+def test_only_the_same_work_is_slower():
+    before = timed([10.0] * 9)
+    assert compare([before], [timed([12.0] * 9)])[0].is_slower_by(0.05)
+    assert not compare([before], [timed([12.0] * 9, losses=[9.0, 9.0, 9.0])])[0].is_slower_by(0.05)
+
+
+@pytest.mark.parametrize(("share", "code"), [(None, 0), ("5%", CASE_FAILED), ("0.05", CASE_FAILED), ("30%", 0)])
+def test_a_slower_run_fails_the_gate_and_is_said_first(share, code, tmp_path, capsys):
+    """Folders of several launches are compared between runs."""
+    for side, ms in (("old", 10.0), ("new", 12.0)):
+        for at in range(3):
+            (tmp_path / side / str(at)).mkdir(parents=True)
+            write_whole(tmp_path / side / str(at) / "results.jsonl", [timed([ms + 0.01 * at] * 9)])
+    assert Compare(old=tmp_path / "old", new=tmp_path / "new", fail_if_slower=share).run() == code
+    said = capsys.readouterr().out.splitlines()
+    verdict = next(at for at, line in enumerate(said) if "SLOWER" in line)
+    assert "between runs   1 of 1 cases" in said[verdict]
+    assert said[verdict - 1] == ""
+    assert len(said) <= 25
+    assert ("take over" in "".join(said)) is bool(code)
+
+
+@pytest.mark.parametrize("share", ["-5%", "five", "5 %", "%", "nan"])
+def test_a_gate_needs_a_share(share, tmp_path):
+    write_whole(tmp_path / "results.jsonl", [step(100.0)])
+    with pytest.raises(UsageError, match=r"expected a share of 0 or more, as 5% or 0\.05"):
+        Compare(old=tmp_path, new=tmp_path, fail_if_slower=share).run()

@@ -4,28 +4,41 @@ from __future__ import annotations
 
 import gc
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
 from trainstep.base.errors import UsageError
 from trainstep.base.stats import RUN_SPREAD
 from trainstep.commands.options import Common, commas
-from trainstep.commands.output import CASE_FAILED, console_for_output, show_table
+from trainstep.commands.output import CASE_FAILED, HOW, console_for_output, show_table
+
+if TYPE_CHECKING:
+    from trainstep.rows.records import Row
+
+MOST_SHOWN, MOST_LEFT = 12, 3
+"""Cases that are listed without -v: those of both files, and those that one has not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(Common):
-    """Compare the results of two runs: a ratio with its interval per matching row, and a verdict where it is due.
+    """Compare the results of two runs: a speed-up with its interval per matching row, and a verdict where it is due.
 
-    The exit code is 1 where a case that the first file has times of went wrong, or failed, in the second.
+    Exits with 1 if a case that succeeded in OLD failed in NEW, or with --fail-if-slower is slower there.
     """
 
+    has_summary = False
+
     old: Positional[Path]
-    """Folder of the run before, such as results/run/01-train, or its results.jsonl."""
+    """Folder of the run before, such as results/run/01-train, or its results.jsonl; or a folder of several such runs,
+    from which intervals hold between runs."""
     new: Positional[Path]
-    """Folder of the run after, or its results.jsonl."""
+    """Folder of the run after, or of several; or its results.jsonl."""
+    fail_if_slower: str | None = None
+    """Exit with 1 if the same work certainly takes this much longer, as 5%: the whole interval is beyond it."""
     spread: float = RUN_SPREAD
     """Relative difference by which intervals are widened where a file has one run of a case; where both have several,
     as `bench ab` writes them, the interval holds between runs and needs no widening."""
@@ -33,21 +46,47 @@ class Compare(Common):
     """Columns in which the rows may differ: workload,precision compares a model with its rewritten form in bf16."""
 
     def run(self) -> int:
-        from trainstep.report.compare import compare, comparison_table, other_conditions, unmatched
-        from trainstep.rows.records import collection_paused, read_records
+        from trainstep.report.compare import compare, comparison_table, other_conditions, overall, unmatched
+        from trainstep.rows.records import collection_paused
 
+        most = None if self.fail_if_slower is None else _share(self.fail_if_slower)
         if not 0 <= self.spread < math.inf:
             raise UsageError(f"spread is {self.spread}; expected a share of 0 or more, as 0.03 for 3 %")
         console = console_for_output()
         with collection_paused():
             with console.status(f"reading {self.old} and {self.new}"):
-                old, new = read_records(self.old), read_records(self.new)
+                old, new = _runs(self.old), _runs(self.new)
                 comparisons = compare(old, new, self.spread, self.across)
-            show_table(console, comparison_table(comparisons, f"{self.old} → {self.new}"))
-            if conditions := other_conditions(old, new):
-                console.print(f"• Not measured under the same conditions: {'; '.join(conditions)}.")
-            left_out = unmatched(old, new, self.across)
-            for each in left_out:
-                console.print(f"• Left out: {each}.")
+            left_out, is_verbose = unmatched(old, new, self.across), HOW.get() == "verbose"
+            too_slow = [each for each in comparisons if most is not None and each.is_slower_by(most)]
+            console.print(f" trainstep compare · {self.old} → {self.new}\n\n {overall(comparisons)}\n")
+            if is_verbose:
+                show_table(console, comparison_table(comparisons, f"{self.old} → {self.new}"))
+            said = [f"   {each}" for each in (() if is_verbose else comparisons[:MOST_SHOWN])]
+            conditions = other_conditions(old, new)
+            said += [f"• Not measured under the same conditions: {'; '.join(conditions)}."] if conditions else []
+            said += [f"• Left out: {each}." for each in (left_out if is_verbose else left_out[:MOST_LEFT])]
+            said += [f"• Failed: {len(too_slow)} take over {self.fail_if_slower} longer."] if too_slow else []
+            for line in said:
+                console.print(line)
             gc.freeze()  # nor one at the end
-        return CASE_FAILED if any(each.is_lost for each in left_out) else 0
+        return CASE_FAILED if too_slow or any(each.is_lost for each in left_out) else 0
+
+
+def _share(text: str) -> float:
+    if not (found := re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", text)):
+        raise UsageError(f"--fail-if-slower is {text}; expected a share of 0 or more, as 5% or 0.05")
+    return float(found[1]) / (100 if found[2] else 1)
+
+
+def _runs(path: Path) -> list[Row]:
+    """Rows of a run; of a folder that has folders of runs, and nothing newest among them, the rows of each."""
+    from trainstep.rows import ScriptRow, StepRow
+    from trainstep.rows.records import read_records
+
+    if (path / "results.jsonl").exists() or (path / "latest").exists():
+        return read_records(path)
+    every = [read_records(each) for each in sorted(path.glob("*/results.jsonl"))] or [read_records(path)]
+    runs = [(number, row) for number, rows in enumerate(every) for row in rows]
+    is_several = len(every) > 1
+    return [replace(row, run=at) if is_several and isinstance(row, StepRow | ScriptRow) else row for at, row in runs]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from trainstep.base.errors import printable
-from trainstep.report.blocks import Breakdown, Card, Headline
+from trainstep.report.blocks import Breakdown, Card
 from trainstep.report.breakdown import breakdown
 from trainstep.report.columns import ratio_cell
 from trainstep.report.findings import Finding
@@ -82,7 +82,8 @@ def answer(rows: Sequence[Row], found: Sequence[Finding], launch: Launch, width:
         head.append(Text.assemble(" ", ("Nothing could be measured.", "bold red"), f" {reasons}"))
         head += _wrapped(f"{cases[0].status}: {cases[0].reason}", width)
     elif first:
-        head += _headline(first[0], width)
+        head += _beside(first[0].figure.plain, "bold green", first[0].says, width)
+        head += _wrapped(first[0].detail, width)[:2]
     elif found:
         head += _wrapped(found[0].sentence, width, "bold")
         found = found[1:]
@@ -90,11 +91,15 @@ def answer(rows: Sequence[Row], found: Sequence[Finding], launch: Launch, width:
     if launch.prove and script is not None and judged and judged[0].word != "TOO-FEW-STEPS":
         how = " Prove it on this script and get a patch (a few runs per change):"
         prove = [Text(how), Text(f"   {launch.prove}")]
-    foot = [*_flags(rows), *_overhead(script, found, launch), *_wrapped(launch.written, width)]
+    flags = recommended_flags(rows)
+    foot = _wrapped(f"Recommended: {flags}", width) if flags else []
+    foot += [*_overhead(script, found, launch), *_wrapped(launch.written, width)]
     room = LINES - len(foot) - sum(len(block) + 1 for block in (head, tries, prove) if block)
     changes = _changes(rows)[: max(0, room - 1)]
     room -= len(changes) + bool(changes)
-    bars = _bars(breakdown(rows), script, width) or _stats(first)
+    bars = _bars(breakdown(rows), script, width)
+    if not bars and first:
+        bars = [Text(f"   {name:<26} {value:>14}   {note}") for name, value, note in first[0].stats[:MOST_STATS]]
     bars = bars if len(bars) < room else []
     room -= len(bars) + bool(bars)
     told = _findings([each for each in found if each.id not in (_TOLD if judged else ())], rows, width, room - 1)
@@ -121,15 +126,17 @@ def _title(rows: Sequence[Row], script: ScriptRow | None, launch: Launch) -> str
 
 
 def _judged(judged: Sequence[Verdict], width: int) -> list[Text]:
-    """The verdict, and beside it the next one that holds."""
-    lines = []
-    for verdict in judged[:MOST_VERDICTS]:
-        style = TONES.get(verdict.word, "bold yellow") if verdict is judged[0] else "dim"
-        word = verdict.word if verdict is judged[0] else f"also {verdict.word}"
-        says = textwrap.wrap(verdict.says, max(20, width - len(word) - 5))
-        lines.append(Text.assemble(" ", (word, style), "   ", says[0] if says else ""))
-        lines += [Text(f" {' ' * len(word)}   {each}") for each in says[1:]]
-    return lines
+    """The verdict, and beside it others that hold."""
+    first, *others = judged[:MOST_VERDICTS]
+    lines = _beside(first.word, TONES.get(first.word, "bold yellow"), first.says, width)
+    return [*lines, *(line for each in others for line in _beside(f"also {each.word}", "dim", each.says, width))]
+
+
+def _beside(word: str, style: str, says: str, width: int) -> list[Text]:
+    """A word, and a clause beside it."""
+    indent = " " * (len(word) + 4)
+    first, *others = textwrap.wrap(says, max(width, len(indent) + 20), initial_indent=indent, subsequent_indent=indent)
+    return [Text.assemble(" ", (word, style), first[len(word) + 1 :]), *map(Text, others)]
 
 
 def _step(row: ScriptRow | StepRow | ProfileRow) -> list[Text]:
@@ -143,18 +150,6 @@ def _step(row: ScriptRow | StepRow | ProfileRow) -> list[Text]:
     peak = row.values.get("peak_gib")
     parts += [f"peak {gib(peak)}"] if peak is not None else []
     return [Text(f" {'   '.join(parts)}")]
-
-
-def _headline(first: Headline, width: int) -> list[Text]:
-    says = textwrap.wrap(first.says, max(20, width - len(first.figure.plain) - 5))
-    lines = [Text.assemble(" ", (first.figure.plain, "bold green"), "   ", says[0] if says else "")]
-    lines += [Text(f"   {each}") for each in says[1:]]
-    return [*lines, *_wrapped(first.detail, width)[:2]]
-
-
-def _stats(first: Sequence[Headline]) -> list[Text]:
-    own = [stat for each in first[:1] for stat in each.stats][:MOST_STATS]
-    return [Text(f"   {name:<26} {value:>14}   {note}") for name, value, note in own]
 
 
 def _bars(made: Breakdown | None, script: ScriptRow | None, width: int) -> list[Text]:
@@ -232,27 +227,17 @@ def _short(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _flags(rows: Sequence[Row]) -> list[Text]:
-    flags = recommended_flags(rows)
-    return _wrapped(f"Recommended: {flags}", WIDTH) if flags else []
-
-
 def _overhead(script: ScriptRow | None, found: Sequence[Finding], launch: Launch) -> list[Text]:
     """The cost of measuring, the number of sync points, and how busy the machine was."""
-    machine = [launch.machine] if launch.machine else []
-    if script is None:
-        return [Text(f" {' · '.join([*machine, '-v prints tables'])}")]
-    own = next((each for each in found if each.id == "script.overhead"), None)
-    parts = [f"Overhead {percent(float(str(own.figures['share'])))}"] if own is not None else []
-    syncs = [each for each in found if each.id.startswith("waits.")]
-    lines = next((each.figures["lines"] for each in syncs if each.id == "waits.would"), None)
-    if not syncs:
-        parts.append("no sync points")
-    elif isinstance(lines, tuple):
+    by_id = {each.id: each.figures for each in found}
+    parts = [f"Overhead {percent(numeric(by_id['script.overhead']['share']))}"] if "script.overhead" in by_id else []
+    lines = by_id.get("waits.would", {}).get("lines")
+    if isinstance(lines, tuple):
         parts.append(f"{len(lines)} sync points on a GPU: {str(lines[0]).partition(' (')[0]}")
-    else:
-        parts.append(f"{len(syncs)} sync points")
-    return [Text(f" {' · '.join([*parts, '-v prints tables'])}"), *(Text(f" {each}") for each in machine)]
+    elif script is not None:
+        parts.append(f"{sum(each.id.startswith('waits.') for each in found) or 'no'} sync points")
+    machine = [Text(f" {launch.machine}")] if launch.machine else []
+    return [Text(f" {' · '.join([*parts, '-v prints tables'])}"), *machine]
 
 
 def _findings(found: Iterable[Finding], rows: Sequence[Row], width: int, room: int) -> list[Text]:

@@ -61,6 +61,21 @@ class Comparison:
     """faster, slower or inconclusive. Where that would be of other work, "losses differ" or "work differs"; where the
     batch takes as much longer as the step takes less, so that nothing is left to call faster, "moved to batch"."""
 
+    def __str__(self) -> str:
+        case = ", ".join(number(self.case[name]) for name in self.case if self.case[name] is not None)
+        return f"{case:<20.20} {number(self.old_ms)} → {number(self.new_ms)} ms   {self.ratio}   {self.verdict}"
+
+    @property
+    def ratio(self) -> str:
+        """Speed-up with its interval."""
+        found = self.speedup.interval
+        return f"{self.speedup.value:.3f}×" + (f" [{found.low:.3f}–{found.high:.3f}]" if found else "")
+
+    def is_slower_by(self, share: float) -> bool:
+        """True if the same work certainly takes more than this share longer: the whole interval says so."""
+        found = self.speedup.interval
+        return found is not None and self.verdict == "slower" and found.high < 1 / (1 + share)
+
 
 @dataclass(frozen=True)
 class Unmatched:
@@ -229,6 +244,14 @@ def _said(compared: Comparison) -> str:
         return compared.verdict
     where = "" if compared.speedup.between_runs else f" {WITHIN_RUN}"
     return f"{compared.verdict}{where}{', not checked' if compared.losses.not_told else ''}"
+
+
+def overall(comparisons: Sequence[Comparison]) -> str:
+    """The verdict on all cases, with the figures of the first that is slower, or else faster."""
+    first = max(comparisons, key=lambda each: (each.verdict == "slower", each.verdict == "faster"))
+    alike = sum(each.verdict == first.verdict for each in comparisons)
+    where = "between runs" if first.speedup.between_runs else WITHIN_RUN
+    return f"{first.verdict.upper()}   speed-up {first.ratio} {where}   {alike} of {len(comparisons)} cases"
 
 
 def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:

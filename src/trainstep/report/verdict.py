@@ -46,10 +46,7 @@ class Seen:
         self.profile = next((row for row in of_kind(rows, ProfileRow) if row.status == "ok" and row.step_ms), None)
         self.step: Step | None = self.script or analysed_step(rows) or self.profile
 
-    @property
-    def on_gpu(self) -> bool:
-        """True if a script ran on a GPU."""
-        return self.script is not None and bool(self.script.on_gpu)
+        self.on_gpu = self.script is not None and bool(self.script.on_gpu)
 
     @property
     def whole_ms(self) -> float:
@@ -185,17 +182,15 @@ def _bandwidth(seen: Seen) -> Evidence | None:
 
 
 def _slowing(seen: Seen) -> Evidence | None:
-    for each in seen.figures("script.slows-down"):
-        first, last = numeric(each.figures["from_ms"]), numeric(each.figures["to_ms"])
-        return last / first - 1, f"steps grow from {in_ms(first)} to {in_ms(last)}"
-    return None
+    own = (each.figures for each in seen.figures("script.slows-down"))
+    ends = next(((numeric(each["from_ms"]), numeric(each["to_ms"])) for each in own), None)
+    return ends and (ends[1] / ends[0] - 1, f"steps grow from {in_ms(ends[0])} to {in_ms(ends[1])}")
 
 
 def _growing(seen: Seen) -> Evidence | None:
-    for each in seen.figures("script.memory-grows"):
-        first, last = numeric(each.figures["from_mib"]), numeric(each.figures["to_mib"])
-        return last - first, f"by {numeric(each.figures['mib']):.3g} MiB a step, from {first:.0f} to {last:.0f} MiB"
-    return None
+    own = (each.figures for each in seen.figures("script.memory-grows"))
+    ends = next(((numeric(each["from_mib"]), numeric(each["to_mib"])) for each in own), None)
+    return ends and (ends[1] - ends[0], f"it grows from {ends[0]:.0f} to {ends[1]:.0f} MiB")
 
 
 def _share(share: float, does: str, what: str) -> Evidence:

@@ -10,6 +10,7 @@ class OfScript(Row):
 
     workload: str = setting()  # the script's file name, or its module
     rank: int | None = setting(None)  # None where there is one
+    run: int | None = setting(None)  # which launch of several that are compared
 
 
 class ScriptRow(OfScript, Timed, kind="script"):
