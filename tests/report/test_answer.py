@@ -1,11 +1,13 @@
 """The answer in a terminal: at most 25 lines of 80 columns, the verdict in the first three, bars to one scale."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.report import sample
+from tests.report.test_findings import step
 from tests.report.test_verdict import again, habit, kernels, lines, ranks, script, waits
 from trainstep.report.answer import LINES, WIDTH, Launch, Try, answer
 from trainstep.report.subjects import findings
@@ -71,6 +73,15 @@ def test_a_verdict_without_enough_steps_asks_for_no_ladder():
 
 def test_what_does_not_fit_is_counted():
     assert any(line.endswith("more findings: -v") for line in told(ROWS["h200-profile-2.7B"]))
+
+
+def test_a_grid_s_cases_are_listed_with_time_and_peak():
+    rows = [step(step_ms=90.0 + at, peak_gib=1.5, case={"context": at}) for at in range(12)]
+    said = told(rows)
+    at = next(at for at, line in enumerate(said) if line.startswith("   context 0"))
+    assert re.fullmatch(r" +context 0 +90\.0 ms \[99\.0–101\] +1\.50 GiB", said[at].rstrip())
+    assert said[at + 9] == "   3 more: -v"
+    assert not any("context 0" in line for line in told(rows[:1]))
 
 
 def test_a_failure_says_why():

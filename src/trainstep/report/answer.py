@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
 
 from trainstep.base.errors import printable
-from trainstep.report.blocks import Breakdown, Card
+from trainstep.report.blocks import Breakdown, Card, span, told_apart
 from trainstep.report.breakdown import breakdown
 from trainstep.report.columns import ratio_cell
 from trainstep.report.findings import Finding
@@ -29,7 +30,9 @@ from trainstep.rows.records import Row, of_kind
 
 LINES, WIDTH = 25, 80
 """Lines of an answer at most, and the width for which that holds."""
-MOST_VERDICTS, MOST_TRIED, MOST_STATS, MOST_BARS = 3, 3, 6, 9
+MOST_VERDICTS, MOST_TRIED, MOST_STATS, MOST_BARS, MOST_CASES = 3, 3, 6, 9, 9
+WHOLE = ("step", "both", "time")
+"""Time of a result that its phases are parts of."""
 LEAST_SHARE = 0.005  # of the step, below which a phase has no bar
 LEAST_GAIN = 1.1  # rough gain from which a change is worth a line
 _PART = "▏▎▍▌▋▊▉█"
@@ -98,6 +101,8 @@ def answer(rows: Sequence[Row], found: Sequence[Finding], launch: Launch, width:
     changes = _changes(rows)[: max(0, room - 1)]
     room -= len(changes) + bool(changes)
     bars = _bars(breakdown(rows), script, width)
+    if not bars and not changes and not (first and first[0].figure.name.endswith("_ms")):
+        bars = _cases(rows)
     if not bars and first:
         bars = [Text(f"   {name:<26} {value:>14}   {note}") for name, value, note in first[0].stats[:MOST_STATS]]
     bars = bars if len(bars) < room else []
@@ -150,6 +155,21 @@ def _step(row: ScriptRow | StepRow | ProfileRow) -> list[Text]:
     peak = row.values.get("peak_gib")
     parts += [f"peak {gib(peak)}"] if peak is not None else []
     return [Text(f" {'   '.join(parts)}")]
+
+
+def _cases(rows: Sequence[Row]) -> list[Text]:
+    """The first results of the kind that most rows are of, each with its time and its peak; none of a single one."""
+    times = {id(row): next((name for name in WHOLE if name in getattr(row, "times", {})), "") for row in rows}
+    measured = [row for row in rows if row.status == "ok" and (times[id(row)] or row.values.get("peak_gib"))]
+    kinds = Counter(row.kind for row in measured).most_common(1)
+    own = [row for row in measured if row.kind == kinds[0][0]]
+    lines = []
+    for row in own[:MOST_CASES] if len(own) > 1 else ():
+        whole, peak = times[id(row)], row.values.get("peak_gib")
+        time, memory = span(row, whole) if whole else "", "" if peak is None else gib(peak)
+        lines.append(Text(f"   {told_apart(row, own):<38.38} {time:<25} {memory}"))
+    more = [Text(f"   {len(own) - MOST_CASES} more: -v", "dim")]
+    return [*lines, *more] if len(own) > MOST_CASES else lines
 
 
 def _bars(made: Breakdown | None, script: ScriptRow | None, width: int) -> list[Text]:
