@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 from tests.check.test_script import PLAIN
 from tests.ladder.changes.test_reasons import SETTINGS
+from trainstep.ladder.budget import UNLIMITED
 from trainstep.ladder.change import all_changes
 from trainstep.ladder.ladder import Ladder
 from trainstep.ladder.scripts import MOST_ROUNDS, ScriptRunner
@@ -36,6 +37,7 @@ class Given:
         self.command, self.copies, self.changed = SimpleNamespace(name="train.py"), None, []
         self.plain = {"step_ms": (10.0,) * 7, "captured": captured(peak), "samples_per_step": 8.0, "failure": ""}
         self.runs, self.asked, self.judged = runs, [], []
+        self.budget, self.run_s, self.drawn_s = UNLIMITED, 1.0, 1.0
 
     def run(self, what, changes=(), **more):
         names = ",".join(each.name for each in changes)

@@ -20,24 +20,6 @@ def test_against_a_script_that_does_not_train_nothing_is_held():
     assert rows["baseline"].reason.startswith("the loss of update 2 is nan: nothing can be held")
 
 
-def test_how_many_runs_are_left_is_counted_from_what_may_be_something():
-    bf16, tf32 = BY_NAME["bf16 autocast"], BY_NAME["TF32 matmuls"]
-    found = [runs_left(*rungs, rounds=2) for rungs in ([], [OPTIMIZER], [OPTIMIZER, WORKERS])]
-    assert found == [(0, 0), (4, 8), (12, 32)], "several are tried at once, too"
-    at_once = [runs_left(*rungs, rounds=2, at_once=True) for rungs in ([OPTIMIZER], [bf16, OPTIMIZER])]
-    assert at_once == [(4, 8), (4 + 4, 8 + 32 + 4)]
-    assert runs_left(bf16) == (4 + 4, 12 + 4), "judged by it in bf16, and by three roundings of that"
-    assert tf32.skipped(FOUND | {"on_gpu": False})
-    ladder, _ = climbed(Given(), tf32, OPTIMIZER)
-    ladder.runner.settings = FOUND | {"on_gpu": False}
-    assert ladder.runner.runs_left(ladder.changes) == (4, 12)
-
-
-def runs_left(*changes, at_once=False, **options):
-    ladder, _ = climbed(Given(), *changes, at_once=at_once, **options)
-    return ladder.runner.runs_left(changes, at_once=at_once)
-
-
 class Noisy(Given):
     """Runs take turns at being slower and faster by this share."""
 

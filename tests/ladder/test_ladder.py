@@ -1,7 +1,6 @@
 """The ladder of a script: what is wrong never gets a time; what is right is timed, and written into the script."""
 
 import dataclasses
-import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from tests.ladder.forked import forked_runs  # noqa: F401
 from tests.ladder.given import ladder_of
 from tests.observe.measuring import SCRIPTS, alone, line_of
 from trainstep.base.advice import Line
-from trainstep.ladder import single
 from trainstep.ladder.change import Change, all_changes
 from trainstep.ladder.ladder import Ladder
 from trainstep.ladder.patch import patch_of
@@ -189,17 +187,6 @@ def test_a_run_that_is_only_timed_leaves_nothing_to_judge(tmp_path, forked_runs)
     file.write_text("import torch\nraise ValueError('no such model')\n")
     failed = Script(alone([str(file)]), tmp_path / "failing", 4).run("timed", is_judged=False)
     assert "ValueError" in failed.failure
-
-
-def test_what_a_long_run_took_is_told_with_what_the_judge_took_of_it(tmp_path, forked_runs, monkeypatch):  # noqa: F811
-    told = []
-    script = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path, 4, tell=told.append)
-    script.run("once")
-    monkeypatch.setattr(single, "TOLD_S", 0.0)
-    taken = script.run("twice")
-    assert re.fullmatch(r"run 1: once \(load [\d.]+ on \d+ cores\)", told[0])
-    assert re.fullmatch(r"  took \d+ s, \d+ of them to copy for the judge", told[2])
-    assert 0 < taken.log.facts["judge_s"] < 5.0
 
 
 @pytest.mark.parametrize("is_judged", [True, False])

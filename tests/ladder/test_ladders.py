@@ -58,13 +58,16 @@ class Steps:
 
     def __init__(self, peaks=None, error=0.01, too_large=(), **ms):
         self.ms, self.peaks, self.error, self.too_large, self.asked = ms, peaks or {}, error, too_large, []
-        self.gains = {}
+        self.gains, self.costs = {}, {}
 
     def skipped(self, change):
         return ""
 
     def gain(self, change):
         return self.gains.get(change.name, 1.0)
+
+    def cost_s(self, made, top):
+        return sum(self.costs.get(each.name, 0.0) for each in made)
 
     def excludes(self, change, other):
         return not change.step.keys().isdisjoint(other.step)

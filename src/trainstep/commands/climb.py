@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,27 +13,35 @@ from trainstep.base.errors import UsageError
 from trainstep.base.files import aside, is_replaceable
 from trainstep.base.guards import StopSignals, code_of
 from trainstep.commands.output import CASE_FAILED, console_for_output, show_report
+from trainstep.report.columns import ratio_cell
+from trainstep.rows import BASELINE, PATCHED, ChangeRow
 
 if TYPE_CHECKING:
-    from trainstep.ladder.change import Change
+    from trainstep.ladder.ladder import Ladder
     from trainstep.ladder.ranks import Leader
     from trainstep.ladder.scripts import ScriptRunner
-    from trainstep.rows.records import Row
 
+BUDGET = "5m"
+"""Time for a ladder of a script, with its patch, where none is given."""
 SEEN = (
     "The script is started anew for every run, with equal seeds, and ended after {steps} updates. {place} Its output "
     "is in {folder}/*/output.txt."
 )
 HERE = "It runs in this folder: what it writes there, such as checkpoints and logs, each run writes again."
-LEFT = (
-    "{least} to {most} runs are left, {first:.0f} to {last:.0f} minutes at the {own_s:.1f} s of the first; --changes "
-    "names fewer changes, and Ctrl-C keeps what was measured."
-)
 COPIED = "Each run has a copy of this folder, which is removed; what it writes elsewhere, each run writes again."
+NOT_VERIFIED = "{path} was not written ({why})"
 
 
 def climb_script(
-    leader: Leader, out: Path, *, steps: int, names: str | None, at_once: bool, patch: Path | None, is_in_place: bool
+    leader: Leader,
+    out: Path,
+    *,
+    steps: int,
+    names: str | None,
+    at_once: bool,
+    patch: Path | None,
+    is_in_place: bool,
+    budget: str,
 ) -> int:
     """Climb, and report; the exit code.
 
@@ -45,11 +53,15 @@ def climb_script(
         at_once: whether all of them are tried together first.
         patch: the file that a diff is written to.
         is_in_place: whether it runs in the working folder itself, and not in copies of it.
+        budget: the time for all runs, such as 3m.
 
     Raises:
         UsageError: no such change, a folder that cannot be written, or a file that is no diff in the patch's place,
-            or a working folder that cannot be copied.
+            a working folder that cannot be copied, or no such time.
     """
+    from rich.live import Live
+
+    from trainstep.ladder.budget import Budget
     from trainstep.ladder.change import all_changes, chosen
     from trainstep.ladder.ladder import Ladder
     from trainstep.ladder.ranks import Interrupted
@@ -58,38 +70,41 @@ def climb_script(
     from trainstep.observe.copying import Copies
     from trainstep.observe.rows import script_records
     from trainstep.report.answer import Launch
-    from trainstep.rows import BASELINE, ChangeRow
     from trainstep.rows.records import RecordWriter
 
-    changes, command = chosen(all_changes("script"), names), leader.command
+    changes, command, time_left = chosen(all_changes("script"), names), leader.command, Budget.of(budget)
     if patch is not None:
         _check_place(patch)
     console = console_for_output(to_stderr=True)
-    console.print(f"trainstep run --ladder {command.name} → {out}{busy(load(), cores())}")
+    console.print(f"trainstep run --ladder {command.name} → {out}, within {time_left}{busy(load(), cores())}")
     folder = out / "runs"
     copies = None if is_in_place else Copies(without=folder, stock=folder / "large")
     place = HERE if copies is None else f"{COPIED} {copies.linked}".strip()
     console.print(SEEN.format(steps=steps, place=place, folder=folder))
-    script = Script(leader, folder, steps, copies, lambda text: console.print(text))
-    runner = ScriptRunner(script, are_named=names is not None)
-    ladder = Ladder(changes, runner, at_once=at_once)
+    # Without a thread of its own, which would take the signals that are for the script.
+    live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
+    script = Script(leader, folder, steps, copies, partial(live.update, refresh=True), time_left)
+    runner = ScriptRunner(script, are_named=names is not None, is_patched=patch is not None)
+    under_way = [BASELINE]
+    ladder = Ladder(changes, runner, at_once=at_once, budget=time_left, on_part=lambda name, _: under_way.append(name))
     writer = RecordWriter(out / "results.jsonl")
-    is_interrupted, stop = False, None
-    said: list[str] = []
+    is_interrupted, stop, said = False, None, list[str]()
     try:
-        with StopSignals(raises=True):
+        with StopSignals(raises=True), live:
             for row in ladder.climb():
                 writer.write(row)
-                console.print(f"  {row.change}: {row.verdict}{f' ({row.reason})' if row.reason else ''}")
-                if row.verdict == BASELINE:
-                    for line in _left(runner.runs_left(changes, at_once=at_once), script.own_s or 0.0):
-                        console.print(line)
+                console.print(_line(row))
             if patch is not None:
-                patched, said = _patched(ladder.accepted, runner, patch)
+                under_way.append(PATCHED)
+                patched, said = _patched(ladder, runner, patch)
                 if patched is not None:
                     writer.write(patched)
+                    console.print(_line(patched))
     except (Interrupted, KeyboardInterrupt) as error:
         is_interrupted, stop = True, next(iter(error.args), None)
+        writer.write(runner.row(under_way[-1], {"status": "unsupported", "reason": "stopped", "verdict": "not tried"}))
+        if patch is not None:
+            said = [NOT_VERIFIED.format(path=patch, why="stopped before the patched script was verified")]
     finally:
         if copies is not None:
             copies.close()
@@ -108,10 +123,10 @@ def climb_script(
     return runner.code if runner.code > 0 else CASE_FAILED
 
 
-def _left(runs: tuple[int, int], own_s: float) -> list[str]:
-    """Say how long the ladder may take, where a run of the script takes `own_s`; empty where nothing is left."""
-    (least, most), minutes = runs, own_s / 60
-    return [LEFT.format(least=least, most=most, first=least * minutes, last=most * minutes, own_s=own_s)] * bool(most)
+def _line(row: ChangeRow) -> str:
+    """Line of a change that has ended."""
+    mark, gain, step = "✓" if row.accepted else "–", ratio_cell(row, "speedup").plain, row.step_ms or 0.0
+    return f" {mark} {row.change:<24} {step:>8.3g} ms   {gain:<19} {row.reason or row.verdict}"
 
 
 def _check_place(path: Path) -> None:
@@ -129,22 +144,29 @@ def _check_place(path: Path) -> None:
                 raise UsageError(f"--patch is {path}, a file that is there and no diff; give the diff another name")
 
 
-def _patched(accepted: Sequence[Change], runner: ScriptRunner, path: Path) -> tuple[Row | None, list[str]]:
+def _patched(ladder: Ladder, runner: ScriptRunner, path: Path) -> tuple[ChangeRow | None, list[str]]:
     """Write what was accepted into the script's text, run that, and offer it if it holds: a row, and what to say."""
+    from trainstep.ladder.budget import OutOfTime
     from trainstep.ladder.patch import patch_of
 
-    if not accepted:
-        return None, ["No patch: nothing was accepted."]
+    def none(why: str) -> list[str]:
+        return [NOT_VERIFIED.format(path=path, why=why)]
+
+    if not ladder.accepted:
+        return None, none("no change was accepted")
     command = runner.script.command
     file = Path(command.target)
     if command.is_module:
         file = Path.cwd().joinpath(*command.target.split(".")).with_suffix(".py")
-    found = patch_of(file, accepted, runner.settings)
+    found = patch_of(file, ladder.accepted, runner.settings)
     if not found.written:
-        return None, ["No patch: no accepted change is a line that is certain to be the right one in your files."]
-    row = runner.check_sources(found.texts, found.written)
+        return None, none("no accepted change is a line that is certain to be the right one in your files")
+    try:
+        row = runner.check_sources(found.texts, found.written, ladder.top)
+    except OutOfTime:
+        return None, none(f"the budget of {runner.script.budget} ended before the patched script was verified")
     if not row.accepted:
-        return row, [f"No patch: with it, the script is {row.verdict}{f' ({row.reason})' if row.reason else ''}."]
+        return row, none(f"the patched script is {row.verdict}{f': {row.reason}' if row.reason else ''}")
     diff, names = found.diff(Path.cwd()), ", ".join(each.name for each in found.written)
     try:
         with aside(path, f"the diff of {names}:") as draft:
@@ -158,4 +180,4 @@ def _patched(accepted: Sequence[Change], runner: ScriptRunner, path: Path) -> tu
         left.append(
             "Tensors inside of what the model returns stay bf16: .float() where NumPy or a loss of yours takes one."
         )
-    return replace(row, code=str(path)), [f"Written to {path}: {names}.", *left]
+    return replace(row, code=str(path)), [f"{path} is verified: {names}. Apply it by: git apply {path}", *left]

@@ -63,6 +63,9 @@ class Run(Common):
     all. Those that are named are tried even where memory speaks against them."""
     at_once: FlagCreatePairsOff[bool] = False
     """With --ladder: try all changes together first, in a fraction of the runs; one by one only if that is rejected."""
+    budget: str | None = None
+    """With --ladder: time for all runs, such as 90s, 3m or 1h, by default 5m. Changes are tried by their expected gain
+    while it lasts, time is kept to prove the patch, and the other changes are listed."""
     patch: Path | None = None
     """With --ladder: write what was accepted as a diff of the script, if that diff, run and measured again, holds."""
     in_place: FlagCreatePairsOff[bool] = False
@@ -90,7 +93,7 @@ class Run(Common):
             return own._climb(command, rank) if self.ladder else own._run(command, rank)
 
     def _check_once(self) -> None:
-        self.refuse("{flag} belongs to a ladder: add --ladder", "changes", "at_once", "patch")
+        self.refuse("{flag} belongs to a ladder: add --ladder", "changes", "at_once", "budget", "patch")
         if not self.deep:
             self.refuse("{flag} belongs to a deep run: add --deep", "profiled_steps", "profile_after", "memory")
             self.refuse("{flag} belongs to a ladder or a deep run: add --ladder or --deep", "in_place")
@@ -130,7 +133,7 @@ class Run(Common):
 
     def _climb(self, command: Command, rank: Rank) -> int:
         """The ladder instead of one run."""
-        from trainstep.commands.climb import climb_script
+        from trainstep.commands.climb import BUDGET, climb_script
         from trainstep.ladder.ranks import Leader, check_one_host, follow
 
         check_one_host(os.environ)
@@ -146,6 +149,7 @@ class Run(Common):
                 at_once=self.at_once,
                 patch=self.patch,
                 is_in_place=self.in_place,
+                budget=self.budget or BUDGET,
             )
 
     def _keep(self, rows: Sequence[Row]) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trainstep.base.stats import RUN_SPREAD, Interval, Ratio, product, verdict
+from trainstep.ladder.budget import UNLIMITED, Budget, OutOfTime
 from trainstep.ladder.change import Change
 from trainstep.rows import AT_ONCE, BASELINE, FINAL, FIRST_THAT_FITS, ON_TOP, ChangeRow
 from trainstep.rows.records import Status
@@ -104,6 +105,9 @@ class Runner(Protocol):
     def gain(self, change: Change) -> float:
         """The factor that a change may bring, from what the baseline's step shows."""
 
+    def cost_s(self, made: Sequence[Change], top: Tried | None) -> float:
+        """Seconds that these changes take at least on the top, with what must follow if they are accepted."""
+
     def excludes(self, change: Change, other: Change) -> bool:
         """True if a change takes the other's place."""
 
@@ -135,6 +139,7 @@ class Ladder:
         changes: to try, those from which the runner expects most first.
         runner: runs, checks and times them.
         at_once: whether all of them are tried together first, and one by one only where that is not accepted.
+        budget: the time for all of it. What does not fit is not tried.
         on_part: called with a name and its changes before they run.
     """
 
@@ -144,9 +149,11 @@ class Ladder:
         runner: Runner,
         *,
         at_once: bool = False,
+        budget: Budget = UNLIMITED,
         on_part: Callable[[str, Sequence[Change]], object] = lambda name, changes: None,
     ) -> None:
         self.changes, self.runner, self.at_once, self.on_part = list(changes), runner, at_once, on_part
+        self.budget = budget
         self.first: Tried | None = None
         self.top: Tried | None = None
         self._left: dict[str, _Left] = {}
@@ -182,10 +189,10 @@ class Ladder:
             singly = [each for each in singly if each.name not in self._left]  # the only one that found its place
         for change in singly:
             yield self._try(change.name, [change])
-        if left := self._left_together():
+        if (left := self._left_together()) and self._fits(left):
             yield self._try_together(left)
         for change in singly:
-            if self._is_worth_another_try(change):
+            if self._is_worth_another_try(change) and self._fits([change]):
                 yield self._try(change.name + ON_TOP, [change])
         for change in changes:
             if change.trades:
@@ -204,7 +211,10 @@ class Ladder:
     def _try(self, name: str, made: Sequence[Change]) -> ChangeRow:
         """Run changes on the top, and accept them if they are worth it."""
         answers = {"answers": tuple(dict.fromkeys(answer for each in made for answer in each.answers)) or None}
-        if len(made) == 1 and (why := self.runner.skipped(made[0])):
+        why = self.runner.skipped(made[0]) if len(made) == 1 else ""
+        if made and not why and not self._fits(made):
+            why = self._does_not_fit(made)
+        if why:
             return self.runner.row(name, answers | Refused("unsupported", why, "not tried").values)
         self.on_part(name, made)
         try:
@@ -213,6 +223,10 @@ class Ladder:
                 bases = [self.top, *([self._smaller] if self._smaller else [])]
                 return self.runner.row(name, answers | self.runner.another_step(made[0], bases))
             tried = self.runner.measure(name, made, self.top)
+        except OutOfTime:
+            short = Refused("failed", f"the budget of {self.budget} is too short for the baseline; give --budget more")
+            refused = Refused("unsupported", self._does_not_fit(made), "not tried") if made else short
+            return self.runner.row(name, answers | refused.values)
         except Refused as refused:
             if refused.status == "out of memory" and self.runner.tries_all_again:
                 self._left |= {each.name: _Left(self._names, None) for each in made}
@@ -220,6 +234,14 @@ class Ladder:
         if len(made) > 1:
             name = _together(tried.made)  # some may have found no place
         return self.runner.row(name, answers | self._judged(tried) | tried.values)
+
+    def _fits(self, made: Sequence[Change]) -> bool:
+        """True if the budget has time for these changes."""
+        return self.budget.left_s >= self.runner.cost_s(made, self.top)
+
+    def _does_not_fit(self, made: Sequence[Change]) -> str:
+        """Say that the budget has no time for these changes, and what they might have brought."""
+        return f"the budget of {self.budget} has no time for it; up to {max(map(self.runner.gain, made)):.2f}× expected"
 
     def _judged(self, tried: Tried) -> dict[str, Any]:
         """Gain of a change, as fields; it becomes the top if it is faster, or smaller and certainly not slower."""

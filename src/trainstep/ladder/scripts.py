@@ -23,11 +23,12 @@ from trainstep.base.stats import Ratio, ratio_of_runs, summarize, verdict
 from trainstep.base.tolerance import DRAWS
 from trainstep.check.script import ScriptCheck
 from trainstep.check.verdict import Verdict
+from trainstep.ladder.budget import OutOfTime
 from trainstep.ladder.change import Change
 from trainstep.ladder.changes.loaders import TIMES
 from trainstep.ladder.ladder import Refused, Tried, is_open, ratio_fields
 from trainstep.ladder.single import Script, Taken
-from trainstep.ladder.trial.capture import Captured
+from trainstep.ladder.trial.capture import Captured, same_training
 from trainstep.ladder.trial.trial import PROBABILITIES
 from trainstep.measure.environment import why_no_half
 from trainstep.observe.habits import REVERSIBLE, habits_of, place_of
@@ -40,8 +41,8 @@ from trainstep.rows.records import Times
 NOT_REPRODUCIBLE = "not reproducible"
 EAGER, BY_INDICES = "with the random numbers of eager code", "with batches that draw by their indices"
 MOVED = ". It ran in a copy of the folder; --in-place runs it in the folder itself"
-MOST_ROUNDS = 3
-"""Times that B A A B is run, at most."""
+MOST_ROUNDS, ROUND = 3, 4
+"""Times that B A A B is run, at most, and its runs."""
 AsShown = Callable[[Sequence[Taken]], list[Sequence[float]]]
 """Runs → the time of each that is compared with those of others."""
 
@@ -71,7 +72,13 @@ def times(runs: Sequence[Taken]) -> list[Sequence[float]]:
 
 
 def in_turns(
-    run: Callable[[bool], Taken], rounds: int, *, least: int = 1, begun: Taken | None = None, as_shown: AsShown = times
+    run: Callable[[bool], Taken],
+    rounds: int,
+    *,
+    least: int = 1,
+    begun: Taken | None = None,
+    as_shown: AsShown = times,
+    has_time: Callable[[], bool] = lambda: True,
 ) -> tuple[list[Taken], list[Taken]]:
     """Runs of A and of B, of which failed ones are left out, until the difference is clear or small.
 
@@ -81,6 +88,7 @@ def in_turns(
         least: how often at least.
         begun: the first B, where it has been run.
         as_shown: the times of runs that are compared.
+        has_time: asked before each further round.
     """
     taken: tuple[list[Taken], list[Taken]] = ([], [begun] if begun else [])
     for number in range(max(rounds, least)):
@@ -88,10 +96,11 @@ def in_turns(
             found = run(is_b)
             if found.step_ms and not found.failure:
                 taken[is_b].append(found)
+        if min(map(len, taken)) < 2:
+            break
         shown = as_shown(taken[0]), as_shown(taken[1])
-        if min(map(len, taken)) < 2 or (
-            number + 1 >= least and (is_lost(*shown) or not is_open(ratio_of_runs(*shown)))
-        ):
+        is_decided = is_lost(*shown) or not is_open(ratio_of_runs(*shown))
+        if number + 1 >= least and (is_decided or not has_time()):
             break
     return taken
 
@@ -107,6 +116,8 @@ class TriedRun(Tried):
     """A run of the script that is right."""
 
     taken: Taken
+    turns: tuple[list[Taken], list[Taken]] | None = None
+    """Runs of the script as it is and of its own, where they took turns."""
 
 
 class ScriptRunner:
@@ -117,12 +128,15 @@ class ScriptRunner:
         rounds: how often a change and what was accepted take turns, at most.
         are_named: whether somebody asked for the changes: they are tried even where what was measured speaks against
             them.
+        is_patched: whether a patch is to be proven at the end, for which time is kept.
     """
 
     tries_all_again = False
 
-    def __init__(self, script: Script, rounds: int = MOST_ROUNDS, *, are_named: bool = False) -> None:
-        self.script, self.rounds, self.are_named = script, rounds, are_named
+    def __init__(
+        self, script: Script, rounds: int = MOST_ROUNDS, *, are_named: bool = False, is_patched: bool = False
+    ) -> None:
+        self.script, self.rounds, self.are_named, self.is_patched = script, rounds, are_named, is_patched
         self.first: Taken | None = None
         self.code = 0  # the first run's exit code
         self.settings: Mapping[str, Any] = {}
@@ -143,19 +157,15 @@ class ScriptRunner:
         """The factor to expect of it in this script."""
         return change.gain("script", self.settings.get("shares", {}))
 
+    def cost_s(self, made: Sequence[Change], top: Tried | None) -> float:
+        """Seconds of one round, of draws in a precision that is new, and of the proofs that follow."""
+        new = {each.precision for each in made if each.precision} - self._precisions.keys()
+        proofs = ROUND * bool(top is not None and top.changes) + ROUND * self.is_patched
+        return (ROUND + self.draws + len(new) + proofs) * self.script.run_s + DRAWS * len(new) * self.script.drawn_s
+
     def excludes(self, change: Change, other: Change) -> bool:
         """True if a change takes the other's place."""
         return other.name in change.instead_of
-
-    def runs_left(self, changes: Sequence[Change], *, at_once: bool = False) -> tuple[int, int]:
-        """About how many runs, at least and at most, the changes take that may be something for the script."""
-        tried = [each for each in changes if not self.skipped(each)]
-        several, narrow = len(tried) > 1, sum(each.precision is not None for each in tried)
-        turns = 4 * (len(tried) + several)  # B A A B, and the final configuration
-        most = self.rounds * (turns + 4 * several) + (DRAWS + 1) * narrow
-        if at_once and several:
-            return 4 + (DRAWS + 1) * narrow, most + 4 * self.rounds
-        return turns + (DRAWS + 1) * narrow, most
 
     def measure(self, name: str, made: Sequence[Change], top: Tried | None) -> TriedRun:
         """Run it with the changes, compare it, and time it in turns with the top."""
@@ -173,6 +183,7 @@ class ScriptRunner:
         others, own = self._in_turns(name, top.changes, changes, begun=taken)
         self._rounds |= {each.name: max(self._rounds.get(each.name, 1), len(own) // 2) for each in found}
         tried = self._tried(changes, taken, checked, own)
+        tried.turns = None if top.changes else (others, own)
         tried.made, tried.gain = found, ratio_of_runs(times(others), times(own))
         if is_lost(times(others), times(own)):
             tried.saved_ms = 0.0
@@ -219,27 +230,34 @@ class ScriptRunner:
             return None
         assert isinstance(top, TriedRun)
         try:
-            before, own = self._in_turns(FINAL, (), top.changes)
+            before, own = top.turns = self._in_turns(FINAL, (), top.changes)
         except Refused as refused:
             return self.row(FINAL, refused.values)
+        except OutOfTime:
+            return self.row(FINAL, Refused("unsupported", "the budget had no time for it", "not tried").values)
         ratio, lines = ratio_of_runs(times(before), times(own)), "; ".join(each.line.text for each in top.changes)
         values = self._tried(top.changes, top.taken, None, own).values | ratio_fields("speedup", ratio)
         return self.row(FINAL, {**values, "verdict": verdict(ratio), "accepted": True, "code": lines})
 
-    def check_sources(self, sources: Mapping[str, str], written: Sequence[Change]) -> ChangeRow:
+    def check_sources(
+        self, sources: Mapping[str, str], written: Sequence[Change], top: Tried | None = None
+    ) -> ChangeRow:
         """A row for the script with other sources and nothing changed from outside: compared, then timed against it, by
-        as many runs as decided about the changes.
+        as many runs as decided about the changes. One that does what the top did, in its time, is one more run of it.
 
         Args:
             sources: path → text.
             written: the changes that the sources have.
+            top: what was accepted.
         """
         taken = self.script.run(PATCHED, sources=sources, without_dropout=self.draws)
         try:
             _, captured = self._ran(taken)
             found = self._right(self._judge.judge(captured, self._precision(written)))
             least = max((self._rounds.get(each.name, 1) for each in written), default=1)
-            before, own = self._in_turns(PATCHED, (), (), sources, begun=None if self.draws else taken, least=least)
+            begun = None if self.draws else taken
+            known = turns_with(begun, top) if begun and top and top.names == {each.name for each in written} else None
+            before, own = known or self._in_turns(PATCHED, (), (), sources, begun=begun, least=least)
         except Refused as refused:
             return self.row(PATCHED, refused.values)
         ratio = ratio_of_runs(times(before), times(own))
@@ -365,7 +383,10 @@ class ScriptRunner:
             is_judged = not self.settings["on_gpu"]  # on a CPU what is copied slows the steps, so it is in all runs
             return self.script.run(f"{words}, timed", changes, sources=text, is_judged=is_judged)
 
-        taken = in_turns(run, self.rounds, least=least, begun=begun, as_shown=as_shown)
+        def has_time() -> bool:
+            return self.script.budget.left_s >= self.cost_s((), None)
+
+        taken = in_turns(run, self.rounds, least=least, begun=begun, as_shown=as_shown, has_time=has_time)
         if not all(taken):
             raise not_judged(
                 f"{what}: when it took turns with what was accepted before, no run of one side came to its end"
@@ -408,6 +429,15 @@ class ScriptRunner:
         how = [("without dropout" if drops else EAGER)] * self.draws
         how += [BY_INDICES] * bool(self.first and self.first.log.facts.get("draws_batches"))
         return columns | {"compared": ", ".join(how) or None}
+
+
+def turns_with(taken: Taken, top: Tried | None) -> tuple[list[Taken], list[Taken]] | None:
+    """The turns that the top took with the script as it is, with a run of the patched script as one more of the top;
+    None where that trains otherwise, by a bit."""
+    if not isinstance(top, TriedRun) or top.turns is None or taken.captured is None or top.taken.captured is None:
+        return None
+    is_same = same_training(taken.captured, top.taken.captured)
+    return (top.turns[0], [*top.turns[1], taken]) if is_same else None
 
 
 def _found_places(made: Sequence[Change], taken: Taken) -> list[Change]:

@@ -18,6 +18,7 @@ from trainstep.base.cores import busy, cores, load
 from trainstep.base.errors import OUT_OF_MEMORY
 from trainstep.base.files import remove
 from trainstep.base.precision import PrecisionName
+from trainstep.ladder.budget import UNLIMITED, Budget, OutOfTime
 from trainstep.ladder.change import Change
 from trainstep.ladder.ranks import Failed, Leader, Order
 from trainstep.ladder.trial.capture import FILE, Captured, of_all_ranks, read_captured
@@ -33,8 +34,6 @@ LEAST_S, SLOWEST = 120.0, 10.0
 """Seconds after which a later run is ended, and times what the script took as it is; the longer counts."""
 MOST_FROM_STOCK = 0.5
 """Share of a run's batches that may have been loaded before it was timed; with more, it says too little of loading."""
-TOLD_S = 10.0
-"""Seconds from which it is told what a run took."""
 TOLD = 200
 """Characters of a script's last words that are told."""
 
@@ -84,6 +83,7 @@ class Script:
         steps: updates of each run.
         copies: makes a copy of the working folder for each run; None if all run in the folder itself.
         tell: called with what is run, before it is.
+        budget: the time for all runs.
     """
 
     leader: Leader
@@ -91,11 +91,15 @@ class Script:
     steps: int
     copies: Copies | None = None
     tell: Callable[[str], object] = lambda text: None
+    budget: Budget = UNLIMITED
     runs: int = field(default=0, init=False)
     changed: list[str] = field(default_factory=list, init=False)
     """Files that were there before the first run, which changed them in place."""
     own_s: float | None = field(default=None, init=False)
     """Seconds that it took as it is, the first time: a change may make it wait for ever."""
+    run_s: float = field(default=0.0, init=False)
+    drawn_s: float = field(default=0.0, init=False)
+    """Seconds of the last run, and of the last one under random roundings."""
 
     @property
     def command(self) -> Command:
@@ -126,8 +130,11 @@ class Script:
 
         Raises:
             Interrupted: this process received Ctrl-C, SIGTERM or SIGHUP, whatever the script made of it.
+            OutOfTime: the budget ended before it did.
             UsageError: the folder cannot be written.
         """
+        if (left_s := self.budget.left_s) <= 0:
+            raise OutOfTime
         self.runs += 1
         self.tell(f"run {self.runs}: {what}{busy(load(), cores())}")
         folder = self.folder / f"{self.runs:03d}-{''.join(each if each.isalnum() else '-' for each in what)}"
@@ -154,15 +161,17 @@ class Script:
                 "without_dropout": without_dropout,
                 "sources": dict(sources),
             },
-            max(LEAST_S, SLOWEST * (self.own_s or 0.0)) if is_limited else math.inf,
+            min(left_s, max(LEAST_S, SLOWEST * (self.own_s or 0.0)) if is_limited else math.inf),
             is_judged,
         )
         start = time.monotonic()
         try:
             code, elsewhere = self.leader.carry_out(order)
         except TimeoutError as error:
-            failure = f"{error}; as it is, the script takes {self.own_s:.0f} s{_last_words(order.output(0))}"
             self._drop_captured(order)
+            if self.budget.left_s <= 0:
+                raise OutOfTime from None
+            failure = f"{error}; as it is, the script takes {self.own_s:.0f} s{_last_words(order.output(0))}"
             return Taken(folder, -signal.SIGTERM, read_log(log_path(folder, 0)), (), None, failure, None)
         finally:
             if self.copies is not None:
@@ -171,13 +180,11 @@ class Script:
             if before is not None:
                 self.changed = before.changed()
         took_s = time.monotonic() - start
-        if self.own_s is None:
-            self.own_s = took_s
+        self.own_s = took_s if self.own_s is None else self.own_s
+        self.run_s, self.drawn_s = (self.run_s, took_s) if rounding else (took_s, self.drawn_s or took_s)
         taken = self._taken(order, code, elsewhere)
         if taken.captured is not None:
             taken = dataclasses.replace(taken, captured=dataclasses.replace(taken.captured, files=files))
-        if took_s > TOLD_S:
-            self.tell(f"  took {took_s:.0f} s, {taken.log.facts.get('judge_s', 0.0):.0f} of them to copy for the judge")
         return taken
 
     def _taken(self, order: Order, code: int, elsewhere: Failed | None) -> Taken:

@@ -137,6 +137,10 @@ class StepRunner:
         """The factor to expect of it on this step."""
         return change.gain("cuda" if self.device.type == "cuda" else "cpu", self.shares)
 
+    def cost_s(self, made: Sequence[Change], top: Tried | None) -> float:
+        """Nothing that is known: a ladder of steps has no budget."""
+        return 0.0
+
     def excludes(self, change: Change, other: Change) -> bool:
         """True if both set the same field."""
         return not change.step.keys().isdisjoint(other.step)

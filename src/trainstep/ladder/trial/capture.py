@@ -321,6 +321,12 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     )
 
 
+def same_training(one: Captured, other: Captured) -> bool:
+    """True if two runs computed the same, bit for bit."""
+    parts = [(each.weights, each.gradients.by_name, each.moved, each.first_moved) for each in (one, other)]
+    return one.losses == other.losses and one.said == other.said and _same(parts[0], parts[1])
+
+
 def read_captured(folder: Path) -> Captured | None:
     """Captures that a run left in its folder; None where it ended before its first update, or did not end in peace.
 
