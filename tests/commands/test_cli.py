@@ -100,7 +100,7 @@ def test_a_quick_analysis_compiles_and_checks_nothing(tmp_path, monkeypatch, cap
     assert kinds["kernel"] > 5
     assert not kinds["change"] + kinds["control"]
     assert {len(row.samples["step"]) for row in rows if row.kind == "step"} == {6}
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     parts = [line.split(" s  ")[1] for line in said.splitlines() if re.match(r" *\d+ s  ", line)]
     assert [part.partition(":")[0] for part in parts] == [
         "facts",
@@ -112,13 +112,14 @@ def test_a_quick_analysis_compiles_and_checks_nothing(tmp_path, monkeypatch, cap
 
 
 def test_analyze_end_to_end(tmp_path, capfd):
-    assert main_code(["analyze", *QUICK, "--steps", "7", "--out", str(tmp_path / "out")]) == 0
+    assert main_code(["analyze", *QUICK, "-v", "--steps", "7", "--out", str(tmp_path / "out")]) == 0
     said = capfd.readouterr()
     assert "profiler_start" not in said.err
     records = read_records(tmp_path / "out" / "results.jsonl")
     assert [record.case["warmup"] for record in of_kind(records, StepRow)] == [0, 1, 2, 5]
     rungs = of_kind(records, ChangeRow)
-    assert [rung.case["change"] for rung in rungs][:3] == ["baseline", "fused attention", "fused optimizer"]
+    assert rungs[0].change == "baseline"
+    assert {"fused attention", "fused optimizer"} <= {rung.change for rung in rungs[1:]}, "by the phases of this step"
     assert {rung.status for rung in rungs} <= {"ok", "unsupported"}
     kinds = [record.kind for record in records]
     last_timed = max(n for n, kind in enumerate(kinds) if kind in ("step", "change"))
