@@ -46,7 +46,7 @@ def test_a_size_with_its_year_is_that_of_the_handout(year):
 
 
 def test_settings_carry_their_roles():
-    assert settings_with(FORM) == ("precision", "compile", "attention", "loss", "fused", "optimizer")
+    assert settings_with(FORM) == ("precision", "compile", "graph", "attention", "loss", "fused", "optimizer")
     assert settings_with(FIXED, without=("loss", "fused")) == ("batch", "context", "learning_rate")
     assert {*settings_with(CASE), *settings_with(RESUMABLE)} == {*vars(StepConfig())} - {"learning_rate"}
     own = {each.name for each in dataclasses.fields(StepSettings)} - {each.name for each in dataclasses.fields(Row)}

@@ -74,3 +74,30 @@ def test_memory_that_limits_lets_a_larger_batch_stand_on_checkpointed_blocks(tmp
     row = rows["larger batch"]
     assert (row.status, row.verdict) == ("out of memory", "out of memory"), row.reason
     assert "out of memory" in row.reason
+
+
+KEEPS = {
+    "the output before": """
+    before, last = globals().get('last'), logits
+    if before is not None: before.sum().item()
+""",
+    "each third one, late": """
+    seen = [*globals().get('seen', []), logits]
+    if len(seen) % 3 == 0: seen[-3].sum().item()
+""",
+}
+"""What a script reads after the next call of its model, whose graph writes to the same memory."""
+
+
+@pytest.mark.parametrize("what", ["nothing", *KEEPS, "three lengths"])
+def test_cuda_graphs_are_right_or_rejected_with_torchs_sentence(what, tmp_path):
+    graphs = [each for each in all_changes("script") if each.name == "compiled model with CUDA graphs"]
+    script = on_gpu(tmp_path, "128, 2, 4, 128")
+    text = (tmp_path / "train.py").read_text() + KEEPS.get(what, "")
+    if what == "three lengths":
+        text = text.replace("for (tokens,) in DataLoader(", "for number, (tokens,) in enumerate(DataLoader(")
+        text = text.replace("shuffle=True):", "shuffle=True)):\n    tokens = tokens[:, number % 3 :]")
+    (tmp_path / "train.py").write_text(text)
+    row = {row.change: row for row in ladder_of(script, graphs, rounds=1).climb()}[graphs[0].name]
+    assert row.status == ("failed" if what in KEEPS else "ok"), row.reason
+    assert "To prevent overwriting, clone the tensor" in (row.reason or "") or what not in KEEPS

@@ -88,6 +88,21 @@ def test_debugging_is_switched_off_where_it_was_switched_on(patched):
     assert patched("no debugging", text=within, debugging=places)[0].left == ["no debugging"]
 
 
+@pytest.mark.parametrize(
+    ("own", "line"),
+    [
+        ("", '    model.compile(mode="reduce-overhead")'),
+        ("    model = torch.compile(model)\n", "    model = torch.compile(model, mode='reduce-overhead')"),
+        ("    model.compile(mode='default')\n", "    model.compile(mode='reduce-overhead')"),
+        ("    model, f = torch.compile(model), torch.compile(f)\n", None),
+    ],
+)
+def test_cuda_graphs_go_into_the_call_that_compiles(patched, own, line):
+    text, later = TEXT.replace("    optimizer =", f"{own}    optimizer ="), {"line": 9 + bool(own)}
+    _, lines = patched("compiled model with CUDA graphs", text=text, optimizer=later)
+    assert [each[1:] for each in lines if each.startswith("+")] == ([] if line is None else [line])
+
+
 def test_changes_together_find_their_places(patched):
     found, lines = patched(*("TF32 matmuls", "fused optimizer", "bf16 autocast", "compiled model", "loader workers"))
     assert found.left == []

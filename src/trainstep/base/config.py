@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from trainstep.base.errors import UsageError
+from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.files import read_toml
 from trainstep.base.operators import AttentionImpl as AttentionImpl
 from trainstep.base.precision import PrecisionName
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 CompileMode = Literal["off", "blocks", "blocks-recompute", "model"]
 LossImpl = Literal["dense", "chunked", "fused"]
+GraphMode = Literal["off", "step"]
 FusedParts = Literal["none", "rope"]
 OptimizerImpl = Literal["adamw-foreach", "adamw-fused", "sgd"]
 StepMode = Literal["forward", "forward-backward", "step"]
@@ -178,6 +179,9 @@ class StepConfig:
     compile: Annotated[CompileMode, CASE, FORM, RESUMABLE] = "off"
     """torch.compile: off; each block on its own (blocks); the same, where backward computes again what costs no
     product, such as norms, so that less is kept (blocks-recompute); or the whole model."""
+    graph: Annotated[GraphMode, CASE, FORM, RESUMABLE] = "off"
+    """CUDA graphs: off, or the step, whose kernels the host then launches at once (on a GPU, with batches of one
+    shape). Of use where launches set the pace."""
     attention: Annotated[AttentionImpl, CASE, FORM, RESUMABLE] = "eager"
     """Attention implementation (our models). An explicit choice never falls back to another."""
     loss: Annotated[LossImpl, CASE, FORM, FIXED, RESUMABLE] = "dense"
@@ -207,6 +211,11 @@ class StepConfig:
         if not 0 <= self.seed < 2**64:
             raise UsageError(f"seed is {self.seed}; expected 0 or more, and less than 2^64")
         check_policy(self.checkpointing)
+
+    def require_kernels(self) -> None:
+        """Raise `UnsupportedError` where a CUDA graph hides the operators that an instrument looks at."""
+        if self.graph != "off":
+            raise UnsupportedError("a CUDA graph hides the operators of a step from this instrument; leave --graph off")
 
 
 EVERY_BLOCK = "every-1"

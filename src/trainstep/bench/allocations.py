@@ -32,6 +32,7 @@ def record_step(source: WorkloadSource, config: StepConfig, mode: StepMode = "st
     Raises:
         UnsupportedError: compiled code on a CPU, whose allocations cannot be followed.
     """
+    config.require_kernels()
     device = resolve_device(config.device)
     if device.type == "cpu" and config.compile != "off":
         raise UnsupportedError(UNFOLLOWED)

@@ -111,7 +111,8 @@ def analysis_records(
     judge = None if quick else StepCheck(source, plainest(config))  # it takes the plain step once for all it judges
     yield from run_cases(cases, check=is_checked, judge=judge)
     on_part("memory: every allocation of a step")
-    yield from allocation_records(source, config)
+    seen = dataclasses.replace(config, graph="off")  # the same kernels, one by one
+    yield from allocation_records(source, seen)
     on_part("what the device reaches")
     yield from ceiling_records(device)
     if not quick:
@@ -119,7 +120,7 @@ def analysis_records(
     # Last: on a GPU the profiler's library stays in the process, and every launch after it takes 1.4 times as long.
     on_part("kernels: a step under the profiler")
     against, profiled = (2, 1) if quick else (PROFILED_AGAINST, 2)
-    yield from profile_records(source, config, warmup=2, steps=against, profiled_steps=profiled, trace=trace)
+    yield from profile_records(source, seen, warmup=2, steps=against, profiled_steps=profiled, trace=trace)
 
 
 def _facts(source: WorkloadSource, config: StepConfig) -> WorkloadRow:

@@ -95,6 +95,7 @@ def _measure(
     source: WorkloadSource, config: StepConfig, warmup: int, steps: int, profiled_steps: int, trace: Path | None
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, KernelProfile]]:
     """Milliseconds of the step without and with the profiler, in the same process, and what it recorded."""
+    config.require_kernels()
     runner = BatchedStep(build_step(source, config))
     clock = device_clock(runner.step.device)
     plain = time_steps(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
@@ -120,6 +121,7 @@ def run_nvtx(source: WorkloadSource, config: StepConfig, *, warmup: int, steps: 
     Raises:
         UsageError: the device is no GPU, or no step warms up: the capture range begins after one.
     """
+    config.require_kernels()
     device = resolve_device(config.device)
     if warmup < 1:
         raise UsageError(f"warmup is {warmup}; expected at least 1, after which the profiler begins to record")

@@ -290,6 +290,7 @@ class StepCheck:
         take = partial(
             take_updates, step.optimizer, step.module.named_parameters(), reference.update_gradients,
             in_backward=step.updates_in_backward,
+            update=step.update if step.graph is not None and step.scaler is None else None,  # gradients are unscaled
         )  # fmt: skip
         if entry.is_stored_half:
             expected = reference.updates_from_zero(step.config.precision)

@@ -14,7 +14,7 @@ rounded as itself. What it does to other weights is judged by its float32 form.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,6 +38,7 @@ def take_updates(
     *,
     from_zero: bool = False,
     in_backward: UpdatesInBackward | None = None,
+    update: Callable[[], object] | None = None,
 ) -> dict[str, Tensor]:
     """Distances that each parameter moves, in float32, in updates of these gradients; weights and state are put back.
 
@@ -46,6 +47,7 @@ def take_updates(
         gradients: of each update by parameter's name, the last for all further ones; one that is missing is None.
         from_zero: the weights are zero before: 16 bits then round an update, not a weight.
         in_backward: makes the updates in a backward pass in which these gradients come.
+        update: makes an update from the gradients that are there, by default the optimizer's step.
     """
     named = dict(parameters)
     kept = {name: value.detach().clone() for name, value in named.items()}
@@ -66,7 +68,7 @@ def take_updates(
                 parameter.grad = torch.empty_like(parameter).copy_(given[name])  # its strides, as autograd has them
                 versions[name] = parameter.grad._version
         if in_backward is None:
-            optimizer.step()
+            (update or optimizer.step)()
         else:
             _update_in_backward(in_backward, named.values())
     moved = {name: (value.detach().double() - before[name].double()).float() for name, value in named.items()}

@@ -107,11 +107,11 @@ class _Saved:
 def _unwritten(saved: Sequence[_Saved]) -> set[int]:
     """The places of a generator's state in what fused attention on a GPU saves, which it writes for dropout alone.
 
-    The flash form has it in uint64, with which nothing differentiates. The memory-efficient form has a seed and an
-    offset, two numbers on the host, one after the other.
+    The flash form has it in uint64, with which nothing differentiates. The others have a seed and an offset, two
+    numbers one after the other, the memory-efficient form's on the host.
     """
     on_gpu = any(each.is_cuda for each in saved)
-    words = [on_gpu and not each.is_cuda and (each.shape, each.dtype) == ((), torch.int64) for each in saved]
+    words = [on_gpu and (each.shape, each.dtype) == ((), torch.int64) for each in saved]
     pairs = [place for place, both in enumerate(itertools.pairwise(words)) if all(both)]
     states = [place for place, each in enumerate(saved) if each.dtype == torch.uint64]
     return {*states, *pairs, *(place + 1 for place in pairs)}

@@ -65,6 +65,7 @@ FirstLookFlags: Any = flags_of(
         name: f"{getattr(StepConfig(), name)}; on a CPU {first} unless --size, --config or --workload is given"
         for name, first in (("batch", FIRST_BATCH), ("context", FIRST_CONTEXT))
     },
+    without=["graph"],
 )
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainstep.step.workload import WorkloadSource
 
 _Fit: Any = optional_text("SIZE")
-MemoryGrid: Any = flags_of(StepConfig, several=True, without=["checkpointing"])
+MemoryGrid: Any = flags_of(StepConfig, several=True, without=["checkpointing", "graph"])
 
 
 @dataclass(frozen=True, kw_only=True)

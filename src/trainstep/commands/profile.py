@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 DTYPES_OF: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16")
 """The precisions that `dtypes` shows, unless the workload's weights come in bf16."""
-DtypesGrid: Any = flags_of(StepConfig, several=True, defaults={"precision": DTYPES_OF})
+DtypesGrid: Any = flags_of(StepConfig, several=True, defaults={"precision": DTYPES_OF}, without=["graph"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,7 +164,7 @@ def arguments(
                 and each.lineno <= place["line"] <= (each.end_lineno or 0)
                 and _name_of(each.func) == function(place)
             ]
-            return _with_arguments(text, calls[-1], further) if len(calls) == 1 else None
+            return with_arguments(text, calls[-1], further) if len(calls) == 1 else None
 
         return files.edit(place["file"], change)
 
@@ -175,7 +175,8 @@ def _name_of(function: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def _with_arguments(text: str, call: ast.Call, further: Mapping[str, Any]) -> str:
+def with_arguments(text: str, call: ast.Call, further: Mapping[str, Any]) -> str:
+    """The text with these arguments in the call; those that are there already get the new value."""
     known = {each.arg: each.value for each in call.keywords}
     edits = [(_span(text, known[name]), repr(value)) for name, value in further.items() if name in known]
     new = ", ".join(f"{name}={value!r}" for name, value in further.items() if name not in known)

@@ -44,8 +44,8 @@ WARMUP = 2
 def case_columns(source: WorkloadSource, config: StepConfig) -> dict[str, Any]:
     """Workload and settings, as the fields of `StepSettings`."""
     settings = {name: getattr(config, name) for name in settings_with(CASE)}
-    for name in ("checkpointing", "fused"):
-        if settings[name] == "none":
+    for name in ("checkpointing", "fused", "graph"):
+        if settings[name] in ("none", "off"):
             settings[name] = None  # as in rows from before there was a choice
     if not source.is_builtin:
         settings |= dict.fromkeys(("batch", "context", "loss"))
@@ -158,6 +158,10 @@ def step_peaks(step: TrainingStep, batch: Any, mode: StepMode) -> MemoryPeaks | 
         return None
     kept = [*step.module.parameters(), *step.module.buffers(), *optimizer_state_tensors(step.optimizer)]
     resident = [*kept, *tensors_of(batch)]
+    if step.graph is not None:
+        step(batch, mode=mode)
+        before, by_phase = step.graph.memory()
+        return MemoryPeaks(before, max(by_phase.values()), by_phase, {})
     caches: list[int] = []
     step.on_outputs = lambda outputs: caches.append(cache_bytes(outputs))
     with uncompiled() if step.device.type == "cpu" else nullcontext():
@@ -175,7 +179,7 @@ def _count_flops(
         return step_flops(source.model, step.config.batch, step.config.context, mode), ()
     if step.config.compile != "off" or step.config.checkpointing != "none":
         return None, ()  # compiled code hides its operators from the counter, checkpointed code runs some of them twice
-    with uncompiled(), counted_flops() as count:
+    with uncompiled(), step.kernel_by_kernel(), counted_flops() as count:
         step(batch, mode="forward" if mode == "forward" else "forward-backward")
     return count() or None, count.uncounted
 

@@ -266,6 +266,7 @@ class StepSettings(Row):
     context: int | None = setting(None)
     precision: str | None = setting(None)
     compile: str | None = setting(None)
+    graph: str | None = setting(None)  # None where there is none
     attention: str | None = setting(None)
     loss: str | None = setting(None)
     fused: str | None = setting(None)  # None where nothing is

@@ -98,3 +98,8 @@ def generator_states(devices: Iterable[torch.device]) -> list[bytes]:
     """States of torch's generators, on the CPU and on these devices."""
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in devices if each.type == "cuda")]
     return [state.numpy().tobytes() for state in states]
+
+
+def host_states() -> list[Any]:
+    """States of the generators on the host: torch's, numpy's and Python's."""
+    return [torch.get_rng_state(), np.random.get_state(), random.getstate()]

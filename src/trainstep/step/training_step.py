@@ -34,6 +34,7 @@ from trainstep.step.casting import (
     widen,
     widened,
 )
+from trainstep.step.graph import REFUSED, StepGraph
 from trainstep.step.weights import load_buffers
 from trainstep.step.workload import Workload, WorkloadSource, has_bf16_weights, resolve_device
 
@@ -77,7 +78,7 @@ class TrainingStep:
     """
 
     def __init__(self, workload: Workload, config: StepConfig, parallelize: Parallelize = alone) -> None:
-        self.config = config
+        self.config, self._in_graph = config, config.graph != "off"
         self._graphs_before = _graphs_so_far()
         self.on_outputs: Callable[[Any], object] = lambda outputs: (
             None
@@ -101,20 +102,43 @@ class TrainingStep:
 
         def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
             optimizer = workload.optimizer(parameters)
-            fuse = config.optimizer == "adamw-fused" and not optimizer.defaults.get("fused")
-            return _fused(optimizer) if fuse else optimizer
+            asked = config.optimizer == "adamw-fused" or (self._in_graph and "capturable" not in optimizer.defaults)
+            return _fused(optimizer) if asked and not optimizer.defaults.get("fused") else optimizer
 
         self.replica = parallelize(self.module, make_optimizer)
         self.optimizer = self.replica.optimizer
         self.scaler = torch.amp.GradScaler(self.device.type) if PRECISIONS[config.precision].needs_scaler else None
         policy = self._checkpointing.policy
         self.updates_in_backward = self._in_backward() if policy is not None and policy.update_in_backward else None
+        self.graph = self._graphed() if self._in_graph else None
+        """The step's CUDA graph; None where it has none."""
         self._batches = batches_of(workload)
+
+    def _graphed(self) -> StepGraph:
+        if self.updates_in_backward is not None or not self._is_alone:
+            whose = "its checkpointing updates in backward" if self._is_alone else "it is spread over ranks"
+            raise UnsupportedError(f"{REFUSED}: {whose}; leave --graph off")
+        if self.scaler is not None and not self.optimizer.defaults.get("fused"):
+            raise UnsupportedError(f"{REFUSED}: fp16's scaler reads a value on the host; add --optimizer adamw-fused")
+        return StepGraph(self.module, self.optimizer, self.device)
+
+    @property
+    def _is_alone(self) -> bool:
+        """True if gradients are of this process alone."""
+        return self.replica.module is self.module and self.replica.finish_gradient_synchronization is None
+
+    @contextmanager
+    def kernel_by_kernel(self) -> Iterator[None]:
+        """Inside, the step runs without its graph, so that instruments see its operators."""
+        graph, self.graph = self.graph, None
+        try:
+            yield
+        finally:
+            self.graph = graph
 
     def _in_backward(self) -> UpdatesInBackward:
         """Raise UnsupportedError where gradients are not what the optimizer updates from when they are there."""
-        replica = self.replica
-        if self.scaler is not None or replica.module is not self.module or replica.finish_gradient_synchronization:
+        if self.scaler is not None or not self._is_alone:
             whose = "a gradient scaler looks at all of them" if self.scaler is not None else "ranks average them"
             raise UnsupportedError(
                 f"the checkpointing policy {self.config.checkpointing} updates in backward, and {whose} before the "
@@ -138,14 +162,25 @@ class TrainingStep:
         return self.place(next(self._batches))
 
     def place(self, batch: Any) -> Any:
-        """`batch` with its tensors on the device, floating-point ones in the 16 bits that weights were cast to."""
-        dtype = self._stored_dtype
-        return map_tensors(batch, lambda tensor: tensor.to(self.device, dtype if tensor.is_floating_point() else None))
+        """`batch` with its tensors on the device, floating-point ones in the 16 bits that weights were cast to.
+
+        The host waits for a copy only if it is from pinned memory, which the loader may write to again. What comes from
+        other memory was copied by the driver when the call returns.
+        """
+
+        def placed(tensor: Tensor) -> Tensor:
+            dtype = self._stored_dtype if tensor.is_floating_point() else None
+            waits = self.device.type != "cuda" or tensor.is_pinned()
+            return tensor.to(self.device, dtype, non_blocking=not waits)
+
+        return map_tensors(batch, placed)
 
     def __call__(self, batch: Any, *, mode: StepMode = "step", phase: PhaseContext = no_phases) -> Tensor | None:
         """Take one step; return the detached loss (None in mode "forward", which runs without gradients)."""
         with matmul_precision(self.config.precision):
             if mode == "forward":
+                if self.graph is not None:
+                    raise UnsupportedError(f"{REFUSED}: it is of a forward pass alone; leave --graph off")
                 with torch.no_grad(), autocast(self.config.precision, self.device), phase("forward"):
                     self._forward(self.replica.module, batch)
                 return None
@@ -155,10 +190,11 @@ class TrainingStep:
             if self.replica.finish_gradient_synchronization is not None:
                 with phase("communication"):
                     self.replica.finish_gradient_synchronization()
-            if mode == "step":
+            if mode == "step" and in_backward is None:
+                self.update(phase)
+            elif mode == "step":
                 with phase("optimizer"):
-                    if in_backward is None:
-                        self._update()
+                    pass  # each was updated in backward
             self.optimizer.zero_grad(set_to_none=True)
             return loss
 
@@ -176,20 +212,16 @@ class TrainingStep:
         assert max_norm is None or self.scaler is None, "scaled gradients would have to be unscaled first"
         if self.updates_in_backward is not None:
             return self._accumulate_in_backward(self.updates_in_backward, parts, max_norm)
-        losses, norm = [], None
+        losses = []
         with matmul_precision(self.config.precision):
             for number, part in enumerate(parts, start=1):
                 with self.replica.no_sync() if number < len(parts) else nullcontext():
-                    loss = _checked(self._loss_of(part, no_phases)) / len(parts)
-                    self._backward(loss)
-                losses.append(loss.detach())
+                    losses.append(self._differentiate(part, no_phases, len(parts)))
             if self.replica.finish_gradient_synchronization is not None:
                 self.replica.finish_gradient_synchronization()
             mean = torch.stack(losses).sum()
-            if max_norm is not None:
-                whole = functools.partial(nn.utils.clip_grad_norm_, list(self.module.parameters()))
-                norm = (self.replica.clip_gradients or whole)(max_norm)
-            self._update()
+            norm = self.update(no_phases, max_norm)
+            self.optimizer.zero_grad(set_to_none=True)
         return mean, norm
 
     def _accumulate_in_backward(
@@ -226,6 +258,9 @@ class TrainingStep:
                 self.optimizer.zero_grad(set_to_none=True)
                 load_buffers(self.module, buffers)
                 loss = self._differentiate(batch, no_phases)
+        if self.graph is not None:  # the next pass writes into its gradients
+            for parameter in self.module.parameters():
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
         return loss
 
     def _overflows(self, scaler: torch.amp.GradScaler) -> bool:
@@ -260,23 +295,47 @@ class TrainingStep:
                 del outputs  # so that backward frees what it no longer needs
         return loss
 
-    def _differentiate(self, batch: Any, phase: PhaseContext) -> Tensor:
-        loss = _checked(self._loss_of(batch, phase))
-        with phase("backward"):
-            self._backward(loss)
-        return loss.detach()
+    def _differentiate(self, batch: Any, phase: PhaseContext, parts: int = 1) -> Tensor:
+        """Forward, loss and backward of one of so many parts; returns its detached share of the mean loss."""
 
-    def _backward(self, loss: Tensor) -> None:
-        with self._checkpointing.named_errors():
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        def run(batch: Any, phase: PhaseContext) -> Tensor:
+            loss = _checked(self._loss_of(batch, phase))
+            with phase("backward"):
+                share = loss / parts if parts > 1 else loss
+                with self._checkpointing.named_errors():
+                    (share if self.scaler is None else self.scaler.scale(share)).backward()
+            return share.detach()
 
-    def _update(self) -> None:
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.graph is None:
+            return run(batch, phase)
+        return self.graph.differentiate(run, batch, phase, (parts,))
+
+    def update(self, phase: PhaseContext = no_phases, max_norm: float | None = None) -> Tensor | None:
+        """Update the weights from the gradients that are there.
+
+        Args:
+            max_norm: as in `accumulate`.
+
+        Returns:
+            The norm before gradients were scaled, with `max_norm`.
+        """
+
+        def run(phase: PhaseContext) -> Tensor | None:
+            with phase("optimizer"):
+                norm = None
+                if max_norm is not None:
+                    whole = functools.partial(nn.utils.clip_grad_norm_, list(self.module.parameters()))
+                    norm = (self.replica.clip_gradients or whole)(max_norm)
+                if self.scaler is None:
+                    self.optimizer.step()
+                else:
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+                if self.graph is None:  # which writes the same gradients in each step
+                    self.optimizer.zero_grad(set_to_none=True)
+            return norm
+
+        return run(phase) if self.graph is None else self.graph.update(run, phase, (max_norm,))
 
 
 def _checked(loss: Any) -> Tensor:

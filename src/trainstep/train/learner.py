@@ -139,7 +139,7 @@ class Learner:
         before = [buffer.clone() for buffer in self.step.module.buffers()]
         flops = 0.0
         for part in parts:
-            with uncompiled(), counted_flops() as count:
+            with uncompiled(), self.step.kernel_by_kernel(), counted_flops() as count:
                 self.step(part, mode="forward-backward")
             flops = math.nan if count.uncounted or not count() else flops + count()
         with torch.no_grad():
@@ -151,7 +151,8 @@ class Learner:
         """The most GPU memory that any rank has held since it started; None on a CPU."""
         device, mine = self._process.device, 0
         if device.type == "cuda":
-            mine = torch.cuda.max_memory_allocated(device) + uncounted_bytes(self.step.replica)
+            graph = self.step.graph.memory()[1].values() if self.step.graph is not None else ()
+            mine = max(torch.cuda.max_memory_allocated(device), *graph) + uncounted_bytes(self.step.replica)
         peaks: list[int] = [0] * self._process.world_size
         dist.all_gather_object(peaks, mine, group=self._process.group)
         return max(peaks) or None

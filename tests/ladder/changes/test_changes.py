@@ -184,6 +184,18 @@ def test_what_is_compiled_is_compiled_once_for_any_size(trial, monkeypatch):
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_cuda_graphs_are_for_what_the_script_compiles_or_else_for_its_models(compiles, trial, monkeypatch):
+    told = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: told.append(options) or model)
+    compiling.models_in_graphs(trial)
+    if compiles:
+        torch.compile(torch.nn.Linear(2, 2), mode="default", dynamic=False)
+    for first_call in trial.on_first_call:
+        first_call(torch.nn.Linear(2, 2))
+    assert told == [{"mode": "reduce-overhead"} | ({"dynamic": False} if compiles else {})]
+
+
 def counting(counts):
     def backend(graph, inputs):
         counts.append(1)

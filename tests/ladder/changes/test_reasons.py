@@ -42,9 +42,16 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(change):
         ("bf16 autocast", {"autocast": ["float16"]}, "sets it itself: autocast to float16"),
         ("bf16 autocast", {"models": [{"dtypes": ["bfloat16"]}]}, "its weights are bfloat16"),
         ("compiled model", {"models": [{"is_compiled": True}]}, "sets it itself"),
+        ("compiled model with CUDA graphs", {"on_gpu": False}, "needs a GPU"),
         *(
             (rung, {"models": []}, "no call of a model was seen outside of compiled code")
-            for rung in ("bf16 autocast", "compiled model", "compiled blocks", "checkpointed blocks")
+            for rung in (
+                "bf16 autocast",
+                "compiled model",
+                "compiled model with CUDA graphs",
+                "compiled blocks",
+                "checkpointed blocks",
+            )
         ),
         ("compiled blocks", {"models": [{"blocks": 0}]}, "no repeated blocks"),
         ("pinned memory", {"loaders": [{"pin_memory": True}]}, "sets it itself: pin_memory=True"),

@@ -111,7 +111,12 @@ def returned(q, k, v):
 
 
 def dropped(q, k, v):
-    return F.dropout((q @ k.mT).softmax(-1), 0.5) @ v
+    return F.dropout((q @ k.mT).masked_fill(LATER, -math.inf).softmax(-1), 0.5) @ v
+
+
+def dropped_before_softmax(q, k, v):
+    torch.manual_seed(0)
+    return F.dropout(q @ k.mT, 0.5).softmax(-1) @ v
 
 
 def capped(q, k, v):
@@ -151,7 +156,7 @@ FUSED = {
     **dict.fromkeys((padded, padded_and_causal, biased), "attn_mask"),
 }
 LEFT = (
-    *(dropped, capped, scaled_after_the_mask, slightly_masked),
+    *(dropped_before_softmax, capped, scaled_after_the_mask, slightly_masked),
     *(over_another_dimension, shifted, written_into, other_values),
 )
 
@@ -187,6 +192,21 @@ def test_autocast_gives_the_dtypes_that_it_gives(written, found):
     assert of().dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(of(), expected, rtol=0.02, atol=0.02)
     assert len(found) == 2
+
+
+def test_dropout_of_probabilities_is_the_fused_attentions(found):
+    """Means over many draws are those of the attention that is written out."""
+    torch.manual_seed(0)
+    _, leaves = drawn()
+    expected = torch.stack([dropped(*leaves) for _ in range(400)])
+    notes = {}
+    looking(notes.__setitem__)
+    draws = torch.stack([dropped(*leaves) for _ in range(400)])
+    assert list(notes.values()) == ["is_causal=True, dropout_p=0.5"]
+    assert len(found) == 400
+    noise = ((expected.var(0) + draws.var(0)) / 400).sqrt()
+    assert ((draws.mean(0) - expected.mean(0)).abs() <= 5 * noise + 1e-9).all()
+    torch.testing.assert_close(draws.var(0).sum(), expected.var(0).sum(), rtol=0.1, atol=0)
 
 
 def test_scores_are_known_by_shape_and_computed_only_where_they_are_used(found):

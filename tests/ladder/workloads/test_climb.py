@@ -33,7 +33,7 @@ def test_rungs_by_device_and_workload():
     assert on_cpu == ["fused attention", "fused optimizer", "bf16 autocast", "compiled blocks", "chunked loss"]
     assert on_gpu == [
         *("TF32 matmuls", "bf16 autocast", "fused attention", "our FlashAttention", "fused optimizer"),
-        *("compiled blocks", "compiled model", "chunked loss", "fused RoPE", "fused loss"),
+        *("compiled blocks", "compiled model", "CUDA graph", "chunked loss", "fused RoPE", "fused loss"),
     ]
     assert [rung.name for rung in changes_of_step(THEIRS, "cpu", StepConfig(optimizer="sgd"))] == [
         "bf16 autocast",

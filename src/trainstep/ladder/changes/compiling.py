@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 from typing import Any
 
 from trainstep.base import advice
 from trainstep.base.advice import Line
 from trainstep.ladder.change import UNCALLED, Change, Settings, without_blocks
-from trainstep.ladder.patch import before_optimizer
+from trainstep.ladder.patch import Files, Place, Writer, before_optimizer, with_arguments
 from trainstep.ladder.trial.trial import Trial
 
 _ANSWERS = ("launches.bound", "launches.script", "kernels.unfused", "kernels.idle")
@@ -31,17 +32,44 @@ def compiled_models(trial: Trial) -> None:
     trial.on_first_call.append(lambda module: module.compile())
 
 
+def models_in_graphs(trial: Trial) -> None:
+    """Models that the script compiles, or all that are called in training where it compiles none, replay their
+    kernels from CUDA graphs."""
+    calls: list[Any] = []
+    _compile_with({"mode": "reduce-overhead"}, calls)
+    trial.on_first_call.append(lambda module: None if calls else module.compile())
+
+
 def any_sizes(trial: Trial) -> None:
     """Compile what the script compiles once for all sizes that change, and not for each."""
+    _compile_with({"dynamic": True}, [])
+
+
+def _compile_with(further: dict[str, Any], calls: list[Any]) -> None:
+    """Give torch.compile further arguments, and note what it is called with."""
     import torch
 
     original = torch.compile
 
     @functools.wraps(original)
     def compiled(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **{**kwargs, "dynamic": True})
+        calls.append(args)
+        return original(*args, **{**kwargs, **further})
 
     torch.compile = compiled  # what nn.Module.compile calls, too
+
+
+def _write_mode(files: Files, place: Place) -> bool:
+    """Edit the script's own call of torch.compile; write one where there is none."""
+    called = ["torch.compile", *(f"{name}.compile" for name in place.get("names", []))]
+    own: list[ast.Call] = []
+
+    def change(text: str, tree: ast.Module) -> str | None:
+        calls = (each for each in ast.walk(tree) if isinstance(each, ast.Call))
+        own.extend(each for each in calls if ast.unparse(each.func) in called)
+        return with_arguments(text, own[0], {"mode": "reduce-overhead"}) if len(own) == 1 else None
+
+    return files.edit(place["file"], change) or (not own and _IN_GRAPHS.write(files, place))
 
 
 def _compiles(settings: Settings) -> str:
@@ -69,6 +97,25 @@ MODEL = Change(
     why_not=_compiles,
     instead_of=("compiled blocks", "fused loss"),
     write=before_optimizer("{}.compile()"),
+)
+_IN_GRAPHS = before_optimizer('{}.compile(mode="reduce-overhead")')
+MODEL_GRAPHS = Change(
+    "compiled model with CUDA graphs",
+    Line('model.compile(mode="reduce-overhead")', "the argument also goes into a torch.compile that is there"),
+    {"script": 1.155},
+    answers=_ANSWERS,
+    script=models_in_graphs,
+    why_not=lambda settings: "" if settings["models"] else UNCALLED,
+    where=("cuda",),
+    instead_of=("compiled model", "compiled blocks", "fused loss"),
+    write=Writer(_IN_GRAPHS.places, _write_mode),
+)
+GRAPH = Change(
+    "CUDA graph",
+    Line("torch.cuda.graph(…)", "around forward, loss, backward and update; replay() is then a step"),
+    {"cuda": 1.15},
+    answers=_ANSWERS,
+    step={"graph": "step"},
 )
 ANY_SIZE = Change(
     "compiled for any size",

@@ -2,7 +2,7 @@
 
 It is found from outside, as it is called: a product of two activations, the second transposed, gives `Scores`, a tensor
 that is not computed yet. What attention does with scores (a scale, masks, a wider dtype, softmax over the last
-dimension, dropout of nothing) makes further ones, and their product with the values is computed by torch's fused
+dimension, dropout of probabilities) makes further ones, and their product with the values is computed by torch's fused
 attention from q, k and v. Whatever else is done with any of them computes it as the script wrote it, at once: the
 script gets the numbers that it asks for, and attention whose scores it uses beforehand stays as it is.
 """
@@ -52,6 +52,7 @@ class _Chain:
     scale: float = 1.0
     masks: tuple[Mask, ...] = ()
     has_softmax: bool = False
+    dropped: float = 0.0  # share of the probabilities
     versions: tuple[int, ...] = ()
 
     def sources(self) -> list[Tensor]:
@@ -159,8 +160,15 @@ class Finder:
         chain, name = own.chain, getattr(func, "__name__", "")
         if state_of(own.device) != chain.state:
             return None
-        if name == "contiguous" or (name in ("dropout", "dropout_") and _drops_nothing(args, kwargs)):
+        if name == "contiguous":
             return own
+        if name in ("dropout", "dropout_"):
+            dropped = _dropped(args, kwargs)
+            if dropped == 0:
+                return own
+            if dropped is None or chain.dropped or not chain.has_softmax:
+                return None
+            return self._then(own, replace(chain, dropped=dropped), func, args, kwargs)
         if name in CASTS:
             dtype = cast_to(name, args, kwargs)
             wider = dtype is not None and (chain.has_softmax or dtype == torch.float32)
@@ -179,7 +187,8 @@ class Finder:
     def _then(self, own: Scores, chain: _Chain, func: Any, args: Any, kwargs: dict[str, Any]) -> Scores | None:
         if sum(isinstance(each, Scores) for each in args) != 1:
             return None
-        dtype = self._dtypes.of(func, args, kwargs)
+        drops = chain.dropped > own.chain.dropped  # found out by a call, its dtype would cost random numbers
+        dtype = own.dtype if drops else self._dtypes.of(func, args, kwargs)
         if dtype is None:
             return None
         steps = (*chain.steps, (func, tuple(SELF if each is own else each for each in args), kwargs))
@@ -207,11 +216,12 @@ class Finder:
         if is_flat := query.dim() == 3:  # (batch · heads, L, E): fused kernels take four dimensions
             query, key, value = (each.unsqueeze(0) for each in (query, key, value))
         query, scale = with_positive_scale(query, chain.scale)
-        result = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
+        more: dict[str, Any] = {"dropout_p": chain.dropped, "is_causal": is_causal, "scale": scale}
+        result = F.scaled_dot_product_attention(query, key, value, mask, **more)
         result = result.squeeze(0) if is_flat else result
         if self.masks.is_first:
             how = "is_causal=True" if is_causal else "no mask" if mask is None else "attn_mask"
-            self._note(line_of_call(), how)
+            self._note(line_of_call(), how + (f", dropout_p={chain.dropped:g}" if chain.dropped else ""))
         return result.to(expected).contiguous()  # as a product's result is: it may be viewed
 
 
@@ -236,10 +246,11 @@ def _may_be_scores(query: Any, key: Any) -> bool:
     )
 
 
-def _drops_nothing(args: Any, kwargs: dict[str, Any]) -> bool:
-    given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-    given["training"] = given.get("train", given.get("training", True))
-    return not given["training"] or given.get("p") == 0
+def _dropped(args: Any, kwargs: dict[str, Any]) -> float | None:
+    """Share of elements that a call of dropout drops; None where that is in place, or all."""
+    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+    p = float(given.get("p", 0.5)) if given.get("train", given.get("training", True)) else 0.0
+    return None if p and (given.get("inplace") or p >= 1) else p
 
 
 # The masks of attention that a script writes out, as fused attention takes them.
