@@ -14,12 +14,12 @@ from trainstep.ladder.single import Taken
 from trainstep.observe.log import RankLog
 
 BY_NAME = {rung.name: rung for rung in all_changes("script")}
-LOADER = {**SETTINGS["loaders"][0], "file": "train.py", "line": 7, "batch_size": 8}
+LOADER = {**SETTINGS["loaders"][0], "file": "train.py", "line": 7}
 FOUND = {**SETTINGS, "draws": False, "loaders": [LOADER]}
 
 
-def captured(peak, fixed=2.0, limit=10.0, **changes):
-    return dataclasses.replace(PLAIN, peak_gib=peak, fixed_gib=fixed, limit_gib=limit, **changes)
+def captured(peak, **changes):
+    return dataclasses.replace(PLAIN, peak_gib=peak, **changes)
 
 
 ON_CPU = dataclasses.replace(PLAIN, peak_gib=None)
@@ -35,7 +35,7 @@ class Given:
 
     def __init__(self, peak=4.0, **runs):
         self.command, self.copies, self.changed = SimpleNamespace(name="train.py"), None, []
-        self.plain = {"step_ms": (10.0,) * 7, "captured": captured(peak), "samples_per_step": 8.0, "failure": ""}
+        self.plain = {"step_ms": (10.0,) * 7, "captured": captured(peak), "failure": ""}
         self.runs, self.asked, self.judged = runs, [], []
         self.budget, self.run_s, self.drawn_s = UNLIMITED, 1.0, 1.0
 

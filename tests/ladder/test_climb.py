@@ -105,12 +105,12 @@ def test_of_those_that_take_others_places_the_later_ones_are_tried_at_once():
     ],
 )
 def test_all_may_be_tried_at_once_and_one_by_one_where_that_is_not_kept(changed, kept, tried, monkeypatch):
-    monkeypatch.setitem(FOUND, "checkpoints", True)
+    monkeypatch.setitem(FOUND, "recompiles", False)
     script = Given(**{"compiled blocks,fused optimizer": changed, "fused optimizer": {"step_ms": (8.0,) * 7}})
-    ladder, rows = climbed(script, BLOCKS, OPTIMIZER, BY_NAME["checkpointed blocks"], at_once=True)
+    ladder, rows = climbed(script, BLOCKS, OPTIMIZER, BY_NAME["compiled for any size"], at_once=True)
     row = rows["compiled blocks + fused optimizer"]
     assert row.accepted is kept, row.reason
-    assert rows["checkpointed blocks"].verdict == "not tried", "it is nothing for this script"
+    assert rows["compiled for any size"].verdict == "not tried", "it is nothing for this script"
     assert sum(each.startswith("compiled blocks,fused") for each in script.asked) <= 2, "no second attempt"
     assert [name for name in rows if name in ("compiled blocks", "fused optimizer")] == tried
     own = ["compiled blocks", "fused optimizer"] if kept else ["fused optimizer"]

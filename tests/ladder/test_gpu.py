@@ -7,7 +7,6 @@ from tests.ladder.forked import forked_runs  # noqa: F401
 from tests.ladder.given import ladder_of
 from tests.observe.measuring import SCRIPTS, alone
 from trainstep.ladder.change import all_changes
-from trainstep.ladder.scripts import needed_gib
 from trainstep.ladder.single import Script
 
 pytestmark = [
@@ -18,11 +17,11 @@ pytestmark = [
 
 
 def on_gpu(folder, sizes, batch=2):
-    """A script of these sizes; it may have as many GiB of the GPU as `LIMIT_GIB` says."""
+    """A script of these sizes."""
     text, file = (SCRIPTS / "climbing.py").read_text(), folder / "train.py"
     for old, new in (
         ("WIDTH, HEADS, BLOCKS, LENGTH = 16, 2, 4, 12", f"WIDTH, HEADS, BLOCKS, LENGTH = {sizes}"),
-        ("model = Model()", f"{LIMITED}model = Model().cuda()"),
+        ("model = Model()", "model = Model().cuda()"),
         ("batch_size=2", f"batch_size={batch}"),
         ("    logits =", "    tokens = tokens.to('cuda')\n    logits ="),
     ):
@@ -30,13 +29,6 @@ def on_gpu(folder, sizes, batch=2):
         text = text.replace(old, new)
     file.write_text(text)
     return Script(alone([str(file)]), folder / "runs", 10)
-
-
-LIMITED = """import os
-if "LIMIT_GIB" in os.environ:
-    share = float(os.environ["LIMIT_GIB"]) * 2**30 / torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(share)
-"""
 
 
 def test_what_needs_a_gpu_is_right_on_one(tmp_path):
@@ -47,33 +39,6 @@ def test_what_needs_a_gpu_is_right_on_one(tmp_path):
     rows = {row.change: row for row in ladder.climb()}
     assert ladder.runner.settings["on_gpu"]
     assert {name: row.reason for name, row in rows.items() if row.status != "ok"} == {}
-
-
-def test_memory_that_limits_lets_a_larger_batch_stand_on_checkpointed_blocks(tmp_path, monkeypatch):
-    """The script may have a third more than its peak, most of which is activations."""
-    script, rungs = on_gpu(tmp_path, "512, 8, 8, 512", batch=8), [rung for rung in all_changes("script") if rung.trades]
-    plain = script.run("to know its memory").captured
-    assert plain.fixed_gib < 0.4 * plain.peak_gib < 0.1 * plain.limit_gib, "of the whole GPU it has far less"
-    rows = {row.change: row for row in ladder_of(script, rungs, rounds=1).climb()}
-    assert "memory does not limit" in rows["checkpointed blocks"].reason
-    row = rows["larger batch"]
-    assert (row.verdict, row.samples_per_step) == ("another step", 16), row.reason
-    assert plain.peak_gib < row.peak_gib <= needed_gib(plain), "what was planned with is enough"
-    assert rungs[0].line.text not in row.lines
-
-    monkeypatch.setenv("LIMIT_GIB", str(plain.peak_gib / 0.75))
-    rows = {row.change: row for row in ladder_of(script, rungs, rounds=1).climb()}
-    row = rows["checkpointed blocks"]
-    assert (row.status, row.accepted) == ("ok", False), row.reason
-    assert row.peak_gib < 0.7 * plain.peak_gib
-    row = rows["larger batch"]
-    assert (row.verdict, row.samples_per_step) == ("another step", 16), row.reason
-    assert row.lines.startswith(rungs[0].line.text), "without them it does not fit"
-
-    rows = {row.change: row for row in ladder_of(script, rungs[1:], rounds=1, are_named=True).climb()}
-    row = rows["larger batch"]
-    assert (row.status, row.verdict) == ("out of memory", "out of memory"), row.reason
-    assert "out of memory" in row.reason
 
 
 KEEPS = {

@@ -34,7 +34,7 @@ CHANGE = Change(
     answers=("launches.bound",),
     step={"compile": "model"},
     script=toy,
-    why_not=lambda settings: "it is toyed with" if settings["checkpoints"] else "",
+    why_not=lambda settings: "it is toyed with" if settings.get("toys") else "",
     write=before_optimizer("{}.toy()"),
 )
 """
@@ -168,13 +168,6 @@ def test_of_a_script_several_gains_are_proven_together(toy):
     assert once.change == "toy change", "its gain is over the script as it is already"
 
 
-def test_one_change_at_once_and_one_that_trades_are_tried_once(toy):
-    script = Given(7.0, **{"toy change": {"failure": "no", "captured": None}})
-    blocks = chosen(all_changes("script"), "checkpointed blocks")
-    names = [row.change for row in ladder_of(script, [toy, *blocks], at_once=True).climb()]
-    assert names == ["baseline", "toy change", "checkpointed blocks"]
-
-
 def test_a_change_is_tried_first_by_both_ladders_where_its_gain_is_expected_to_be_largest(toy):
     source = WorkloadSource("theirs", lambda step: None)
     assert all_changes("script")[0] is toy
@@ -222,7 +215,7 @@ def test_it_climbs_in_processes(toy):
 
 
 def test_it_is_skipped_where_it_says_so_and_written_where_it_can_be(toy, tmp_path):
-    assert toy.skipped({"on_gpu": True, "checkpoints": True}) == "it is toyed with"
+    assert toy.skipped({"on_gpu": True, "toys": True}) == "it is toyed with"
     file = tmp_path / "train.py"
     file.write_text("import torch\nmodel = make()\noptimizer = torch.optim.SGD(model.parameters())\n")
     settings = {"optimizers": [{"file": str(file), "line": 3, "names": ["model"]}]}

@@ -56,7 +56,6 @@ class Change:
         where: devices that it works on, in a script.
         precision: that it changes to.
         instead_of: changes that it takes the place of, in a script.
-        trades: of a change that is no gain by itself: it computes more to keep less, or takes another step altogether.
         phase: of a script's step, beyond whose share it gains nothing; any where it is empty.
         write: how it is written into the user's file; None where no line is certain.
     """
@@ -73,7 +72,6 @@ class Change:
     where: tuple[Literal["cuda", "cpu"], ...] = ("cuda", "cpu")
     precision: PrecisionName | None = None
     instead_of: tuple[str, ...] = ()
-    trades: Literal["", "time for memory", "the step"] = ""
     phase: str = ""
     write: Writer | None = None
 
@@ -86,7 +84,7 @@ class Change:
     @property
     def needs_nothing(self) -> bool:
         """True if it may help any script that has not made it: it needs no finding, place or other precision."""
-        return bool(self.step) and not (self.nothing or self.trades or self.precision or "attention" in self.step)
+        return bool(self.step) and not (self.nothing or self.precision or "attention" in self.step)
 
     def gain(self, place: Place, shares: Mapping[str, float]) -> float:
         """The factor to expect: of a change of one phase the most that it can bring, once the phases' shares of a step
@@ -120,7 +118,7 @@ def all_changes(place: Place) -> list[Change]:
     ]
     found = {each.name: each for module in modules for each in vars(module).values() if isinstance(each, Change)}
     own = [each for each in found.values() if place in each.expected]
-    return sorted(own, key=lambda each: (bool(each.trades), -each.expected[place], each.name))
+    return sorted(own, key=lambda each: (-each.expected[place], each.name))
 
 
 def changes_of_step(source: WorkloadSource, device: str, base: StepConfig) -> list[Change]:

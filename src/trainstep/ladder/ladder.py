@@ -8,8 +8,7 @@ the final configuration and the first take turns once more: what this does not c
 
 What was right and brought nothing sure may bring something with others of its kind, as where launches set the pace and
 each change leaves some: all of it is tried at once, or everything is before anything is tried alone. And it may bring
-more where a step is shorter: each is tried once more on the top. A larger batch is another step: it has
-samples per second and no speed-up, and nothing is built upon it.
+more where a step is shorter: each is tried once more on the top.
 """
 
 from __future__ import annotations
@@ -114,9 +113,6 @@ class Runner(Protocol):
     def measure(self, name: str, made: Sequence[Change], top: Tried | None) -> Tried:
         """Run these changes on top of what was accepted, check and time them; `Refused` where they get no time."""
 
-    def another_step(self, change: Change, bases: Sequence[Tried]) -> dict[str, Any]:
-        """The fields of a change that takes another step, on the first of these, the top, or on a smaller one."""
-
     def row(self, name: str, values: Mapping[str, Any]) -> ChangeRow:
         """The row of something that was tried."""
 
@@ -159,7 +155,6 @@ class Ladder:
         self._left: dict[str, _Left] = {}
         self._times_accepted = 0
         self._tried_together: set[tuple[frozenset[str], frozenset[str]]] = set()
-        self._smaller: Tried | None = None  # what is right, needs less memory than the top, and was not accepted
 
     @property
     def accepted(self) -> list[Change]:
@@ -174,12 +169,12 @@ class Ladder:
         """
         row = self._try(BASELINE, [])
         yield row
-        changes = sorted(self.changes, key=lambda each: (bool(each.trades), -self.runner.gain(each)))
+        changes = sorted(self.changes, key=lambda each: -self.runner.gain(each))
         if self.top is None:
             if row.status != "out of memory":
                 return
             changes = sorted(changes, key=lambda each: each.step != MAKES_ROOM)
-        singly = [each for each in changes if not each.trades]
+        singly = list(changes)
         every = self._compatible(each for each in singly if not self.runner.skipped(each)) if self.at_once else []
         if len(every) > 1:
             yield (row := self._try_together(every))
@@ -194,9 +189,6 @@ class Ladder:
         for change in singly:
             if self._is_worth_another_try(change) and self._fits([change]):
                 yield self._try(change.name + ON_TOP, [change])
-        for change in changes:
-            if change.trades:
-                yield self._try(change.name, [change])
         if self.top is None:
             return
         assert self.first is not None, "something ran"
@@ -218,10 +210,6 @@ class Ladder:
             return self.runner.row(name, answers | Refused("unsupported", why, "not tried").values)
         self.on_part(name, made)
         try:
-            if [each.trades for each in made] == ["the step"]:
-                assert self.top is not None, "the baseline ran"
-                bases = [self.top, *([self._smaller] if self._smaller else [])]
-                return self.runner.row(name, answers | self.runner.another_step(made[0], bases))
             tried = self.runner.measure(name, made, self.top)
         except OutOfTime:
             short = Refused("failed", f"the budget of {self.budget} is too short for the baseline; give --budget more")
@@ -253,15 +241,12 @@ class Ladder:
         no_slower = interval is not None and interval.low >= NO_SLOWER
         accepted = called == "faster" or (no_slower and tried.is_smaller(top))
         if accepted:
-            self.top, self._smaller = tried, None  # which stood on what was accepted before
+            self.top = tried
             self._times_accepted += 1
             for each in tried.made:
                 self._left.pop(each.name, None)
-        else:
-            if tried.made[0].trades and tried.is_smaller(top):
-                self._smaller = tried
-            if self.runner.tries_all_again or (len(tried.made) == 1 and tried.saved_ms is not None):
-                self._left |= {each.name: _Left(top.names, tried.saved_ms) for each in tried.made}
+        elif self.runner.tries_all_again or (len(tried.made) == 1 and tried.saved_ms is not None):
+            self._left |= {each.name: _Left(top.names, tried.saved_ms) for each in tried.made}
         ratios = ratio_fields("gain", tried.gain) | ratio_fields("speedup", tried.speedup)
         return {**fields, **ratios, "verdict": called, "accepted": accepted}
 

@@ -8,7 +8,6 @@ run that was compared is the first B), every run a process of its own, and its g
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,23 +18,21 @@ import torch
 from trainstep.base.advice import Line
 from trainstep.base.errors import OUT_OF_MEMORY
 from trainstep.base.precision import PrecisionName
-from trainstep.base.stats import Ratio, ratio_of_runs, summarize, verdict
+from trainstep.base.stats import ratio_of_runs, summarize, verdict
 from trainstep.base.tolerance import DRAWS
 from trainstep.check.script import ScriptCheck
 from trainstep.check.verdict import Verdict
 from trainstep.ladder.budget import OutOfTime
 from trainstep.ladder.change import Change
-from trainstep.ladder.changes.loaders import TIMES
 from trainstep.ladder.ladder import Refused, Tried, is_open, ratio_fields
 from trainstep.ladder.single import Script, Taken
 from trainstep.ladder.trial.capture import Captured, same_training
 from trainstep.ladder.trial.trial import PROBABILITIES
 from trainstep.measure.environment import why_no_half
 from trainstep.observe.habits import REVERSIBLE, habits_of, place_of
-from trainstep.observe.lines import shown_line
 from trainstep.observe.log import RankLog
 from trainstep.observe.steps import phase_shares
-from trainstep.rows import ANOTHER_STEP, FINAL, PATCHED, ChangeRow
+from trainstep.rows import FINAL, PATCHED, ChangeRow
 from trainstep.rows.records import Times
 
 NOT_REPRODUCIBLE = "not reproducible"
@@ -43,8 +40,6 @@ EAGER, BY_INDICES = "with the random numbers of eager code", "with batches that 
 MOVED = ". It ran in a copy of the folder; --in-place runs it in the folder itself"
 MOST_ROUNDS, ROUND = 3, 4
 """Times that B A A B is run, at most, and its runs."""
-AsShown = Callable[[Sequence[Taken]], list[Sequence[float]]]
-"""Runs → the time of each that is compared with those of others."""
 
 
 def not_judged(why: str, verdict: str = "not judged", **values: Any) -> Refused:
@@ -77,7 +72,6 @@ def in_turns(
     *,
     least: int = 1,
     begun: Taken | None = None,
-    as_shown: AsShown = times,
     has_time: Callable[[], bool] = lambda: True,
 ) -> tuple[list[Taken], list[Taken]]:
     """Runs of A and of B, of which failed ones are left out, until the difference is clear or small.
@@ -87,7 +81,6 @@ def in_turns(
         rounds: how often B A A B is run, at most: a machine that grows slower meanwhile does so for both alike.
         least: how often at least.
         begun: the first B, where it has been run.
-        as_shown: the times of runs that are compared.
         has_time: asked before each further round.
     """
     taken: tuple[list[Taken], list[Taken]] = ([], [begun] if begun else [])
@@ -98,7 +91,7 @@ def in_turns(
                 taken[is_b].append(found)
         if min(map(len, taken)) < 2:
             break
-        shown = as_shown(taken[0]), as_shown(taken[1])
+        shown = times(taken[0]), times(taken[1])
         is_decided = is_lost(*shown) or not is_open(ratio_of_runs(*shown))
         if number + 1 >= least and (is_decided or not has_time()):
             break
@@ -172,8 +165,6 @@ class ScriptRunner:
         if top is None:
             return self._begin()
         assert isinstance(top, TriedRun)
-        if made[0].trades and not self.are_named and (why := why_memory_limits_not(top.taken.captured)):
-            raise Refused("unsupported", why, "not tried")
         before = [each for each in top.changes if not any(self.excludes(new, each) for new in made)]
         taken, captured = self._ran(self.script.run(name, [*before, *made]))
         if not (found := _found_places(made, taken)):
@@ -190,33 +181,6 @@ class ScriptRunner:
         elif tried.gain.interval is not None:
             tried.saved_ms = statistics.median(run.ms_per_step for run in others) * (1 - 1 / tried.gain.interval.high)
         return tried
-
-    def another_step(self, change: Change, bases: Sequence[Tried]) -> dict[str, Any]:
-        """Run it where memory has room, and tell its samples per second, if its losses are finite."""
-        known = [base for base in bases if isinstance(base, TriedRun)]
-        top, fitting = known[0], [each for each in known if not why_no_room(each.taken.captured)]
-        if not fitting and not self.are_named:
-            raise Refused("unsupported", why_no_room(top.taken.captured), "not tried")
-        for base in fitting or known:
-            together = [*base.changes, change]
-            taken = self.script.run(change.name, together)
-            if not OUT_OF_MEMORY.search(taken.failure):
-                break
-        _, captured = self._ran(taken)
-        if broken := captured.what_is_not_finite:
-            raise Refused("wrong", broken)
-        if why := why_not_told(top.taken, taken):
-            raise Refused("unsupported", why, "not tried")
-        before, own = self._in_turns(change.name, top.changes, together, begun=taken, as_shown=ms_per_sample)
-        further = [each.line.text for each in together if each not in top.changes and each is not change]
-        return {
-            "verdict": ANOTHER_STEP,
-            "runs": len(own),
-            "code": "; ".join([*further, lines_of(change.line.text, self.settings)]),
-            "peak_gib": captured.peak_gib,
-            "samples": {"training_loss": list(captured.losses)},
-            **throughput_fields(before, own, ratio_of_runs(ms_per_sample(before), ms_per_sample(own))),
-        }
 
     def row(self, name: str, values: Mapping[str, Any]) -> ChangeRow:
         """Row of the change."""
@@ -373,7 +337,6 @@ class ScriptRunner:
         *,
         least: int = 1,
         begun: Taken | None = None,
-        as_shown: AsShown = times,
     ) -> tuple[list[Taken], list[Taken]]:
         """Runs of what was accepted before and of its own."""
 
@@ -386,7 +349,7 @@ class ScriptRunner:
         def has_time() -> bool:
             return self.script.budget.left_s >= self.cost_s((), None)
 
-        taken = in_turns(run, self.rounds, least=least, begun=begun, as_shown=as_shown, has_time=has_time)
+        taken = in_turns(run, self.rounds, least=least, begun=begun, has_time=has_time)
         if not all(taken):
             raise not_judged(
                 f"{what}: when it took turns with what was accepted before, no run of one side came to its end"
@@ -459,80 +422,3 @@ def _precision_of(settings: Mapping[str, Any]) -> PrecisionName:
         if name in named:
             return precision
     return "tf32" if settings["on_gpu"] and settings["matmul"] != "highest" else "fp32"
-
-
-# A larger batch: where memory has room for it, and what it brings, in samples per second.
-#
-# It is another step. Its gradients are those of other samples, so nothing of it can be compared with the script as it
-# is but that its losses are finite. It is no speed-up of the step, and no part of the final configuration or of the
-# patch.
-LIMITS = 0.6
-"""Memory limits a script whose peak is above this share of what it could have."""
-FULL = 0.95
-"""Share of that which may be planned with: what is freed in pieces is not all of use."""
-BY_NAME = "name the change in --changes to try it"
-
-
-def share_of_memory(captured: Captured | None) -> float | None:
-    """The peak, of what the process could have; None where no limit is known."""
-    if captured is None or captured.peak_gib is None or not captured.limit_gib:
-        return None
-    return captured.peak_gib / captured.limit_gib
-
-
-def why_memory_limits_not(captured: Captured | None) -> str:
-    """Reason why memory is not what limits a run; empty where it is."""
-    share = share_of_memory(captured)
-    if share is None:
-        return f"on a CPU no limit of memory is known: {BY_NAME}"
-    if share > LIMITS:
-        return ""
-    return f"memory does not limit the script, whose peak is {share:.0%} of what it could have: {BY_NAME}"
-
-
-def needed_gib(captured: Captured) -> float:
-    """Memory that a larger batch would need at most: everything that is not there between steps grows with it."""
-    peak, fixed = captured.peak_gib or 0.0, captured.fixed_gib or 0.0
-    return fixed + TIMES * max(0.0, peak - fixed)
-
-
-def why_no_room(captured: Captured | None) -> str:
-    """Reason why a larger batch would not fit; empty where it would."""
-    if captured is None or share_of_memory(captured) is None:
-        return why_memory_limits_not(captured)
-    needed, limit = needed_gib(captured), captured.limit_gib or 0.0
-    if needed <= FULL * limit:
-        return ""
-    return f"it may need {needed:.3g} GiB, more than {FULL:.0%} of the {limit:.3g} GiB that there are: {BY_NAME}"
-
-
-def why_not_told(before: Taken, own: Taken) -> str:
-    """Reason why nothing can be said of a run with a larger batch, beside one without; empty where something can."""
-    if before.samples_per_step is None or own.samples_per_step is None:
-        return "how many samples a step takes is not known: not every step takes a batch, or most have an evaluation"
-    if own.samples_per_step <= before.samples_per_step:
-        return (
-            f"its steps take {own.samples_per_step:g} samples all the same: they are of other loaders, or all there are"
-        )
-    return ""
-
-
-def ms_per_sample(runs: Sequence[Taken]) -> list[Sequence[float]]:
-    """Milliseconds per sample of each run, to be held against those of another batch."""
-    return [(run.ms_per_step / (run.samples_per_step or math.nan),) for run in runs]
-
-
-def throughput_fields(before: Sequence[Taken], own: Sequence[Taken], ratio: Ratio) -> dict[str, Any]:
-    """The fields of a row that say what came of it: samples per second, and per step, of both."""
-    found: dict[str, Any] = ratio_fields("throughput", ratio)
-    for end, runs in (("_before", before), ("", own)):
-        found[f"samples_per_s{end}"] = 1e3 / statistics.median(each for run in ms_per_sample(runs) for each in run)
-        found[f"samples_per_step{end}"] = runs[0].samples_per_step
-    return found
-
-
-def lines_of(text: str, settings: Mapping[str, Any]) -> str:
-    """Code to write for it, with the lines that make the loaders, and their batches."""
-    own = {(each["file"], each["line"]): each["batch_size"] for each in settings["loaders"] if each["batch_size"]}
-    told = [f"{shown_line(*place)}: {TIMES * size} in place of {size}" for place, size in own.items()]
-    return f"{text} ({', '.join(told)})" if told else text

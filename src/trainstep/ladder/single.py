@@ -51,9 +51,6 @@ class Taken:
     failure: str
     """Reason why there is nothing to check; empty where there is."""
     captured: Captured | None
-    samples_per_step: float | None = None
-    """In loaders' batches, where that is known."""
-
     from_stock: float = 0.0
     """Share of the timed steps' batches that loaders' workers had ready before, and loaded no others for."""
 
@@ -211,10 +208,8 @@ class Script:
                 f"loaders' workers had {from_stock:.0%} of the batches ready before the steps that took them were "
                 f"timed, where at most {MOST_FROM_STOCK:.0%} may be: take more updates than {self.steps} (--steps)"
             )
-        counts = [row.samples_per_step or 0.0 for row in timed]
-        samples = sum(counts) if any(counts) else None
         first = timed[0].first_step_ms if timed else None
-        return Taken(folder, code, log, step_ms, first, failure, captured, samples, from_stock)
+        return Taken(folder, code, log, step_ms, first, failure, captured, from_stock)
 
     def _captured(self, order: Order) -> Captured | None:
         """Captures of all ranks, by which they are checked; None where one left nothing."""

@@ -145,10 +145,6 @@ class StepRunner:
         """True if both set the same field."""
         return not change.step.keys().isdisjoint(other.step)
 
-    def another_step(self, change: Change, bases: Sequence[Tried]) -> dict[str, Any]:
-        """A workload's batch is its case, which no change is of."""
-        raise TypeError(f"{change.name} is no change of a workload's step")
-
     def row(self, name: str, values: Mapping[str, Any]) -> ChangeRow:
         """Row of the change."""
         return ChangeRow(**{"change": name, "environment": describe(self.device), **values})

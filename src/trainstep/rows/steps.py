@@ -90,8 +90,6 @@ BASELINE, FINAL, PATCHED = "baseline", "final configuration", "patched script"
 """Rows of a ladder that are no change: what it begins with, all that was accepted against that, and the diff of it."""
 FIRST_THAT_FITS = "first that fits"
 """The verdict on a ladder's first step that has memory enough, where the baseline has not."""
-ANOTHER_STEP = "another step"
-"""The verdict on a change of what a step is: nothing of it is compared with the script as it is."""
 
 
 class ChangeRow(MeasuredStep, Checked, Speedup, kind="change"):
@@ -108,7 +106,7 @@ class ChangeRow(MeasuredStep, Checked, Speedup, kind="change"):
     where: str | None = None
     answers: tuple[str, ...] | None = None  # ids of findings whose action it is
     verdict: str | None = None
-    """baseline, first that fits, faster, slower, inconclusive, another step, wrong, not tried, not judged, not
+    """baseline, first that fits, faster, slower, inconclusive, wrong, not tried, not judged, not
     reproducible, or the status of what did not run."""
     accepted: bool = False  # whether later changes were built on it
     gain: float | None = None  # over what was accepted before
@@ -132,14 +130,6 @@ class ChangeRow(MeasuredStep, Checked, Speedup, kind="change"):
     updates: int | None = None  # of the run that was compared: of what comes after them nothing is known
     is_whole: bool | None = None  # whether those are all that the script takes
     in_first_epoch: bool | None = None  # whether it was stopped before its main loader was begun a second time
-    throughput: float | None = None
-    """Samples per second over those of what was accepted before: of another step, which has no times and no gain."""
-    throughput_low: float | None = None
-    throughput_high: float | None = None
-    samples_per_s: float | None = None  # of the first rank, as all of these
-    samples_per_s_before: float | None = None
-    samples_per_step: float | None = None
-    samples_per_step_before: float | None = None
 
     # Of the final configuration: what was measured again at the ladder's end, which ratios to 1 say did not drift.
     first: str | None = None  # what ran first, and the last that was accepted

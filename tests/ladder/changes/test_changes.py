@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from trainstep.ladder.changes import attention, checkpointing, compiling, loaders, optimizer, precision
+from trainstep.ladder.changes import attention, compiling, loaders, optimizer, precision
 from trainstep.ladder.changes.debugging import without_debugging
 
 
@@ -89,57 +89,6 @@ def test_workers_see_what_the_script_does_to_its_data_between_epochs(trial, monk
         found += [batch.tolist() for batch in loader]
     assert loader.num_workers == 2
     assert found == [[0, 1, 2, 3], [10, 11, 12, 13]]
-
-
-def test_loaders_make_batches_of_twice_as_many_samples_once(trial):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(4))
-
-    loaders.larger_batch(trial)
-    data = TensorDataset(torch.arange(8))
-    assert [DataLoader(data).batch_size, DataLoader(data, 3).batch_size] == [2, 6]
-    assert DataLoader(data, batch_size=6).batch_size == 6, "made anew of the arguments of one that is larger already"
-    assert DataLoader(TensorDataset(torch.arange(9)), batch_size=6).batch_size == 12
-    sampler = DataLoader(data, batch_size=4).batch_sampler
-    assert sampler.batch_size == 8
-    assert list(map(len, DataLoader(data, batch_sampler=sampler).batch_sampler)) == [8]
-    assert DataLoader(data, batch_size=None).batch_size is None
-    assert DataLoader(Stream(), batch_size=2).batch_size == 2
-    with pytest.raises(TypeError, match="nonsense"):
-        DataLoader(data, nonsense=1)
-
-
-class Dropping(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5)) for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def gradients(change, trial):
-    torch.manual_seed(0)
-    model = Dropping()
-    kept = []
-    if change:
-        change(trial)
-        trial.sees(model)
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.numel()) or each, lambda each: each):
-        loss = model(torch.ones(4, 8)).square().sum()
-    loss.backward()
-    return [each.grad for each in model.parameters()], sum(kept)
-
-
-def test_checkpointed_blocks_keep_less_and_drop_the_same(trial):
-    (plain, much), (own, little) = gradients(None, trial), gradients(checkpointing.checkpointed_blocks, trial)
-    assert all(map(torch.equal, plain, own))
-    assert any(each.count_nonzero() < each.numel() for each in plain), "something was dropped"
-    assert little < much / 2
-    trial.sees(nn.Linear(2, 2))  # a model without blocks stays as it is
 
 
 def test_autocast_is_around_the_model_and_results_are_float32(trial):

@@ -301,10 +301,5 @@ def test_a_change_takes_the_place_of_those_whose_fields_it_sets(monkeypatch):
     assert [each.name for each in tried.accepted] == ["wide", "again"]
 
 
-def test_a_workload_has_no_change_that_takes_another_step(trusting):
-    with pytest.raises(TypeError, match="larger is no change of a workload's step"):
-        runner().another_step(change("larger", {}), [])
-
-
 def runner():
     return StepRunner(SOURCE, BASE, None, 1, 7, False)

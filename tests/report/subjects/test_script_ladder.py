@@ -35,18 +35,6 @@ FUSED = row(
 WRONG = row("compiled model", status="wrong", verdict="wrong", reason="the gradients off by 0.3", gradient_error=0.3)
 TOP = row(FINAL, 4.0, **ratio("speedup", 2.5), verdict="faster", accepted=True, runs=2)
 PATCH = row(PATCHED, 4.1, **ratio("speedup", 2.4), verdict="faster", accepted=True, runs=2)
-LARGER = row(
-    "larger batch",
-    **ratio("throughput", 1.5),
-    verdict="another step",
-    runs=2,
-    code="batch_size=16",
-    samples_per_s=1200.0,
-    samples_per_s_before=800.0,
-    samples_per_step=16.0,
-    samples_per_step_before=8.0,
-    samples={"training_loss": [1.0]},
-)
 
 
 def found(*rows):
@@ -86,38 +74,6 @@ def test_nothing_kept_and_nothing_judged():
     assert "fused optimizer (0.60–1.20) (load 17.0 on 2 cores, the process had 12% of the CPU" in said
     failed = row("baseline", status="failed", verdict="not reproducible", reason="it starts from other weights")
     assert not {name for name in found(failed) if name.startswith("gain.")}
-
-
-def test_a_larger_batch_is_told_as_throughput_and_no_speed_up():
-    every = found(BASELINE, LARGER)
-    assert "gain.script_none" in every
-    told = every["gain.throughput"].figures
-    assert (told["throughput"], told["before"], told["samples"]) == (1.5, 8.0, 16.0)
-    every = found(BASELINE, FUSED, LARGER)
-    assert (every["gain.script"].figures["speedup"], every["gain.script"].figures["changes"]) == (
-        2.0,
-        ("fused optimizer",),
-    )
-    open_ = found(BASELINE, dataclasses.replace(LARGER, **ratio("throughput", 1.04)))
-    assert "gain.throughput" not in open_
-    assert "was not shown to compute more of them per second: 1.04×" in open_["gain.throughput_open"].sentence
-
-
-def test_the_table_has_samples_per_second_where_there_is_another_step():
-    (table,) = make_tables([BASELINE, FUSED, LARGER], "terminal")
-    titles = list(table.columns)
-    cells = {each.key: each.cells for each in table.rows}["larger batch"]
-    assert cells[titles.index("samples per second [95 %]")].plain == "1.50× [1.45–1.55]"
-    assert cells[titles.index("verdict")].plain == "another step, not compared"
-    assert [cells[titles.index(title)].value for title in ("step (ms) [95 %]", "speed-up [95 %]")] == [None, None]
-    (table,) = make_tables([BASELINE, FUSED], "terminal")
-    assert "samples per second [95 %]" not in table.columns
-
-
-def test_another_step_is_no_bar_beside_the_steps():
-    charts, _ = ladder([BASELINE, FUSED, LARGER]).blocks
-    falls, *_ = charts.charts[0].plot.args
-    assert [fall.name for fall in falls] == ["baseline", "fused optimizer"]
 
 
 def test_a_wrong_rung_has_its_reason_and_no_time():

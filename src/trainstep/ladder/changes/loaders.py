@@ -1,4 +1,4 @@
-"""Batches: pinned memory, workers, and a larger batch, which is another step."""
+"""Batches: pinned memory and workers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from trainstep.observe.steps import DATA
 
 WORKERS = 4
 """Workers of a loader that has fewer, where this process may run on as many cores."""
-TIMES = 2
-"""Factor by which a larger batch has more samples."""
 _NO_LOADER = "the script makes no DataLoader"
 
 
@@ -107,43 +105,4 @@ LOADER_WORKERS = Change(
         lambda place: "DataLoader",
         lambda settings, script: _with_few_workers(settings),
     ),
-)
-
-
-def larger_batch(trial: Trial) -> None:
-    """Loaders that are told a batch size make batches of twice as many samples. A loader that is made of another one's
-    arguments, as Lightning does, has the larger size already."""
-    from torch.utils.data import DataLoader
-
-    from trainstep.ladder.trial.settings import batch_size_of
-
-    made: list[tuple[Any, int]] = []
-
-    def more(given: dict[str, Any]) -> dict[str, Any]:
-        size, data = batch_size_of(given), given.get("dataset")
-        if size is None or any(each is data and known == size for each, known in made):
-            return {}
-        made.append((data, TIMES * size))
-        return {"batch_size": TIMES * size}
-
-    give(DataLoader, more)
-
-
-def _without_batch_size(settings: Settings) -> str:
-    if not settings["loaders"]:
-        return f"{_NO_LOADER}: its batches are its own"
-    if any(loader["batch_size"] for loader in settings["loaders"]):
-        return ""
-    if any(loader["is_iterable"] for loader in settings["loaders"]):
-        return "how many samples are in a batch of an IterableDataset is not known from outside"
-    return "its loaders' batches are made by batch samplers, or by the script"
-
-
-LARGER_BATCH = Change(
-    "larger batch",
-    Line("DataLoader(…, batch_size=2 * …)", "another step: the learning rate may want to be changed with it"),
-    {"script": 0.6},
-    script=larger_batch,
-    why_not=_without_batch_size,
-    trades="the step",
 )

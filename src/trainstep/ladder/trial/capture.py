@@ -15,7 +15,7 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,8 +53,6 @@ class Captured:
     sizes: dict[str, float]  # ‖W‖ of each before
     updates: int
     peak_gib: float | None  # on a GPU
-    fixed_gib: float | None = None  # of it, what no batch changes: weights, their gradients, optimizers' states
-    limit_gib: float | None = None  # what the process could have of the GPU's memory
     shown: Buffers = NO_BUFFERS  # buffers at the first update and at the end, and what `shown.Shown` has
     said: Mapping[str, str] = field(default_factory=dict)  # what must be equal, in words: the modes of calls, dropout
     files: frozenset[str] = frozenset()  # names of those that it wrote into its copy of the folder
@@ -197,14 +195,8 @@ class Capture:
         """The last fields of `Captured`."""
         device = next((value.device for value, _ in self._initial.values() if value.is_cuda), None)
         if device is None:
-            return {"peak_gib": None, "fixed_gib": None, "limit_gib": None}
-        kept = bytes_of(each for each in map(_own, self._kept()) if each.is_cuda)
-        free, total = torch.cuda.mem_get_info(device)
-        limit = min(
-            free + torch.cuda.memory_reserved(device), total * torch.cuda.get_per_process_memory_fraction(device)
-        )
-        found = torch.cuda.max_memory_allocated(device), kept, limit
-        return {name: each / 2**30 for name, each in zip(("peak_gib", "fixed_gib", "limit_gib"), found, strict=True)}
+            return {"peak_gib": None}
+        return {"peak_gib": torch.cuda.max_memory_allocated(device) / 2**30}
 
     def _kept(self) -> Iterator[Tensor]:
         """Tensors that are there between two steps."""
@@ -258,19 +250,6 @@ def _digest(value: Tensor) -> bytes:
     return hashlib.blake2b(value.reshape(-1).view(torch.uint8).numpy().data, digest_size=DIGEST).digest()
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all together, each place in memory once; what has no storage of its own is left out."""
-    return sum(dict(filter(None, map(_memory_of, tensors))).values())
-
-
-def _memory_of(value: Tensor) -> tuple[int, int] | None:
-    """Address and bytes of a tensor; None of what has no storage of its own, such as a sparse tensor."""
-    try:
-        return value.data_ptr(), value.numel() * value.element_size()
-    except RuntimeError:  # also NotImplementedError, of wrappers around other tensors
-        return None
-
-
 def _own(value: Tensor) -> Tensor:
     """This rank's part of what is spread over ranks."""
     return value.to_local() if hasattr(value, "to_local") else value
@@ -307,8 +286,6 @@ def of_all_ranks(found: Sequence[Captured]) -> Captured:
         every(lambda each: each.sizes),
         sum(each.updates for each in found),
         max(known("peak_gib"), default=None),
-        min(known("fixed_gib"), default=None),
-        min(known("limit_gib"), default=None),
         *(first.shown, first.said),
     )
 

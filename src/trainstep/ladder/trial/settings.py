@@ -22,12 +22,6 @@ from trainstep.step.blocks import find_blocks
 
 FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers of torch that have a fused form on CPUs and GPUs alike."""
-CHECKPOINTS = (
-    (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
-    (torch.utils.checkpoint.CheckpointFunction, "forward"),
-)
-"""Functions that torch.utils.checkpoint.checkpoint calls, in its two ways: scripts hold the function itself by its
-name."""
 ATTENTION, DROPPING = "ScaledDotProduct", ", dropping"
 """In the name of every node of scaled_dot_product_attention's backward; what is added where it drops some."""
 
@@ -41,7 +35,6 @@ class Settings:
         self._optimizers: dict[int, dict[str, Any]] = {}
         self._models: list[dict[str, Any]] = []
         self._roots: list[nn.Module] = []
-        self._checkpoints = False
         self._operators: set[str] = set()
         self._is_opaque = False
         self._undo: list[Callable[[], None]] = []
@@ -52,8 +45,6 @@ class Settings:
         for kind in FUSED:
             self._watch(kind, "__init__", self._optimizer_is_made)
         self._watch(torch.autocast, "__enter__", self._autocast_begins)
-        for owner, name in CHECKPOINTS:
-            self._watch(owner, name, self._checkpoint_begins)
 
     def remove(self) -> None:
         """Watch no longer."""
@@ -121,7 +112,6 @@ class Settings:
             "loaders": self._loaders,
             "optimizers": made,
             "models": self._models,
-            "checkpoints": self._checkpoints,
             "operators": None if self._is_opaque or not self._operators else sorted(self._operators),
             "on_gpu": any(each.is_cuda for each in parameters_of(optimizers)),
         }
@@ -146,7 +136,6 @@ class Settings:
             "num_workers": given.get("num_workers", 0) or 0,
             "pin_memory": bool(given.get("pin_memory")),
             "is_iterable": isinstance(given.get("dataset"), IterableDataset),
-            "batch_size": batch_size_of(given),
         }
         if entry not in self._loaders:
             self._loaders.append(entry)
@@ -161,9 +150,6 @@ class Settings:
         kind = type(optimizer).__name__
         file = os.path.realpath(place.file) if place.file else ""
         self._optimizers[id(optimizer)] = {"class": kind, "file": file, "line": place.line, "names": names}
-
-    def _checkpoint_begins(self, *_: object, **__: object) -> None:
-        self._checkpoints = True
 
     def _autocast_begins(self, context: Any) -> None:
         if context._enabled:
@@ -182,14 +168,6 @@ def arguments_of(kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     except TypeError:
         return {}
     return {**given, **given.get("kwargs", {})}
-
-
-def batch_size_of(given: Mapping[str, Any]) -> int | None:
-    """Batch size that a DataLoader is told by its arguments; None where it does not make them itself, or where how many
-    samples are in one is not known, as of an IterableDataset at its end."""
-    size = given.get("batch_size", 1)
-    is_other = given.get("batch_sampler") is not None or isinstance(given.get("dataset"), IterableDataset)
-    return size if isinstance(size, int) and not is_other and given else None
 
 
 def _floats(results: Any) -> list[bool] | None:

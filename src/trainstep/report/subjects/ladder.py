@@ -20,7 +20,7 @@ from trainstep.report.numbers import NONE, gib, number, numeric, power_of_ten, t
 from trainstep.report.subjects.climbs import Climb, after_precision, climbs, of_steps, times_agree
 from trainstep.report.subjects.run import measured
 from trainstep.report.tables import Definition, make_table, page_table
-from trainstep.rows import ANOTHER_STEP, BASELINE, FIRST_THAT_FITS, ChangeRow
+from trainstep.rows import BASELINE, FIRST_THAT_FITS, ChangeRow
 from trainstep.rows.records import Row, Scalar
 
 # Tables.
@@ -67,8 +67,6 @@ def _verdict(row: Row) -> Cell:
         return replace(cell, tone="quiet") if called == "not tried" else cell
     if called in (BASELINE, FIRST_THAT_FITS):
         return cell
-    if called == ANOTHER_STEP:
-        return replace(cell, in_files=f"{called}, not compared", note="not compared")
     if accepted:
         words = "accepted: no slower, and smaller" if called == "inconclusive" else "accepted"
         note = f"of {number(row.values['updates'])} updates, in one epoch" if row.values.get("in_first_epoch") else ""
@@ -98,11 +96,6 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
         columns.median("step (ms) [95 %]", "step"),
         ratio("speed-up", "speedup"),
         ratio("against what was accepted", "gain", brief=False),
-        ratio("samples per second", "throughput"),
-        *columns.values({"before (samples/s)": "samples_per_s_before", "samples/s": "samples_per_s"}, brief=False),
-        *columns.values(
-            {"before (samples)": "samples_per_step_before", "samples a step": "samples_per_step"}, brief=False
-        ),
         columns.count("runs", "runs"),
         columns.value("peak (GiB)", "peak_gib"),
         columns.value("utilisation (%)", "utilisation", brief=False, page=False),
@@ -183,8 +176,7 @@ _OF_SCRIPT = (
     "The script itself is run for each change, or for several, which are made from outside on what was accepted. Its "
     "first update's gradients, its losses and its weights at the end are compared with the script as it is; allowed is "
     "twice what random roundings do to the script, plus one rounding. What is wrong is not timed. Ratios are between "
-    "runs, which take turns; brackets are 95 % intervals. A larger batch is another step: it is not compared, and has "
-    "samples per second in place of a speed-up."
+    "runs, which take turns; brackets are 95 % intervals."
 )
 
 
@@ -225,7 +217,7 @@ def _waterfall(climb: Climb, suffix: str) -> Chart:
     falls, before = [], 0.0
     # Each bar starts at the time accepted before it, so a rejected change leaves the level as it was.
     for row in climb.rows:
-        if row.verdict not in (ANOTHER_STEP, "not tried"):
+        if row.verdict != "not tried":
             falls.append(_fall(row, before))
             before = row.step_ms or before if row.accepted else before
     shown = {fall.outcome for fall in falls}
@@ -465,7 +457,7 @@ def rejected(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _gain_of_script(climb: Climb, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Findings on a script: what was accepted, what it brings together, the lines to add for it, another step, and the
+    """Findings on a script: what was accepted, what it brings together, the lines to add for it, and the
     patch."""
     if climb.first.status != "ok":
         return
@@ -491,27 +483,11 @@ def _gain_of_script(climb: Climb, rows: Sequence[Row]) -> Iterator[Finding]:
         yield found("gain.script_open", said, changes=names)
     for row in there if last is not None else ():
         yield found("gain.line", f"{{change}}: {literal(row.lines)}", change=row.change)
-    for row in climb.rows:
-        if row.verdict == ANOTHER_STEP and row.throughput_low is not None:
-            yield _throughput(row)
     patched = climb.patched
     if patched is not None and patched.status == "ok" and patched.accepted:
         said = "The patched script, run with nothing from outside, is {speedup:.2f}× faster ({low:.2f}–{high:.2f})."
         figures = {"low": patched.speedup_low, "high": patched.speedup_high}
         yield found("gain.patch", said, speedup=patched.speedup, **figures)
-
-
-def _throughput(row: ChangeRow) -> Finding:
-    """Finding on what another step brings in samples per second: never a speed-up."""
-    figures = {"throughput": row.throughput, "low": row.throughput_low, "high": row.throughput_high}
-    figures |= {"before": row.samples_per_step_before, "samples": row.samples_per_step}
-    step = "{change}: another step, of {samples:.4g} samples in place of {before:.4g},"
-    ratio = "{throughput:.2f}× (between runs, {low:.2f}–{high:.2f})"
-    if numeric(row.throughput_low) > 1:
-        said = f"{step} computes {ratio} as many per second; whether it learns as well is not known. "
-        return found("gain.throughput", said + literal(row.lines), change=row.change, **figures)
-    said = f"{step} was not shown to compute more of them per second: {ratio}."
-    return found("gain.throughput_open", said, change=row.change, **figures)
 
 
 RULES = (baseline, gain, rejected)
