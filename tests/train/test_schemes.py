@@ -1,7 +1,5 @@
 """Every scheme makes the curve of one process, also where it goes on at another number of ranks."""
 
-import json
-
 import pytest
 
 from tests.train.runs import alone, config, far_apart, losses, names, on_rank, rows, until
@@ -86,16 +84,6 @@ def test_parameters_that_do_not_divide_are_read_in_the_other_form(two, tmp_path)
     for scheme, stop in (("sharded-optimizer", 8), ("fsdp", 16), ("sharded-optimizer", None)):
         two.run(_odd, tmp_path / "run", scheme, stop)
     assert far_apart(losses(tmp_path / "expected"), losses(tmp_path / "run")) < 1e-5
-
-
-def test_slices_of_an_earlier_version_are_left_to_their_scheme(two, tmp_path):
-    out = tmp_path / "run"
-    two.run(until, config(scheme="sharded-optimizer"), out, 5)
-    path = out / "checkpoints" / names(out)[-1] / "checkpoint.json"
-    note = json.loads(path.read_text())
-    path.write_text(json.dumps({name: value for name, value in note.items() if name not in ("slices", "sha256")}))
-    with pytest.raises(UsageError, match=r"of an earlier version, which only --scheme sharded-optimizer reads"):
-        alone(config(scheme="single"), out)
 
 
 def test_a_mistake_is_that_of_every_rank(two, tmp_path):

@@ -105,6 +105,7 @@ GONE = {
     "memory --checkpointing": "bench step --checkpointing none,every-1,selective times policies, memory --fit chooses",
     "feed-forward": "python -m examples.feed_forward --layer B D F C W has it (docs/theory.md)",
     "gathers": "bench parallel has the waits for gathers in exposed communication, and --trace draws them",
+    "jobs": "a sweep runs one case at a time, as benchmarks disturb one another; start a sweep on each GPU",
     "measure": "analyze measures rates for --calibration, and bench step a whole step",
     "nsys": "profile --nvtx runs under nsys profile, and --from reads its export (docs/profile.md)",
     "page-every": "train draws the page at its end; trainstep report draws that of a run under way",

@@ -23,9 +23,8 @@ DEFAULT_STEP = StepConfig(precision="bf16", attention="sdpa", optimizer="adamw-f
 """Settings that people train with, where no file says otherwise."""
 NETWORK_GB_S = 40.0
 PlannedModel: Any = flags_of(ModelConfig, defaults=dict.fromkeys(VARIED, "the size's"), without=["rope_theta"])
-PlannedStep: Any = flags_of(
-    StepConfig, defaults=vars(DEFAULT_STEP), without=["learning_rate", "device", "seed", "graph"]
-)
+UNPLANNED = ["learning_rate", "device", "seed", "graph"]
+PlannedStep: Any = flags_of(StepConfig, defaults=vars(DEFAULT_STEP), without=UNPLANNED)
 
 
 @dataclass(frozen=True, kw_only=True)

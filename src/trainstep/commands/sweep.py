@@ -36,9 +36,6 @@ class Sweep(Common):
 
     file: Positional[Path]
     """TOML file: command = "bench step", [fixed] with one value per flag, [axes] with a list of values per flag."""
-    jobs: int = 1
-    """Cases at once; by default 1, as benchmarks disturb one another. With several, each case sees GPUs of its own
-    alone."""
     timeout: float | None = None
     """Seconds after which a case is ended; by default the file's, else none."""
     retry: Literal["failed"] | None = None
@@ -52,10 +49,8 @@ class Sweep(Common):
         from trainstep.base.guards import StopSignals, held_folder
         from trainstep.bench.sweep.cases import load_grid
         from trainstep.bench.sweep.rows import RETRIED, sweep_records
-        from trainstep.bench.sweep.run import run_here, visible_gpus
+        from trainstep.bench.sweep.run import run_here
 
-        if self.jobs < 1:
-            raise UsageError(f"jobs is {self.jobs}; expected 1 or more")
         if self.timeout is not None and not self.timeout > 0:
             raise UsageError(f"timeout is {self.timeout:g}; expected seconds above 0")
         out = self.out or Path("results") / f"sweep-{self.file.stem}"
@@ -70,8 +65,7 @@ class Sweep(Common):
         timeout_s = self.timeout if self.timeout is not None else grid.timeout_s
         with held_folder(out, "trainstep sweep", wait_s=ENDING_S) as lock, StopSignals(raises=True):
             say(_count(cases, retried))
-            gpus = visible_gpus() if self.jobs > 1 else ()
-            execute = functools.partial(run_here, jobs=self.jobs, gpus=gpus, timeout_s=timeout_s, lock=lock)
+            execute = functools.partial(run_here, timeout_s=timeout_s, lock=lock)
             with contextlib.closing(sweep_records(cases, execute, retried)) as records:
                 told = _told(records, grid.axes, len(cases))
                 return run_and_report(told, out, f"sweep {self.file.name}", total=len(cases))

@@ -174,7 +174,7 @@ class Ladder:
             if row.status != "out of memory":
                 return
             changes = sorted(changes, key=lambda each: each.step != MAKES_ROOM)
-        singly = list(changes)
+        singly = changes
         every = self._compatible(each for each in singly if not self.runner.skipped(each)) if self.at_once else []
         if len(every) > 1:
             yield (row := self._try_together(every))

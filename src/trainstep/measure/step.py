@@ -177,9 +177,9 @@ def _count_flops(
     """Model FLOPs, and the operators that are not among them."""
     if source.model is not None:
         return step_flops(source.model, step.config.batch, step.config.context, mode), ()
-    if step.config.compile != "off" or step.config.checkpointing != "none":
-        return None, ()  # compiled code hides its operators from the counter, checkpointed code runs some of them twice
-    with uncompiled(), step.kernel_by_kernel(), counted_flops() as count:
+    if (step.config.compile, step.config.checkpointing, step.config.graph) != ("off", "none", "off"):
+        return None, ()  # compiled code and graphs hide operators from the counter, checkpointed code runs some twice
+    with uncompiled(), counted_flops() as count:
         step(batch, mode="forward" if mode == "forward" else "forward-backward")
     return count() or None, count.uncounted
 

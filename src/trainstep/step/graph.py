@@ -42,11 +42,9 @@ def capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         UnsupportedError: it cannot, so that a graph would repeat the numbers of the step that was captured.
     """
     for group in optimizer.param_groups:
-        if group.get("fused") or "capturable" in group:
-            group |= {"capturable": True} if "capturable" in group else {}
-        else:
-            name = type(optimizer).__name__
-            raise UnsupportedError(f"{REFUSED}: {name} has neither a capturable nor a fused form in torch")
+        if not group.get("fused") and "capturable" not in group:
+            raise UnsupportedError(f"{REFUSED}: {type(optimizer).__name__} has no capturable or fused form in torch")
+        group |= {"capturable": True} if "capturable" in group else {}
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
 
 
@@ -84,7 +82,7 @@ class _Pass:
     graphs: _Graphs
     places: tuple[Any, ...]
     """Addresses and settings that it was captured with."""
-    layout: Any
+    layout: str
     batch: list[Tensor]
     gradients: list[tuple[nn.Parameter, Tensor]]
 
@@ -117,8 +115,7 @@ class StepGraph:
 
         Between replays no tensor holds most of the pool, so torch's counters know of a phase when it is captured alone.
         """
-        segments = torch.cuda.memory_snapshot()
-        own = [each for each in segments if tuple(each["segment_pool_id"]) == tuple(self._pool)]
+        own = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == tuple(self._pool)]
         outside = torch.cuda.memory_allocated(self._device) - sum(each["allocated_size"] for each in own)
         return outside, {name: outside + size for name, size in self._own_bytes.items()}
 
@@ -140,11 +137,9 @@ class StepGraph:
         places += _addresses([each.grad for each in parameters if each.grad is not None])
         found = self._passes.get(adds)
         layout = _layout(batch)
-        if found is not None and not _is_alike(found.layout, layout):
-            raise UnsupportedError(
-                f"{REFUSED}: a batch has {layout} and the first had {found.layout}; expected batches of one shape. "
-                "Pad them, or leave --graph off"
-            )
+        if found is not None and found.layout != layout:
+            differ = f"a batch has {layout} and the first had {found.layout}"
+            raise UnsupportedError(f"{REFUSED}: {differ}; pad batches to one shape, or leave --graph off")
         if found is None or found.places != places:
             if not adds:
                 self._passes.clear()
@@ -161,15 +156,13 @@ class StepGraph:
         self, run: Callable[[Any, PhaseContext], Tensor], batch: Any, places: tuple[Any, ...], adds: bool
     ) -> _Pass:
         static = map_tensors(batch, torch.clone)
-        parameters = list(self._module.parameters())
         # A pass that adds to gradients would change them; the one before has set up the same kernels.
         for number in range(0 if adds else WARMUP):
             with _refusing_reads() if number + 1 == WARMUP else nullcontext():
                 self._try(lambda: run(static, no_phases))
-            for each in parameters:
-                each.grad = None
+            self._module.zero_grad(set_to_none=True)
         graphs = self._captured(lambda phase: run(static, phase))
-        gradients = [(each, each.grad) for each in parameters if each.grad is not None]
+        gradients = [(each, each.grad) for each in self._module.parameters() if each.grad is not None]
         return _Pass(graphs, places, _layout(batch), tensors_of(static), gradients)
 
     def update(
@@ -270,17 +263,10 @@ def _refusing_reads() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _layout(batch: Any) -> Any:
-    """The batch with a dtype and a shape in the place of each tensor."""
+def _layout(batch: Any) -> str:
+    """Text of the batch with a dtype and a shape in the place of each tensor."""
     described: Any = lambda tensor: (tensor.dtype, tuple(tensor.shape))  # noqa: E731
-    return map_tensors(batch, described)
-
-
-def _is_alike(layout: Any, other: Any) -> bool:
-    try:
-        return bool(layout == other)
-    except (RuntimeError, ValueError):  # a tensor or an array that is none of the batch's own, as of a PackedSequence
-        return False
+    return repr(map_tensors(batch, described))
 
 
 def _addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:

@@ -127,15 +127,6 @@ class TrainingStep:
         """True if gradients are of this process alone."""
         return self.replica.module is self.module and self.replica.finish_gradient_synchronization is None
 
-    @contextmanager
-    def kernel_by_kernel(self) -> Iterator[None]:
-        """Inside, the step runs without its graph, so that instruments see its operators."""
-        graph, self.graph = self.graph, None
-        try:
-            yield
-        finally:
-            self.graph = graph
-
     def _in_backward(self) -> UpdatesInBackward:
         """Raise UnsupportedError where gradients are not what the optimizer updates from when they are there."""
         if self.scaler is not None or not self._is_alone:

@@ -62,12 +62,7 @@ class Checkpoint:
     step: int  # updates made when it was taken
     note: Mapping[str, Any]
     """`identity`; `form` of the optimizer's state, and its `slices`; `world_size`; `tokens` trained on;
-    `resumed_from`, which its command was told to go back to; `files` with their sizes; their `sha256`, which those of
-    earlier versions lack."""
-
-    @property
-    def is_summed(self) -> bool:
-        return "sha256" in self.note
+    `resumed_from`, which its command was told to go back to; `files` with their sizes; their `sha256`."""
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -91,8 +86,8 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
         instead = f"to go on from an older one, give --resume-from {older[-1]}"
     try:
         note = read_json(path / NOTE, dict[str, Any])
-        files, sums = dict(note["files"]), dict(note.get("sha256", {}))
-        if sums and note["note_sha256"] != _sum_of_note(note):
+        files, sums = dict(note["files"]), dict(note["sha256"])
+        if note["note_sha256"] != _sum_of_note(note):
             raise ValueError("its content is not what was written")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"checkpoint {path} is damaged: {NOTE} cannot be read ({error}); {instead}") from error
@@ -262,8 +257,7 @@ def _load(checkpoint: Checkpoint, replica: Replica, group: dist.ProcessGroup) ->
             else:
                 read_names_in_slices(path, model, optimizer, plain, group)
         elif was == SLICES:
-            told = checkpoint.note.get("slices")
-            read_slices_by_name(path, told, model, optimizer, _trained(replica), group)
+            read_slices_by_name(path, checkpoint.note["slices"], model, optimizer, _trained(replica), group)
         else:  # an optimizer without state, as plain SGD, leaves nothing in a checkpoint
             state: Any = {"state": {}} | empty_optimizer(read_metadata(path), model)
             load_files(path, {"model": model, "optimizer": state}, group)
@@ -302,7 +296,7 @@ def numbering(optimizer: ShardedOptimizer, module: nn.Module) -> dict[str, list[
 
 def read_slices_by_name(
     path: Path,
-    told: Mapping[str, Sequence[str]] | None,
+    told: Mapping[str, Sequence[str]],
     model: dict[str, Any],
     optimizer: torch.optim.Optimizer,
     trained: Mapping[str, nn.Parameter],
@@ -317,8 +311,6 @@ def read_slices_by_name(
     Raises:
         UsageError: the checkpoint does not say which parameter is which, or has some in another order of memory.
     """
-    if told is None:
-        raise UsageError("it is of an earlier version, which only --scheme sharded-optimizer reads")
     if told["unordered"]:
         raise UsageError(
             f"it has {', '.join(told['unordered'])} in the order of their memory, which is not that of their rows, and "

@@ -52,8 +52,8 @@ class Learner:
 
     Args:
         counts_flops: whether FLOPs that no formula gives are counted in the first update, by running it once more
-            without its optimizer. Not where code is compiled, which hides its operators, or checkpointed, which runs
-            some of them twice.
+            without its optimizer. Not where code is compiled or in a graph, which hides its operators, or checkpointed,
+            which runs some of them twice.
 
     Raises:
         UsageError: the module or its optimizer cannot be trained like this.
@@ -80,7 +80,7 @@ class Learner:
         self._rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.buffers = MovingBuffers(self.step.module, process)
         self._known_flops = data.flops(process.world_size)
-        is_plain = config.step.compile == "off" and config.step.checkpointing == "none"
+        is_plain = (config.step.compile, config.step.checkpointing, config.step.graph) == ("off", "none", "off")
         self._counts_flops, self._counted = counts_flops and is_plain, math.nan
         self._shapes: list[tuple[int, ...]] | None = None  # of the batches whose FLOPs were counted
 
@@ -139,7 +139,7 @@ class Learner:
         before = [buffer.clone() for buffer in self.step.module.buffers()]
         flops = 0.0
         for part in parts:
-            with uncompiled(), self.step.kernel_by_kernel(), counted_flops() as count:
+            with uncompiled(), counted_flops() as count:
                 self.step(part, mode="forward-backward")
             flops = math.nan if count.uncounted or not count() else flops + count()
         with torch.no_grad():

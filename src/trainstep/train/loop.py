@@ -281,8 +281,6 @@ class Start:
         if self.checkpoint is not None:
             writers = counted(self.checkpoint.note.get("world_size"), "rank")
             told += f"\nresumed from {self.checkpoint.path.name}, written by {writers}"
-            if not self.checkpoint.is_summed:
-                told += "; it has no checksums, as it is of an earlier version, so damage to it goes unnoticed"
         elif not self.is_new:
             told += "\nthe run was begun before, but has no checkpoint yet: from the first update again"
         if self.aside:

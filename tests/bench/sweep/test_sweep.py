@@ -17,7 +17,7 @@ from trainstep.base.errors import UsageError
 from trainstep.base.guards import held_folder
 from trainstep.bench.sweep import run as processes
 from trainstep.bench.sweep.cases import Case, flags, load_grid
-from trainstep.bench.sweep.run import run_here, visible_gpus
+from trainstep.bench.sweep.run import run_here
 from trainstep.commands.cli import main, parse
 from trainstep.commands.sweep import Sweep
 from trainstep.rows.records import read_records
@@ -54,7 +54,7 @@ def _repository(monkeypatch):
 def test_eight_cases_of_which_one_crashes_and_one_runs_out_of_memory(tmp_path, monkeypatch, capsys):
     file, out = tmp_path / "eight.toml", tmp_path / "out"
     file.write_text(EIGHT)
-    assert run("sweep", str(file), "--jobs", "2", "--out", str(out)) == 1
+    assert run("sweep", str(file), "--out", str(out)) == 1
     rows = read_records(out / "results.jsonl")
     assert Counter(row.status for row in rows) == {"ok": 6, "failed": 1, "out of memory": 1}
     assert {(row.case["mode"], row.case["seed"]) for row in rows} == {
@@ -191,7 +191,7 @@ def test_a_killed_sweep_leaves_no_case_and_the_next_one_waits_for_it(tmp_path):
 def test_the_keeper_itself_is_killed_and_the_case_ends(tmp_path, monkeypatch):
     scripted(monkeypatch, "(out / 'pid').write_text(str(os.getpid()) + '.'); time.sleep(600)")
     (case,) = cases(tmp_path)
-    child = processes.Child(case, gpus=None, threads=None, timeout_s=None)
+    child = processes.Child(case, timeout_s=None)
     path = case.folder / "pid"
     pid = int(wait_for(lambda: path.exists() and path.read_text().endswith(".") and path.read_text(), "it")[:-1])
     os.kill(child._process.pid, signal.SIGKILL)
@@ -214,7 +214,7 @@ def test_what_leaves_the_case_s_session_ends_with_it(how, tmp_path, monkeypatch)
     """)  # fmt: skip
     path = tmp_path / "case-0" / "pid"
     if how == "is told to end":
-        child = processes.Child(cases(tmp_path)[0], gpus=None, threads=None, timeout_s=None)
+        child = processes.Child(cases(tmp_path)[0], timeout_s=None)
         wait_for(lambda: path.exists() and path.read_text().endswith("."), "the daemon")
         child.end()
     elif how == "ends":
@@ -232,31 +232,6 @@ def test_of_much_output_the_end_says_what_happened(tmp_path, monkeypatch):
     """)  # fmt: skip
     (case,) = run_here(cases(tmp_path))
     assert case.finished()[0].reason == "RuntimeError: after much talk"
-
-
-def test_each_case_has_gpus_of_its_own(tmp_path, monkeypatch):
-    scripted(monkeypatch, """
-        (out / "gpus").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
-        time.sleep(0.3)
-    """)  # fmt: skip
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    two = [{"processes": 2, "seed": seed} for seed in range(3)]
-    ended = list(run_here(cases(tmp_path, *two, {"device": "cpu"}), jobs=2, gpus=["3", "5", "6", "7"]))
-    seen = {case.folder.name: (case.folder / "gpus").read_text() for case in ended}
-    assert {seen["case-0"], seen["case-1"]} == {"3,5", "6,7"}
-    assert seen["case-2"] in ("3,5", "6,7")
-    assert seen["case-3"] == ""
-    with pytest.raises(UsageError, match=r"3 jobs of 2 GPUs each need 6, and 4 are visible"):
-        next(run_here(cases(tmp_path, *two), jobs=3, gpus=["3", "5", "6", "7"]))
-    (alone,) = run_here(cases(tmp_path), gpus=["3", "5"])
-    assert (alone.folder / "gpus").read_text() == "all", "a case alone sees them all"
-
-
-def test_visible_gpus_are_those_of_the_environment(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 4")
-    assert visible_gpus() == ["2", "4"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus() == []
 
 
 def test_a_case_is_known_by_its_words_alone():
@@ -375,8 +350,6 @@ def test_bad_flags(tmp_path, capsys):
     words = ["sweep", str(file), "--out", str(tmp_path / "out")]
     assert run("sweep", str(tmp_path / "absent.toml")) == 2
     assert "cannot read the sweep" in capsys.readouterr().err
-    assert run(*words, "--jobs", "0") == 2
-    assert "jobs is 0" in capsys.readouterr().err
     assert run(*words, "--timeout", "0") == 2
     assert "timeout is 0; expected seconds above 0" in capsys.readouterr().err
     assert not (tmp_path / "out").exists(), "nothing was started"

@@ -65,8 +65,7 @@ def _write_mode(files: Files, place: Place) -> bool:
     own: list[ast.Call] = []
 
     def change(text: str, tree: ast.Module) -> str | None:
-        calls = (each for each in ast.walk(tree) if isinstance(each, ast.Call))
-        own.extend(each for each in calls if ast.unparse(each.func) in called)
+        own.extend(n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) in called)
         return with_arguments(text, own[0], {"mode": "reduce-overhead"}) if len(own) == 1 else None
 
     return files.edit(place["file"], change) or (not own and _IN_GRAPHS.write(files, place))

@@ -188,15 +188,10 @@ class Capture:
         own = {"loss": losses[0] if losses else math.nan, "weights": self._checksum.hexdigest(), "losses": losses}
         own |= {"unchanged": sorted(shown.unchanged), "modules": sorted(shown.modules)}
         own |= {"sizes": sizes, "updates": updates, "said": {"calls of models": self.shown.modes, **said}}
-        self._file.finish(own | self._memory())
-        self.took_s += time.monotonic() - start
-
-    def _memory(self) -> dict[str, float | None]:
-        """The last fields of `Captured`."""
         device = next((value.device for value, _ in self._initial.values() if value.is_cuda), None)
-        if device is None:
-            return {"peak_gib": None}
-        return {"peak_gib": torch.cuda.max_memory_allocated(device) / 2**30}
+        own["peak_gib"] = None if device is None else torch.cuda.max_memory_allocated(device) / 2**30
+        self._file.finish(own)
+        self.took_s += time.monotonic() - start
 
     def _kept(self) -> Iterator[Tensor]:
         """Tensors that are there between two steps."""
@@ -271,9 +266,6 @@ def of_all_ranks(found: Sequence[Captured]) -> Captured:
                                   for name, value in of(each).items()}  # fmt: skip
         return {**of(first), **extra}
 
-    def known(name: str) -> list[float]:
-        return [value for each in found if (value := getattr(each, name)) is not None]
-
     return Captured(
         Gradients(
             math.fsum(each.gradients.loss for each in found) / len(found),
@@ -285,7 +277,7 @@ def of_all_ranks(found: Sequence[Captured]) -> Captured:
         every(lambda each: each.first_moved),
         every(lambda each: each.sizes),
         sum(each.updates for each in found),
-        max(known("peak_gib"), default=None),
+        max((each.peak_gib for each in found if each.peak_gib is not None), default=None),
         *(first.shown, first.said),
     )
 
