@@ -137,7 +137,7 @@ def differences(script: Script, folder: Path, *, ranks: bool = False) -> dict[st
     observer = [*launch, *observer] if ranks else [sys.executable, "-P", *observer, sys.executable]
     under = run(script, folder, observer, ranks=ranks)
     if not ranks:
-        under["stderr"] = under["stderr"].partition("\ntrainstep run ")[0]
+        under["stderr"] = under["stderr"].partition("\n trainstep run · ")[0]
     return {
         name: (plain.get(name), under.get(name))
         for name in plain.keys() | under.keys()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.train.runs import MODEL, config, names
 from trainstep.base.errors import UsageError
-from trainstep.train.checkpoints import Checkpoint
+from trainstep.train.checkpoints import Checkpoint, _sum_of_note
 from trainstep.train.loop import Start, check_not_of_others, open_folder
 
 UNDER_WAY = {"steps": (4, 8)}
@@ -23,7 +23,9 @@ def write_run(out, steps=(), *, resumed_from=None, has_results=False):
     if has_results:
         (out / "results.jsonl").write_text("")
     for step in steps:
-        note = {"identity": {"a": 1}, "files": {}, "resumed_from": resumed_from if step == steps[-1] else None}
+        back = resumed_from if step == steps[-1] else None
+        note = {"identity": {"a": 1}, "files": {}, "sha256": {}, "resumed_from": back}
+        note["note_sha256"] = _sum_of_note(note)
         (out / "checkpoints" / f"step-{step:08d}").mkdir()
         (out / "checkpoints" / f"step-{step:08d}" / "checkpoint.json").write_text(json.dumps(note))
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 CompileMode = Literal["off", "blocks", "blocks-recompute", "model"]
 LossImpl = Literal["dense", "chunked", "fused"]
-GraphMode = Literal["off", "step"]
 FusedParts = Literal["none", "rope"]
 OptimizerImpl = Literal["adamw-foreach", "adamw-fused", "sgd"]
 StepMode = Literal["forward", "forward-backward", "step"]
@@ -179,7 +178,7 @@ class StepConfig:
     compile: Annotated[CompileMode, CASE, FORM, RESUMABLE] = "off"
     """torch.compile: off; each block on its own (blocks); the same, where backward computes again what costs no
     product, such as norms, so that less is kept (blocks-recompute); or the whole model."""
-    graph: Annotated[GraphMode, CASE, FORM, RESUMABLE] = "off"
+    graph: Annotated[Literal["off", "step"], CASE, FORM, RESUMABLE] = "off"
     """CUDA graphs: off, or the step, whose kernels the host then launches at once (on a GPU, with batches of one
     shape). Of use where launches set the pace."""
     attention: Annotated[AttentionImpl, CASE, FORM, RESUMABLE] = "eager"

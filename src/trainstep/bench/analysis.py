@@ -103,8 +103,9 @@ def analysis_records(
         raise UsageError(f"steps is {steps}; expected at least 1")
     device, base = resolve_device(config.device), first_form(source, config)
     tried = chosen(changes_of_step(source, device.type, base), changes)  # before minutes go by
+    facts = _facts(source, config)  # where a mistake shows, which then is the only line
     on_part("facts")
-    yield _facts(source, config)
+    yield facts
     is_checked = not quick and config != plain_form(config)  # what is plain has nothing plainer beside it
     on_part("phases of the step and its warm-up" + (", checked beside the plain step" if is_checked else ""))
     cases = [StepCase(source, config, "step", each, steps) for each in (QUICK_WARMUPS if quick else WARMUPS)]

@@ -138,8 +138,8 @@ class StepGraph:
         found = self._passes.get(adds)
         layout = _layout(batch)
         if found is not None and found.layout != layout:
-            differ = f"a batch has {layout} and the first had {found.layout}"
-            raise UnsupportedError(f"{REFUSED}: {differ}; pad batches to one shape, or leave --graph off")
+            told = f"{layout}, the first had {found.layout}; pad them to one shape, or leave --graph off"
+            raise UnsupportedError(f"{REFUSED}: a batch has {told}")
         if found is None or found.places != places:
             if not adds:
                 self._passes.clear()
