@@ -94,11 +94,12 @@ def test_debugging_is_switched_off_where_it_was_switched_on(patched):
         ("", '    model.compile(mode="reduce-overhead")'),
         ("    model = torch.compile(model)\n", "    model = torch.compile(model, mode='reduce-overhead')"),
         ("    model.compile(mode='default')\n", "    model.compile(mode='reduce-overhead')"),
+        ("    @torch.compile\n    def f(x): return x\n", None),
         ("    model, f = torch.compile(model), torch.compile(f)\n", None),
     ],
 )
 def test_cuda_graphs_go_into_the_call_that_compiles(patched, own, line):
-    text, later = TEXT.replace("    optimizer =", f"{own}    optimizer ="), {"line": 9 + bool(own)}
+    text, later = TEXT.replace("    optimizer =", f"{own}    optimizer ="), {"line": 9 + own.count("\n")}
     _, lines = patched("compiled model with CUDA graphs", text=text, optimizer=later)
     assert [each[1:] for each in lines if each.startswith("+")] == ([] if line is None else [line])
 

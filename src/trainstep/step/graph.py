@@ -1,8 +1,8 @@
 """A training step in CUDA graphs: the device's work is captured once, and each phase is then one launch.
 
 Where launches set the pace the device waits while the host gives it thousands of kernels. A CUDA graph gives them at
-once. Each phase is a graph of its own, as every instrument listens to phases; the three further launches of a step take
-some microseconds. All graphs share a pool of memory, as they always run in the order in which they were captured.
+once. Each phase is a graph of its own, as every instrument listens to phases (docs/lab-log.md, 2026-11-29, has what the
+further launches cost). All graphs share a pool of memory, as they always run in the order in which they were captured.
 
 A replay reads and writes the addresses that were captured. So batches are copied into tensors that stay, learning rates
 are tensors, and where weights, buffers, gradients or optimizer state have moved, as after a checkpoint is loaded, the
@@ -195,11 +195,10 @@ class StepGraph:
         own = [each for group in groups for each in group["params"]]
         gradients = [each.grad for each in own if each.grad is not None]
         tensors = [each for each in values if isinstance(each, Tensor)]
-        state = optimizer_state_tensors(self._optimizer)
         return (
             settings,
             *(each for each in values if not isinstance(each, Tensor)),
-            *_addresses([*tensors, *own, *gradients, *state]),
+            *_addresses([*tensors, *own, *gradients, *optimizer_state_tensors(self._optimizer)]),
         )
 
     @contextmanager

@@ -35,7 +35,7 @@ def compiled_models(trial: Trial) -> None:
 def models_in_graphs(trial: Trial) -> None:
     """Models that the script compiles, or all that are called in training where it compiles none, replay their
     kernels from CUDA graphs."""
-    calls: list[Any] = []
+    calls: list[bool] = []
     _compile_with({"mode": "reduce-overhead"}, calls)
     trial.on_first_call.append(lambda module: None if calls else module.compile())
 
@@ -45,15 +45,15 @@ def any_sizes(trial: Trial) -> None:
     _compile_with({"dynamic": True}, [])
 
 
-def _compile_with(further: dict[str, Any], calls: list[Any]) -> None:
-    """Give torch.compile further arguments, and note what it is called with."""
+def _compile_with(further: dict[str, Any], calls: list[bool]) -> None:
+    """Give torch.compile further arguments, and note each call."""
     import torch
 
     original = torch.compile
 
     @functools.wraps(original)
     def compiled(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
+        calls.append(True)
         return original(*args, **{**kwargs, **further})
 
     torch.compile = compiled  # what nn.Module.compile calls, too
@@ -62,13 +62,14 @@ def _compile_with(further: dict[str, Any], calls: list[Any]) -> None:
 def _write_mode(files: Files, place: Place) -> bool:
     """Edit the script's own call of torch.compile; write one where there is none."""
     called = ["torch.compile", *(f"{name}.compile" for name in place.get("names", []))]
-    own: list[ast.Call] = []
+    named: list[ast.expr] = []  # also where there is no call, as in a decorator
 
     def change(text: str, tree: ast.Module) -> str | None:
-        own.extend(n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) in called)
-        return with_arguments(text, own[0], {"mode": "reduce-overhead"}) if len(own) == 1 else None
+        named.extend(n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n) in called)
+        calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and n.func in named]
+        return with_arguments(text, calls[0], {"mode": "reduce-overhead"}) if len(named) == len(calls) == 1 else None
 
-    return files.edit(place["file"], change) or (not own and _IN_GRAPHS.write(files, place))
+    return files.edit(place["file"], change) or (not named and _IN_GRAPHS.write(files, place))
 
 
 def _compiles(settings: Settings) -> str:
