@@ -3,31 +3,60 @@
 A snapshot is a dict of plain values: `segments` (what the allocator holds, block by block, at the end) and
 `device_traces` (for every device, its log). Its form is documented at `torch.cuda.memory._snapshot`.
 
-In files snapshots are pickles (`loading` reads them). What is written is a pickle of protocol 4 with plain values only,
-which pytorch.org/memory_viz reads.
+What is written is a pickle of protocol 4 with plain values only, which pytorch.org/memory_viz reads.
 """
 
 from __future__ import annotations
 
+import functools
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainstep.base.files import aside
-from trainstep.measure.allocations.history import FREES, History
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
 
+FREES = ("free_requested", "free_completed", "free")
+"""Events that end a block. A GPU's allocator logs the first two, one when a tensor dies and one when no stream uses its
+memory any more; only the first of them counts."""
 _UNKNOWN_CATEGORY = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": [], "category": "unknown"}
 """An event that names the category unknown: the viewer fails on a snapshot whose categories lack it."""
 
 
 def blocks_of(snapshot: Mapping[str, Any], device: int) -> tuple[list[Block], int]:
     """Blocks of one device (what the log has not made was there before), and how many events the log counts."""
-    history = History()
-    history.feed(snapshot["device_traces"][device])
-    history.close(snapshot["segments"], device)
-    return history.blocks(), history.events
+    stack_of, blocks, events = _stack_reader(), list[Block](), 0
+    alive: dict[int, tuple[int, int, tuple[Frame, ...]]] = {}  # address → (start, bytes, stack)
+    for event, events, counts in _numbered(snapshot["device_traces"][device]):
+        if not counts:
+            continue
+        address, size = event["addr"], event["size"]
+        if event["action"] == "alloc":
+            alive[address] = events, size, stack_of(event)
+            continue
+        start, size, stack = alive.pop(address, (0, size, ()))
+        blocks.append(Block(start, events, size, address, stack))
+    # What is alive at the end: of the segments, and of a log that goes on after they were read.
+    for segment in snapshot["segments"]:
+        address = segment["address"]
+        for block in segment["blocks"] if segment["device"] == device else ():
+            if block["state"] == "active_allocated":
+                alive.setdefault(address, (0, block.get("requested_size", block["size"]), stack_of(block)))
+            address += block["size"]
+    blocks += [Block(start, None, size, address, stack) for address, (start, size, stack) in alive.items()]
+    return sorted(blocks, key=lambda each: each.start), events
+
+
+def _stack_reader() -> Callable[[Mapping[str, Any]], tuple[Frame, ...]]:
+    """A function that gives the stack of an event or a block. Events share frames, and each is made once."""
+    frame = functools.cache(Frame)
+
+    def stack_of(holder: Mapping[str, Any]) -> tuple[Frame, ...]:
+        frames = holder.get("frames") or ()
+        return tuple(frame(each["filename"], each["line"], each["name"]) for each in frames)
+
+    return stack_of
 
 
 def _numbered(log: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int, bool]]:

@@ -78,7 +78,7 @@ def read_chrome_trace(path: Path) -> Trace:
             return collected.trace(", ".join(dict.fromkeys(devices)))
     except NotAsExpected as error:
         raise UsageError(
-            f"{path} is not a trace of torch.profiler ({error}) nor an SQLite export, or cut short{_pickle_hint(path)}"
+            f"{path} is not a trace of torch.profiler ({error}) nor an SQLite export, or cut short"
         ) from error
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, UsageError):
@@ -94,12 +94,6 @@ def _said(event: dict[str, Any] | None, error: Exception) -> str:
         return f"an event cannot be read: {error}"
     name = f"the event {event.get('name')} of category {event.get('cat')} at ts {event.get('ts')}"
     return f"{name} has no {error}" if isinstance(error, KeyError) else f"{name} cannot be read: {error}"
-
-
-def _pickle_hint(path: Path) -> str:
-    with open_regular(path) as file:
-        is_pickle = file.read(1) == b"\x80"
-    return f"; if it is a memory snapshot: trainstep memory --from {path}" if is_pickle else ""
 
 
 class _Collector:
