@@ -76,6 +76,12 @@ def line_of(frame: FrameType) -> str:
     return f"{_told(line)} ({line.name})"
 
 
+def one_line(error: BaseException, limit: int = 240) -> str:
+    """The first line of an error's message that says something, cut to `limit` characters."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return first if len(first) <= limit else first[: limit - 1] + "…"
+
+
 def _users(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
     """The lines of the user's own code, the innermost first."""
     not_the_users = (

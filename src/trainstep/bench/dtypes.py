@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from trainstep.base.config import StepConfig
-from trainstep.base.errors import UnsupportedError
+from trainstep.base.errors import UnsupportedError, one_line
 from trainstep.bench.tracing import as_fake, make_fake
 from trainstep.measure.dtypes import DtypeWatch, StepDtypes, module_rows
 from trainstep.measure.environment import describe
-from trainstep.measure.outcome import Failure, attempt, failed_row, one_line
+from trainstep.measure.outcome import Failure, attempt, failed_row
 from trainstep.measure.step import case_columns
 from trainstep.rows import DtypeRow
 from trainstep.step.batches import map_tensors

@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from trainstep.base.config import StepConfig, StepMode
-from trainstep.base.errors import UnsupportedError, UsageError
+from trainstep.base.errors import UnsupportedError, UsageError, one_line
 from trainstep.base.precision import PRECISIONS
 from trainstep.checkpointing.policies import policy_of
 from trainstep.measure.as_on_gpu import as_on_gpu
 from trainstep.measure.flops import counted_flops
-from trainstep.measure.outcome import Failure, attempt, one_line
+from trainstep.measure.outcome import Failure, attempt
 from trainstep.measure.step import WARMUP
 from trainstep.measure.tracing import GRADIENTS, OTHER, STATE, WEIGHTS, StepTracer
 from trainstep.plan.traced import TracedCase, TracedStep

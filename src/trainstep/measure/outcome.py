@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from trainstep.base.errors import UnsupportedError, UsageError, place_of
+from trainstep.base.errors import UnsupportedError, UsageError, one_line, place_of
 from trainstep.parallel.process import Process
 from trainstep.rows.records import AnyRow, Scalar, Status, make_row
 
@@ -113,12 +113,6 @@ def classify(error: Exception) -> Failure:
         return Failure("unsupported", f"torch.compile cannot compile it: {text}")
     logging.getLogger(__name__).debug("a case failed", exc_info=error)  # shown by --debug
     return Failure("failed", f"{type(error).__name__}: {text}{place_of(error)}")
-
-
-def one_line(error: BaseException, limit: int = 240) -> str:
-    """The first line of an error's message that says something, cut to `limit` characters."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return first if len(first) <= limit else first[: limit - 1] + "…"
 
 
 def release_memory(*, drop_compiled: bool = True) -> None:

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from trainstep.base.errors import one_line
 from trainstep.measure.allocations.recording import Recording, StepWatch, recording_on_cpu, recording_on_cuda
 from trainstep.measure.allocations.rows import groups_by_owner, timeline_rows
 from trainstep.measure.allocations.timeline import Timeline
 from trainstep.measure.dtypes import DtypeWatch, module_rows
 from trainstep.measure.memory import GIB
-from trainstep.measure.outcome import one_line
 from trainstep.measure.profile.ranges import WARMUP, announce, modules_announced, profiler_of_steps
 from trainstep.observe.compiling import is_anything_compiled, nothing_is_compiled
 from trainstep.observe.hooks import Hooks

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import sys
-import sysconfig
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 Owner = Literal["torch", "python", "library", "user"]
 
-_PYTHON = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
+_PYTHON = str(Path(os.__file__).resolve().parent)
 _OURS = str(Path(__file__).resolve().parents[1])
 
 
@@ -78,10 +78,13 @@ def line_around(place: Place) -> str:
     return shown_line(place.user_file or place.file, place.user_line or place.line)
 
 
+_real_path = cache(os.path.realpath)
+
+
 def line_of_call() -> str:
-    """Line, as `shown_line` has it: the innermost line under way that is neither torch's, nor Python's, nor ours."""
+    """`/home/me/train.py:31`: the innermost line under way that is neither torch's, nor Python's, nor ours."""
     place = place_of_call(sys._getframe(1))
-    return shown_line(place.file, place.line)
+    return f"{_real_path(place.file)}:{place.line}"
 
 
 class Lines:

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainstep.base.cores import cpu_share, load
+from trainstep.base.errors import one_line
 from trainstep.measure.environment import describe
-from trainstep.measure.outcome import one_line
 from trainstep.measure.timing import CpuClock, CudaClock, DeviceClock
 from trainstep.observe.compiling import Recompilations
 from trainstep.observe.habits import settings_on, user_files
@@ -36,7 +36,9 @@ from trainstep.observe.log import ENDED, LogWriter
 from trainstep.observe.modules import SEARCHED
 from trainstep.observe.sampling import SampledLines, Sampler, count_lines
 from trainstep.observe.steps import Step, StepFinder
-from trainstep.rows.records import Row, sections_of
+
+if TYPE_CHECKING:
+    from trainstep.rows.records import Row
 
 
 @dataclass(frozen=True)
@@ -253,6 +255,8 @@ class Session:
         if isinstance(found, str):
             self.log.write("note", {"text": found})
         else:
+            from trainstep.rows.records import sections_of
+
             self.log.write("row", {"row": sections_of(found)})
 
     def _write_peak(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from trainstep.base.config import EVERY_BLOCK, POLICIES, StepConfig
-from trainstep.base.errors import UnsupportedError, UsageError
+from trainstep.base.errors import UnsupportedError, UsageError, one_line
 from trainstep.base.hardware import free_host_bytes
 from trainstep.base.stats import summarize
 from trainstep.bench.fit.costs import block_costs
@@ -29,7 +29,7 @@ from trainstep.check.verdict import Verdict
 from trainstep.checkpointing.policies import BlockPolicy, Policy
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, LiveStorages
-from trainstep.measure.outcome import Failure, attempt, failed_row, one_line
+from trainstep.measure.outcome import Failure, attempt, failed_row
 from trainstep.measure.step import WARMUP, StepMeasurement, case_columns, measure_step, measure_training_step
 from trainstep.plan.fit import Choice, Chosen, Copies, StepCost, choose, peak_of, seconds_of, with_budget_error
 from trainstep.rows import FitRow
