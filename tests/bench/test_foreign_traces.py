@@ -1,11 +1,13 @@
-"""Traces that others recorded: several devices, steps of other names, transfers, odd devices."""
+"""Traces and exports that others recorded: several devices, steps of other names, transfers, graphs, odd devices."""
 
 import json
+import sqlite3
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from tests.measure.profile.test_nsys import OTHER, PROCESS, export, global_id
 from tests.measure.profile.test_trace import event, launch
 from trainstep.base.errors import UsageError
 from trainstep.bench.profile import records_from_file
@@ -165,6 +167,14 @@ def test_kernels_of_processes_in_one_file_are_placed_where_their_launches_have_i
         assert profile.profiled_n == 1
 
 
+def test_processes_of_an_nsys_export_are_devices_of_their_own(tmp_path):
+    """Under CUDA_VISIBLE_DEVICES every process calls its device 0."""
+    kernels = [(PROCESS, 100_000, 130_000, 77, 1), (OTHER, 100_000, 120_000, 77, 2)]
+    rows = list(records_from_file(export(tmp_path / "two.sqlite", kernels=kernels, leave_out=["NVTX_EVENTS"])))
+    assert [row.device for row in profiles(rows)] == [f"GPU 0 of process {PROCESS}", f"GPU 0 of process {OTHER}"]
+    assert [row.kernels for row in profiles(rows)] == [1, 1]
+
+
 # Steps
 
 
@@ -210,6 +220,16 @@ def test_micro_steps_are_parts_of_the_step_around_them(tmp_path):
 def test_other_ranges_are_no_numbered_steps(tmp_path, name):
     (profile,) = profiles(rows_of_trace(tmp_path, event("user_annotation", name, 0.0, 90.0), on_gpu(GEMM, 20.0, 10.0)))
     assert profile.has_steps is (name == "step")
+
+
+def test_nvtx_steps_of_an_export(tmp_path):
+    path = export(tmp_path / "steps.sqlite")
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE NVTX_EVENTS SET text = 'iteration 12' WHERE text = 'step:0'")
+    database.close()
+    (profile, other) = profiles(records_from_file(path))
+    assert (profile.has_steps, profile.profiled_n, profile.kernels) == (True, 1, 2)
+    assert (other.has_steps, other.kernels) == (False, 1), "the other process takes no step"
 
 
 def test_without_steps_every_figure_is_said_to_be_of_the_trace(tmp_path):
@@ -291,7 +311,60 @@ def test_a_transfer_hides_no_communication(tmp_path):
     assert profile.communication_overlapped_ms == 0
 
 
-# Other devices, odd files
+def test_transfers_of_an_export_say_their_memory(tmp_path):
+    columns = {
+        "CUPTI_ACTIVITY_KIND_MEMCPY": "start INT, end INT, deviceId INT, contextId INT, streamId INT, "
+        "correlationId INT, globalPid INT, bytes INT, copyKind INT, srcKind INT, dstKind INT",
+        "ENUM_CUDA_MEM_KIND": "id INT, name TEXT, label TEXT",
+    }
+    path = export(tmp_path / "copies.sqlite", columns=columns, leave_out=["NVTX_EVENTS"])
+    with sqlite3.connect(path) as database:
+        database.execute(
+            "INSERT INTO ENUM_CUDA_MEM_KIND VALUES (0, 'x', 'Pageable'), (1, 'y', 'Pinned'), (2, 'z', 'Device')"
+        )
+        insert = "INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY (start, end, deviceId, streamId, correlationId, globalPid, "
+        insert += "bytes, copyKind, srcKind, dstKind) VALUES (?, ?, 0, 7, 1, ?, 1000000, 1, ?, 2)"
+        database.execute(insert, (300_000, 340_000, global_id(PROCESS), 0))
+        database.execute(insert, (340_000, 350_000, global_id(PROCESS), 1))
+    database.close()
+    (profile, _) = profiles(records_from_file(path))
+    assert profile.transfers_ms == pytest.approx(0.05)
+    assert profile.transfers_gb == pytest.approx(0.002)
+    assert profile.transfers_pinned_share == pytest.approx(0.2)
+
+
+# Graphs, other devices, odd files
+
+GRAPHS = {
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "start INT, end INT, deviceId INT, contextId INT, streamId INT, "
+    "correlationId INT, globalPid INT, graphId INT, graphExecId INT"
+}
+
+
+def graphs_added(path):
+    with sqlite3.connect(path) as database:
+        database.execute(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (300000, 900000, 0, 1, 7, 77, ?, 5, 6)",
+            (global_id(PROCESS),),
+        )
+    database.close()
+    return path
+
+
+def test_the_time_of_cuda_graphs_counts_and_is_said(tmp_path):
+    rows = list(records_from_file(graphs_added(export(tmp_path / "graphs.sqlite", columns=GRAPHS))))
+    first = profiles(rows)[0]
+    assert first.kernels_ms == pytest.approx(0.03 + 0.06 + 0.001 + 0.6)
+    families = {row.family: row.ms for row in of_kind(rows, FamilyRow) if row.phase == "step"}
+    assert families["CUDA graph"] == pytest.approx(0.6)
+    graphs = found(rows)["graphs"]
+    assert graphs.figures["share"] == pytest.approx(0.6 / 0.691)
+    assert "--cuda-graph-trace=node" in graphs.sentence
+
+
+def test_an_export_of_graphs_alone_is_read(tmp_path):
+    path = graphs_added(export(tmp_path / "graphs.sqlite", columns=GRAPHS, kernels=[]))
+    assert profiles(records_from_file(path))[0].kernels_ms == pytest.approx(0.601)
 
 
 @pytest.mark.parametrize("category", ["mtia_ccp_events", "Kernel"])
@@ -337,8 +410,16 @@ def test_impossible_times_are_left_out_and_said(tmp_path, bad):
     assert "left out" in found(rows)["reading"].sentence
 
 
-@pytest.mark.parametrize("name", ["run.nsys-rep", "run.qdrep", "run.sqlite"])
-def test_nsys_s_own_report_is_told_where_it_is_read(tmp_path, name):
+@pytest.mark.parametrize("end", [0, 50_000, 10**18])
+def test_impossible_times_of_an_export(tmp_path, end):
+    kernels = [(PROCESS, 100_000, 130_000, 77, 1), (PROCESS, 200_000, end, 78, 1)]
+    profile = profiles(records_from_file(export(tmp_path / "odd.sqlite", kernels=kernels)))[0]
+    assert profile.kernels == 1
+    assert any("left out" in note for note in profile.notes)
+
+
+@pytest.mark.parametrize("name", ["run.nsys-rep", "run.qdrep"])
+def test_nsys_s_own_report_is_told_how_to_export_it(tmp_path, name):
     (tmp_path / name).write_bytes(b"\x00NVIDIA Nsight\x00" * 100)
-    with pytest.raises(UsageError, match=rf"{name} is Nsight Systems', whose own viewer"):
+    with pytest.raises(UsageError, match=rf"nsys export --type sqlite .*{name}"):
         list(records_from_file(tmp_path / name))

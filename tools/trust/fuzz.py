@@ -23,6 +23,7 @@ import pickle
 import random
 import shutil
 import signal
+import sqlite3
 import sys
 import tempfile
 import traceback
@@ -40,6 +41,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from tests.measure.profile.large import events
+from tests.measure.profile.test_nsys import export
 from tests.measure.profile.test_trace import GPU
 from trainstep.attention import tuned
 from trainstep.base.config import load_toml
@@ -190,6 +192,12 @@ def plain_trace() -> dict[str, Any]:
 
 
 @cache
+def plain_export() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        return export(Path(folder) / "x.sqlite").read_bytes()
+
+
+@cache
 def plain_results() -> list[dict[str, Any]]:
     """A row of each kind that has been measured."""
     found: dict[str, dict[str, Any]] = {}
@@ -245,6 +253,31 @@ def damaged_trace(rng: random.Random) -> bytes:
         return gzip.compress(data) if rng.random() < 0.3 else data
     data = dumped(of_values(rng, plain_trace()))
     return of_bytes(rng, gzip.compress(data)) if rng.random() < 0.2 else data
+
+
+def damaged_export(rng: random.Random) -> bytes:
+    if rng.random() < 0.4:
+        return of_bytes(rng, plain_export())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.sqlite"
+        path.write_bytes(plain_export())
+        with contextlib.closing(sqlite3.connect(path)) as database, contextlib.suppress(sqlite3.Error, OverflowError):
+            tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            for _ in range(rng.choice((1, 2, 5))):
+                table = rng.choice(tables)
+                column = rng.choice([row[1] for row in database.execute(f"PRAGMA table_info({table})")])
+                odd = rng.choice([each for each in ODD if not isinstance(each, list | dict) and each != "\udc80"])
+                match rng.randrange(5):
+                    case 0:
+                        database.execute(f'ALTER TABLE {table} DROP COLUMN "{column}"')
+                    case 1:
+                        database.execute(f"INSERT INTO {table} SELECT * FROM {table}")
+                    case 2:
+                        database.execute(f"DELETE FROM {table}")
+                    case _:
+                        database.execute(f'UPDATE {table} SET "{column}" = ? WHERE rowid % 2 = 0', (odd,))
+            database.commit()
+        return path.read_bytes()
 
 
 def damaged_lines(rng: random.Random, rows: list[dict[str, Any]]) -> bytes:
@@ -407,6 +440,7 @@ class Subject:
 
 SUBJECTS = {
     "trace": Subject("t.json", damaged_trace, lambda path, page: show(list(records_from_file(path)), page=page)),
+    "export": Subject("e.sqlite", damaged_export, lambda path, page: show(list(records_from_file(path)), page=page)),
     "results": Subject("results.jsonl", damaged_results, read_results),
     "metrics": Subject("m.jsonl", damaged_metrics, read_curve),
     "checkpoint": Subject("checkpoint.file", damaged_checkpoint, read_checkpoint),

@@ -23,6 +23,7 @@ from trainstep.measure.environment import describe, measure_ceilings
 from trainstep.measure.outcome import Failure, attempt, failed_row
 from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.kernels import KernelProfile, profiles_of
+from trainstep.measure.profile.nsys import is_sqlite, read_nsys
 from trainstep.measure.profile.ranges import announce, record_steps, run_under_nvtx
 from trainstep.measure.profile.rows import profile_rows, summary_values, timing_values
 from trainstep.measure.step import BatchedStep, case_columns, phase_samples
@@ -139,14 +140,14 @@ def run_nvtx(source: WorkloadSource, config: StepConfig, *, warmup: int, steps: 
 
 
 def records_from_file(path: Path) -> Iterator[Row]:
-    """The same rows, from a trace of torch.profiler that was recorded elsewhere.
+    """The same rows, from a trace that was recorded elsewhere: an nsys SQLite export or torch.profiler's JSON.
 
     Of several devices, each has its rows.
 
     Raises:
-        UsageError: the file cannot be read, is no such trace, or holds no work.
+        UsageError: the file cannot be read, is neither, or holds no GPU work.
     """
-    trace = read_chrome_trace(path)
+    trace = read_nsys(path) if is_sqlite(path) else read_chrome_trace(path)
     profiles = profiles_of(trace)
     if not profiles:
         raise UsageError(f"{path} holds no kernels and no operators; profile with CUDA tracing on")

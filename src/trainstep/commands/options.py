@@ -108,7 +108,7 @@ GONE = {
     "jobs": "a sweep runs one case at a time, as benchmarks disturb one another; start a sweep on each GPU",
     "memory --from": "pytorch.org/memory_viz draws a snapshot; memory --timeline names the owners of a step's memory",
     "measure": "analyze measures rates for --calibration, and bench step a whole step",
-    "nsys": "profile --nvtx runs under nsys profile (docs/profile.md)",
+    "nsys": "profile --nvtx runs under nsys profile, and --from reads its export (docs/profile.md)",
     "page-every": "train draws the page at its end; trainstep report draws that of a run under way",
     "rungs": "--changes has its place",
     "samples": "train writes no text",

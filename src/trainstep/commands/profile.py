@@ -75,7 +75,7 @@ class Profile(OneModel):
     """Only run the steps, with their ranges announced to NVTX and the profiled ones between cudaProfilerStart and Stop:
     what runs under nsys or ncu."""
     from_: Annotated[Path | None, arg(name="from")] = None
-    """Read a trace of torch.profiler (also gzipped) instead of running anything."""
+    """Read a trace instead of running anything: an nsys SQLite export, or torch.profiler's JSON (also gzipped)."""
     out: Path = Path("results/profile")
     """Folder for results.jsonl, tables/, report.html and the trace (trace.json.gz opens in ui.perfetto.dev). The
     default has a new folder for each launch."""

@@ -29,6 +29,7 @@ class ProfileRow(OfDevice, Timed, kind="profile"):
     transfers_gb: float | None = None
     transfers_pinned_share: float | None = None  # of their time, to or from pinned memory; None where not told
     transfers_to_host_share: float | None = None  # of their time
+    graphs_ms: float | None = None  # of CUDA graphs recorded as one
     notes: tuple[str, ...] | None = None  # what the reader of the trace left out or could not tell
     busy_ms: float | None = None  # in which a kernel or a transfer ran
     phase_coverage: float | None = None  # share of the kernel time whose phase is known

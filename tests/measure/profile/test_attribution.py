@@ -170,8 +170,8 @@ def ranges(*rows):
     """(thread, start, end, text[, sequence]) → ranges as a reader makes them."""
     made = []
     for thread, start, end, text, *sequence in rows:
-        kind, name = classify_range(text, is_backward=text.endswith("Backward0"))
-        made.append(Range(thread, start, end, kind, name, sequence[0] if sequence else None))
+        kind, name, number = classify_range(text, is_backward=text.endswith("Backward0"))
+        made.append(Range(thread, start, end, kind, name, sequence[0] if sequence else number))
     return sorted(made, key=lambda each: (each.thread, each.start, -each.end))
 
 

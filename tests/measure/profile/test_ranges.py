@@ -113,28 +113,31 @@ def test_other_people_s_ranges_are_not_ours(text):
 @pytest.mark.parametrize("kind", ANNOUNCED)
 @pytest.mark.parametrize("name", ["a", "blocks.0.attention", "(model)", "weighted sum", "module:a", "0"])
 def test_what_is_announced_is_read_back(kind, name):
+    """Under torch.profiler, and with what NVTX appends."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler, announce(kind, name):
         pass
     (text,) = [event.name for event in profiler.events() if parse_range(event.name)]
     assert parse_range(text) == (kind, name)
-    assert classify_range(text) == (kind, name)
+    assert classify_range(f"{text}, op_id = 3") == classify_range(text) == (kind, name, None)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("aten::mm", ("operator", "aten::mm")),
-        ("triton_poi_fused_add_0", ("operator", "triton_poi_fused_add_0")),
-        ("MmBackward0", ("node", "MmBackward0")),
-        ("autograd::engine::evaluate_function: MmBackward0", ("node", "MmBackward0")),
-        ("torch::autograd::AccumulateGrad", ("node", "torch::autograd::AccumulateGrad")),
-        ("CompiledFunctionBackward", ("node", "CompiledFunctionBackward")),
-        ("module:blocks.0", ("module", "blocks.0")),
-        ("phase:backward", ("phase", "backward")),
-        ("Optimizer.step#AdamW.step", ("other", "Optimizer.step#AdamW.step")),
-        ("", ("other", "")),
-        ("gloo:all_reduce", ("collective", "gloo:all_reduce")),
-        ("## Call CompiledFxGraph abc ##", ("compiled", "## Call CompiledFxGraph abc ##")),
+        ("aten::mm, seq = 115", ("operator", "aten::mm", 115)),
+        ("aten::mm, seq = 115, op_id = 7", ("operator", "aten::mm", 115)),
+        ("aten::add_, op_id = 12, sizes = [[2, 3], []]", ("operator", "aten::add_", None)),
+        ("MmBackward0, seq = 115", ("node", "MmBackward0", 115)),
+        ("autograd::engine::evaluate_function: MmBackward0, seq = 3", ("node", "MmBackward0", 3)),
+        ("torch::autograd::AccumulateGrad, op_id = 3", ("node", "torch::autograd::AccumulateGrad", None)),
+        ("CompiledFunctionBackward, seq = 9", ("node", "CompiledFunctionBackward", 9)),
+        ("CompiledFunction, seq = 9", ("operator", "CompiledFunction", 9)),
+        ("module:blocks.0, op_id = 3", ("module", "blocks.0", None)),
+        ("phase:backward", ("phase", "backward", None)),
+        ("Optimizer.step#AdamW.step", ("other", "Optimizer.step#AdamW.step", None)),
+        ("", ("other", "", None)),
+        ("gloo:all_reduce", ("collective", "gloo:all_reduce", None)),
+        ("## Call CompiledFxGraph abc ##", ("compiled", "## Call CompiledFxGraph abc ##", None)),
     ],
 )
 def test_what_a_range_is_called_says_what_it_is(text, expected):

@@ -139,7 +139,8 @@ def test_somebody_s_range_is_no_operator_whatever_its_name(tmp_path, name):
 
 def test_own_time_leaves_out_what_others_did():
     def made(start, end, text):
-        return Range((1, 10), start, end, *classify_range(text))
+        kind, name, sequence = classify_range(text)
+        return Range((1, 10), start, end, kind, name, sequence)
 
     rows = [
         made(0, 100, "phase:forward"),

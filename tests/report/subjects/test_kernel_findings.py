@@ -194,7 +194,10 @@ def test_what_each_device_hides_is_of_its_own_communication() -> None:
     assert found(silent)["devices"].figures["hidden_shares"] == ()
 
 
-def test_notes_are_told_in_the_readers_words() -> None:
-    every = on_profile(notes=("Two of it.", "One of that."))
+def test_graphs_are_told_with_their_part_and_notes_in_the_readers_words() -> None:
+    every = on_profile(graphs_ms=0.3, kernels_ms=1.2, notes=("Two of it.", "One of that."))
+    assert every["graphs"].figures == {"share": 0.25, "ms": 0.3}
     assert every["reading"].sentence == "Two of it. One of that."
-    assert "reading" not in on_profile(notes=())
+    none = on_profile(graphs_ms=0.0, notes=())
+    assert not {"graphs", "reading"} & set(none)
+    assert "graphs" not in on_profile(graphs_ms=0.3, kernels_ms=None)

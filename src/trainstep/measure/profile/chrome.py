@@ -20,6 +20,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from trainstep.base.errors import UsageError
+from trainstep.base.files import open_regular
 from trainstep.measure.costs import Tensors
 from trainstep.measure.profile.json_stream import NotAsExpected, fields_of
 from trainstep.measure.profile.ranges import RangeKind, classify_range
@@ -40,9 +41,10 @@ _NOT_READ = {
     *("cpu_instant_event", "external_correlation", "cuda_profiler_range", "mtia_insight", "mtia_counters"),
 }
 """Known, and neither work of a device nor a range that other events do not tell too."""
+_NSYS_REPORT = "is Nsight Systems' own report; give what `nsys export --type sqlite {path}` makes of it"
 _HINTS = {
-    **dict.fromkeys((".nsys-rep", ".qdrep", ".sqlite"), "is Nsight Systems', whose own viewer has its kernels"),
-    ".ncu-rep": "is Nsight Compute's report, which has no steps",
+    **dict.fromkeys((".nsys-rep", ".qdrep"), _NSYS_REPORT),
+    ".ncu-rep": "is Nsight Compute's report, which has no steps; expected a trace of torch.profiler or an nsys export",
 }
 
 
@@ -62,7 +64,7 @@ class _Found(NamedTuple):
 def read_chrome_trace(path: Path) -> Trace:
     """The trace in a file that `torch.profiler` exported; `UsageError` if it is none, cut short, or too large."""
     if hint := _HINTS.get(path.suffix.lower()):
-        raise UsageError(f"{path} {hint}; expected a trace of torch.profiler")
+        raise UsageError(f"{path} {hint.format(path=path)}")
     collected, devices, lists = _Collector(path), [], 0
     try:
         with collection_paused():
@@ -75,7 +77,9 @@ def read_chrome_trace(path: Path) -> Trace:
         if lists:
             return collected.trace(", ".join(dict.fromkeys(devices)))
     except NotAsExpected as error:
-        raise UsageError(f"{path} is not a trace of torch.profiler ({error}), or cut short") from error
+        raise UsageError(
+            f"{path} is not a trace of torch.profiler ({error}) nor an SQLite export, or cut short"
+        ) from error
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, UsageError):
             raise
@@ -104,7 +108,7 @@ class _Collector:
         self._work: list[_Found] = []
         self._launches: dict[int, dict[int, Launch]] = {}  # correlation → process → launch
         self._launched = 0
-        self._kinds: dict[tuple[str, bool, bool], tuple[RangeKind, str]] = {}
+        self._kinds: dict[tuple[str, bool, bool], tuple[RangeKind, str, int | None]] = {}
         self._names: dict[str, str] = {}
         self._tensors: dict[str, Tensors] = {}
         self._threads: dict[tuple[Any, Any], Thread] = {}
@@ -170,7 +174,8 @@ class _Collector:
         key = (str(event["name"]), is_operator, bool(arguments.get("Fwd thread id")))
         if key not in self._kinds:
             self._kinds[key] = _kind(*key)
-        (kind, name), sequence = self._kinds[key], arguments.get("Sequence number")
+        kind, name, sequence = self._kinds[key]
+        sequence = arguments.get("Sequence number", sequence)
         if not isinstance(sequence, int | None):
             raise TypeError(f"a sequence number is {sequence!r}")
         tensors = None
@@ -243,10 +248,7 @@ class _Collector:
                 "a file."
             )
         if self._impossible:
-            yield (
-                f"{counted(self._impossible, 'event')} with impossible times (negative, longer than a day, or a day "
-                "away from the others) were left out."
-            )
+            yield impossible(self._impossible)
         for category, count in self._unknown.most_common(3):
             named = f"of category {category!r}" if category else "without a category"
             yield f"{counted(count, 'event')} {named} were left out: torch.profiler's are known."
@@ -264,13 +266,21 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def _kind(text: str, is_operator: bool, is_backward: bool) -> tuple[RangeKind, str]:
-    kind, name = classify_range(text, is_backward=is_backward)
+def impossible(count: int) -> str:
+    """Message about events whose times cannot be."""
+    return (
+        f"{counted(count, 'event')} with impossible times (negative, longer than a day, or a day away from the others) "
+        "were left out."
+    )
+
+
+def _kind(text: str, is_operator: bool, is_backward: bool) -> tuple[RangeKind, str, int | None]:
+    kind, name, sequence = classify_range(text, is_backward=is_backward)
     if is_operator and kind == "other":
         kind = "operator"
     elif not is_operator and kind == "operator" and not name.startswith("triton_"):
         kind = "other"  # somebody's own range, which may hold anything, waiting too
-    return kind, name
+    return kind, name, sequence
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]

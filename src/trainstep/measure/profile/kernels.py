@@ -30,9 +30,11 @@ Matmul = Literal["tensor-core matmul", "FP32 SIMT matmul", "matmul"]
 """`matmul` is a CPU's, where there is only one kind, or on units of a GPU that the kernel's name does not tell."""
 MATMULS: tuple[Matmul, ...] = get_args(Matmul)
 _Maths = Literal["fused attention", "softmax", "normalisation", "elementwise", "reduction", "optimizer"]
-Family = Matmul | _Maths | Literal["copy", "transfer", "communication", "other"]
+Family = Matmul | _Maths | Literal["copy", "transfer", "communication", "CUDA graph", "other"]
 TRANSFER: Family = "transfer"
 """Copies between host and device. They are no kernels: no kernel time, and nothing that a better kernel would save."""
+GRAPH: Family = "CUDA graph"
+"""A whole graph, where the profiler recorded no more of it than when it ran."""
 
 _TRITON_COPIES = "to_copy|copy|clone|unsafe_view|view|transpose|t|permute|expand|cat|slice|unsqueeze|squeeze"
 _LIBRARY = "(aten|mkldnn|mkl|onednn)::_?"
@@ -45,6 +47,7 @@ _GPU: tuple[tuple[Family, str], ...] = (
     (TRANSFER, r"^Memcpy (HtoD|DtoH|HtoH|M2D|D2M)|^\[CUDA memcpy (Host|Device)-to-Host|^\[CUDA memcpy Host-to-"),
     (TRANSFER, r"^Copy(HostToDevice|DeviceToHost)"),  # as ROCm calls them
     ("copy", r"^Memcpy|^Memset|^\[CUDA mem"),
+    (GRAPH, r"^CUDA graph \d+$"),
     ("copy", r"multi_tensor_apply_kernel<.*at::native::Copy<"),
     ("optimizer", r"multi_tensor_apply_kernel|FusedAdam|fused_adam|FusedSgd|FusedAdagrad|adamw_kernel|lamb_kernel"),
     ("fused attention", r"flash_(fwd|bwd)|flash::|flash_attn|Flash_(fwd|bwd)|FlashAttn|sdpa_(sm|fprop|bprop|flash)"),
@@ -97,7 +100,7 @@ def kernel_family(name: str, operator: str = "") -> Family:
     inside = operator_family(operator)
     ours = next((each.kernels[name] for each in (*ATTENTION.values(), *FUSED.values()) if name in each.kernels), None)
     named = _first_found(_GPU, name) if ours is None else cast(Family, ours)
-    decides = inside == "matmul" and named not in (*MATMULS, "reduction", "copy")
+    decides = inside == "matmul" and named not in (*MATMULS, "reduction", "copy", GRAPH)
     return inside if decides or inside == "fused attention" or named == "other" else named
 
 
@@ -168,7 +171,7 @@ class Kernel:
     def is_undecided(self) -> bool:
         """True if neither an operator of torch's nor the name tells what it computes."""
         told = (self.operator or "").startswith("aten::") or "at::native" in self.name
-        return self.kind == "kernel" and self.family == "other" and not told
+        return self.family == GRAPH or (self.kind == "kernel" and self.family == "other" and not told)
 
 
 DURATION = attrgetter("duration_us")

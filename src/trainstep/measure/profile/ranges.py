@@ -48,6 +48,7 @@ WARMUP = 2  # steps under the profiler before those that are recorded: one to st
 GLOO = "gloo:"  # how torch begins the names of Gloo's collectives
 _ENGINE = "autograd::engine::evaluate_function: "
 _COMPILED = "## Call CompiledFxGraph"
+_NVTX = re.compile(r"(?P<name>.*?)(?:, seq = (?P<sequence>\d+))?(?:, op_id = \d+)?(?:, sizes = .*)?", re.DOTALL)
 _PROFILER_STEP = re.compile(r"ProfilerStep\W?\d+")
 _NAMED_STEP = re.compile(
     r"((train|training|trainer|global|main)[\s_.:-]*)?(step|iteration|iter)[\s_#:=.-]*\d*", re.IGNORECASE
@@ -68,24 +69,26 @@ def parse_range(text: str) -> tuple[AnnouncedKind, str] | None:
     return (kind, name) if colon and name and kind in ANNOUNCED else None
 
 
-def classify_range(name: str, *, is_backward: bool = False) -> tuple[RangeKind, str]:
-    """Kind of any range, and its name without what says the kind."""
-    if (ours := parse_range(name)) is not None:
-        return ours
-    if name.startswith(_ENGINE):
-        return "node", name.removeprefix(_ENGINE)
-    kind: RangeKind = "other"
+def classify_range(text: str, *, is_backward: bool = False) -> tuple[RangeKind, str, int | None]:
+    """Kind, name and autograd's sequence number of any range, from its text as NVTX or torch.profiler has it."""
+    match = _NVTX.fullmatch(text)
+    assert match is not None, "the pattern matches any text"
+    name, sequence = match["name"], None if match["sequence"] is None else int(match["sequence"])
+    ours = parse_range(name)
+    if ours is not None:
+        return *ours, None
     if _PROFILER_STEP.fullmatch(name):
-        kind = "profiler step"
-    elif _NAMED_STEP.fullmatch(name):
-        kind = "named step"
-    elif is_backward or name.endswith("AccumulateGrad") or _BACKWARD_NODE.fullmatch(name):
-        kind = "node"
-    elif "::" in name or name.startswith("triton_"):
-        kind = "operator"
-    elif name.startswith((GLOO, _COMPILED)):
-        kind = "collective" if name.startswith(GLOO) else "compiled"
-    return kind, name
+        return "profiler step", name, None
+    if _NAMED_STEP.fullmatch(name):
+        return "named step", name, None
+    if name.startswith(_ENGINE):
+        return "node", name.removeprefix(_ENGINE), sequence
+    if is_backward or name.endswith("AccumulateGrad") or _BACKWARD_NODE.fullmatch(name):
+        return "node", name, sequence
+    if sequence is not None or "::" in name or name.startswith("triton_"):
+        return "operator", name, sequence
+    kind: RangeKind = "collective" if name.startswith(GLOO) else "compiled" if name.startswith(_COMPILED) else "other"
+    return kind, name, sequence
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from trainstep.base.precision import PRECISIONS
 from trainstep.base.stats import RUN_SPREAD, summarize
 from trainstep.measure.allocations.timeline import interned
 from trainstep.measure.costs import COUNTED
-from trainstep.measure.profile.kernels import DURATION, MATMULS, TRANSFER, Kernel, KernelProfile, short_name
+from trainstep.measure.profile.kernels import DURATION, GRAPH, MATMULS, TRANSFER, Kernel, KernelProfile, short_name
 from trainstep.measure.profile.overlap import beside_us, busy_us, gaps, hidden_ms
 from trainstep.measure.profile.trace import Stream
 from trainstep.rows import FamilyRow, KernelRow, PieceRow, TimelineRow
@@ -84,10 +84,13 @@ def summary_values(profile: KernelProfile) -> dict[str, Scalar]:
 
 
 def _copies(profile: KernelProfile) -> dict[str, Scalar]:
-    """Copies and fills, and of those the transfers between host and device."""
+    """Copies and fills, and of those the transfers between host and device; CUDA graphs recorded as one."""
     moved = profile.transfers
     copies = [*(each for each in profile.kernels if each.kind == "copy"), *moved]
+    graphs = [each for each in profile.kernels if each.family == GRAPH]
     values: dict[str, Scalar] = {"copies": len(copies) / profile.steps} if copies else {}
+    if graphs:
+        values["graphs_ms"] = profile.per_step_ms(graphs)
     if not moved:
         return values
     beside = sum(

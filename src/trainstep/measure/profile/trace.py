@@ -1,8 +1,8 @@
 """Contents of a profiler's trace, whoever recorded it: ranges on host threads, the work that was started inside them,
 and to which step, phase, module and operator each piece of work belongs.
 
-torch.profiler's JSON is read into a `Trace` (`chrome`). On a CPU, every operator's own time (without that of the
-operators it calls) is work.
+torch.profiler's JSON (`chrome`) and Nsight Systems' SQLite exports (`nsys`) are both read into a `Trace`. On a CPU,
+every operator's own time (without that of the operators it calls) is work.
 
 Work belongs where its launch stands: to the ranges that were open on the launching thread at that moment. A node of
 backward runs in a thread that opened no module's range; but autograd gave it the sequence number of the forward
@@ -57,7 +57,7 @@ class Range:
     start: float
     end: float
     kind: RangeKind
-    name: str  # without the prefix of our own ranges
+    name: str  # without the prefix of our own ranges and without NVTX's sequence number
     sequence: int | None = None  # Autograd's sequence number: shared by a forward operator and the node of its backward
     tensors: Tensors | None = None
 

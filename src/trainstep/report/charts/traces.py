@@ -27,6 +27,7 @@ FAMILY_ROLES: Mapping[str, str] = {
     "optimizer": "neutral",
     "communication": "warn",
     "transfer": "series-2",
+    "CUDA graph": "series-4",
     "other": "series-1",
 }  # Colour of each family
 PHASE_ROLES: Mapping[str, str] = {"forward": "series-1", "loss": "warn", "backward": "series-3", "optimizer": "neutral"}

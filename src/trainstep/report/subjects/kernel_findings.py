@@ -53,6 +53,7 @@ def kernel_findings(records: Sequence[Row]) -> list[Finding]:
         *_memory_bound(profile, own, records),
         *_optimizer(profile, own, records),
         *_transfers(profile),
+        *_graphs(profile),
         *_idle(profile, records),
         *_communication(profile),
     ]
@@ -334,6 +335,16 @@ def _transfers(profile: ProfileRow) -> list[Finding]:
     claimed, seen = "Kernels wait for copies between host and device", ("profile", "kernels")
     claim = Claim(claimed, seen, ms=taken - beside)
     return [found("kernels.transfers", f"{said}.", claim, **figures, pinned_share=pinned, to_host_share=to_host)]
+
+
+def _graphs(profile: ProfileRow) -> list[Finding]:
+    if not profile.graphs_ms or not profile.kernels_ms:
+        return []
+    said = (
+        "CUDA graphs take {share:share} of the kernel time ({ms:ms}), recorded as one each: which kernels and which "
+        "communication ran in them is not known. nsys profile --cuda-graph-trace=node records them."
+    )
+    return [found("kernels.graphs", said, share=profile.graphs_ms / profile.kernels_ms, ms=profile.graphs_ms)]
 
 
 def _communication(profile: ProfileRow) -> list[Finding]:
