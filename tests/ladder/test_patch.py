@@ -42,13 +42,14 @@ def patched(tmp_path):
     """The lines that a patch adds and takes away."""
     file = tmp_path / "train.py"
 
-    def make(*kept, text=TEXT, loader=(), optimizer=(), model=(), debugging=()):
+    def make(*kept, text=TEXT, loader=(), optimizer=(), model=(), debugging=(), places=()):
         file.write_text(text, encoding="utf-8")
         settings = {
             "loaders": [{**LOADER, **dict(loader), "file": str(file)}],
             "optimizers": [{**OPTIMIZER, **dict(optimizer), "file": str(file)}],
             "models": [{**MODEL, **dict(model), "file": str(file)}],
             "debugging": [{**each, "file": str(file)} for each in debugging],
+            "places": {"fused attention": {f"{file}:{line}": how for line, how in dict(places).items()}},
         }
         found = patch_of(file, [BY_NAME[name] for name in kept], settings)
         changed = [line for line in found.diff(tmp_path).decode().splitlines()[2:] if line[:1] in "+-"]
@@ -160,6 +161,41 @@ def test_what_autocast_narrows_is_float32_again(patched, statement, floats, wide
     assert [line for line in lines if line.startswith("+")] == [
         header, f"+            {statement}", *(f"+        {name} = {name}.float()" for name in widened),
     ]  # fmt: skip
+
+
+ATTENTION = (
+    TEXT
+    + """
+
+def attention(q, k, v, hidden, drop):
+    scores = q @ k.transpose(-2, -1) / 8
+    scores = scores.masked_fill(hidden, float("-inf"))
+    return drop(torch.softmax(scores, dim=-1)) @ v
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "how", "mask"),
+    [
+        (ATTENTION, "attn_mask", "attn_mask=~hidden"),
+        (ATTENTION, "is_causal=True, dropout_p=0.1", "is_causal=True"),
+        (ATTENTION.replace("(hidden, float", "(hidden == 0, float"), "several masks", "attn_mask=~(hidden == 0)"),
+    ],
+)
+def test_attention_is_written_as_one_call_with_the_mask_that_was_seen(patched, text, how, mask):
+    found, lines = patched("fused attention", "fused optimizer", text=text, places={len(text.splitlines()): how})
+    assert (found.written, found.left) == (["fused attention", "fused optimizer"], [])
+    added = [line.strip("+ ,") for line in lines if line.startswith("+")]
+    assert added[1:5] == ["return torch.nn.functional.scaled_dot_product_attention(", "q", "k", "v"]
+    assert [each for each in added[5:-1] if "mask" in each or "causal" in each] == [mask]
+    assert added[-2:] == ["scale=1.0 / 8", ")"]
+
+
+def test_attention_of_another_form_is_left_with_all_else_written(patched):
+    text = ATTENTION.replace("/ 8", "/ 8 + k.mean()")
+    found, _ = patched("fused attention", "fused optimizer", text=text, places={len(text.splitlines()): "attn_mask"})
+    assert (found.written, found.left) == (["fused optimizer"], ["fused attention"])
 
 
 def test_what_can_be_written_is(patched):

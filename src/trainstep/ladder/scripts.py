@@ -30,6 +30,7 @@ from trainstep.ladder.trial.capture import Captured, same_training
 from trainstep.ladder.trial.trial import PROBABILITIES
 from trainstep.measure.environment import why_no_half
 from trainstep.observe.habits import REVERSIBLE, habits_of, place_of
+from trainstep.observe.lines import shown_line
 from trainstep.observe.log import RankLog
 from trainstep.observe.steps import phase_shares
 from trainstep.rows import FINAL, PATCHED, ChangeRow
@@ -170,6 +171,7 @@ class ScriptRunner:
         if not (found := _found_places(made, taken)):
             raise Refused("unsupported", "; ".join(dict.fromkeys(each.nothing for each in made)), "not tried")
         changes = [*before, *found]
+        self.settings = {**self.settings, "places": self.settings.get("places", {}) | taken.log.facts.get("places", {})}
         checked = self._compared(changes, captured, top.taken.captured)
         others, own = self._in_turns(name, top.changes, changes, begun=taken)
         self._rounds |= {each.name: max(self._rounds.get(each.name, 1), len(own) // 2) for each in found}
@@ -408,7 +410,8 @@ def _found_places(made: Sequence[Change], taken: Taken) -> list[Change]:
     found = []
     for change in made:
         places = taken.log.facts.get("places", {}).get(change.name, {})
-        where = ", ".join(f"{line}: {how}" for line, how in sorted(places.items()))
+        divided = [(*line.rsplit(":", 1), how) for line, how in sorted(places.items())]
+        where = ", ".join(f"{shown_line(file, int(number))}: {how}" for file, number, how in divided)
         if places or not change.nothing:
             found.append(replace(change, line=Line(f"{change.line.text} ({where})")) if change.nothing else change)
     return found

@@ -140,7 +140,8 @@ LAUNCHERS = [
 def watched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Watched]:
     """Our operators on the CPU as on a GPU of some capability, where nothing has been compiled; without results."""
     seen, capability = Watched([], []), request.param
-    properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=1 << 25)
+    processors = {"multi_processor_count": 132, "L2_cache_size": 1 << 25}
+    properties = SimpleNamespace(**processors, major=capability[0], minor=capability[1])  # torch.compile asks, too
 
     def compile_nothing(source: Any, **_: Any) -> Any:
         seen.compiled.append(source.name)

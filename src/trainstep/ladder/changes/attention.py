@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from trainstep.base import advice
 from trainstep.base.advice import Line
 from trainstep.ladder.change import Change, Settings, operators
+from trainstep.ladder.patch import Files, Place, Writer
 from trainstep.ladder.trial.trial import Trial
 
 _ANSWERS = ("kernels.softmax", "formulas.attention-written-out", "memory.attention")
@@ -20,7 +23,13 @@ def fused_attention(trial: Trial) -> None:
 
     from trainstep.ladder.places.written_out import Finder
 
-    finder = Finder(trial.places.setdefault(FUSED.name, {}).__setitem__)
+    found = trial.places.setdefault(FUSED.name, {})
+
+    def note(line: str, how: str) -> None:
+        is_same = found.get(line, how).partition(",")[0] == how.partition(",")[0]
+        found[line] = how if is_same else "several masks"
+
+    finder = Finder(note)
     finder.install()
     register_optimizer_step_post_hook(finder.updated)
 
@@ -29,6 +38,19 @@ def _without_softmax(settings: Settings) -> str:
     """A softmax of a loss is another operator."""
     found = operators(settings, "Softmax")
     return _NOT_WRITTEN_OUT if found is not None and not set(found) - {"LogSoftmaxBackward0"} else ""
+
+
+def _lines(settings: Settings, script: Path) -> Iterator[Place]:
+    for line, how in settings.get("places", {}).get(FUSED.name, {}).items():
+        file, _, number = line.rpartition(":")
+        yield {"file": file, "line": int(number), "how": how}
+
+
+def _write_call(files: Files, place: Place) -> bool:
+    """Have the source call fused attention where that is certain."""
+    from trainstep.ladder.places.attention_source import with_fused_attention
+
+    return files.edit(place["file"], lambda text, tree: with_fused_attention(text, tree, place["line"], place["how"]))
 
 
 FUSED = Change(
@@ -41,6 +63,7 @@ FUSED = Change(
     script=fused_attention,
     why_not=_without_softmax,
     nothing=_NOT_WRITTEN_OUT,
+    write=Writer(_lines, _write_call),
 )
 
 
