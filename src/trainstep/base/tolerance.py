@@ -47,6 +47,9 @@ ROUNDINGS = 2
 """The same in a narrower precision, in roundings of it: each of two builds may be off by one. Kernels that add up in
 any order brought a bf16 Llama of 24 blocks 1.06 apart on an H200; other masks make it 90."""
 
+REPEATED = 8.0
+"""How much further apart than all gradients those of one parameter may be, where they are small beside others."""
+
 FLOAT32_AT_MOST = 1e-3
 """Float64's gradients further from float32's than this are of a model that computes something else in float64."""
 

@@ -7,7 +7,8 @@ A model with dropout draws random numbers. Here, and only here, each forward sta
 share's numbers are the same wherever it is run. In another precision a GPU drops other elements, so gradients, and what
 the precision is off by, are taken without dropout.
 
-Batch normalisation takes its mean and variance from a share, in one process as on a rank.
+Batch normalisation takes its mean and variance from a share, in one process as on a rank, and each rank's statistics
+begin where the others' do.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from trainstep.base.config import StepConfig
 from trainstep.base.precision import PRECISIONS
 from trainstep.base.tolerance import DRAWS, FLOAT32_AT_MOST, REPEATS, allowed_error, one_rounding
+from trainstep.check.buffers import Watched, joined
 from trainstep.check.dropout import without_dropout
 from trainstep.check.gradients import Gradients, Rounding, dense
 from trainstep.check.reference import Reference
@@ -37,12 +39,15 @@ from trainstep.step.batches import map_tensors, share_of
 from trainstep.step.casting import autocast_dtype, stored_dtype
 from trainstep.step.randomness import from_seed
 from trainstep.step.training_step import TrainingStep
-from trainstep.step.weights import copied_to_host
+from trainstep.step.weights import buffers_of, copied_to_host, load, load_buffers
 from trainstep.step.workload import Workload, WorkloadSource
 
 STEPS = 5
 BATCHES = (1, 3)
-"""The batches whose gradients are compared: the first with the initial weights, the third with those `MOVED`."""
+"""The batches whose gradients are compared: the first with the initial weights, the third with those `MOVED`, and both
+in one step of two parts with the initial weights."""
+ACCUMULATED = 2
+"""The place of that step, after those of `BATCHES`. A place's batch is a tuple of the parts of its step."""
 SHRUNK, MOVED = 2.0**-5, 2.0**-13
 """There every weight is smaller by this part of itself, and then larger by that: a scheme that computes with weights
 from before an update shows it, and so does one whose weights were zero. More of what is the same for all weights would
@@ -65,6 +70,8 @@ class Trained:
     """Number of their elements that are not trained."""
     unused: bool
     """True if some share of a batch gave some parameter no gradient."""
+    clips_all: bool
+    """True if every gradient is that of a parameter that the optimizer has: what is clipped is what it is handed."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ class Expected:
     """Results of one process, and how far a scheme may be from them."""
 
     gradients: Reference
-    """Reference whose places are those of `BATCHES`."""
+    """Reference whose places are those of `BATCHES` and `ACCUMULATED`."""
     updates: Mapping[str, Tensor]
     """Movement of each parameter in updates of `FILLED`; without those that are not used in both."""
     trained: Trained
@@ -82,6 +89,12 @@ class Expected:
     """Tolerance of its parameters after `STEPS`, relative to how far they moved."""
     share_difference: float | None
     """Distance of the first batch's gradients from the mean of its shares', relative; None where that is random."""
+
+    @property
+    def norm(self) -> float | None:
+        """‖g‖ of the step of two parts; None where clipping takes other gradients into its norm."""
+        squares = self.gradients.places[ACCUMULATED].gradients.squares
+        return math.sqrt(sum(squares.values())) if self.trained.clips_all else None
 
     @property
     def initial(self) -> Mapping[str, Tensor]:
@@ -157,42 +170,62 @@ def batches(step: TrainingStep, count: int, passes: int) -> Iterator[Any]:
         yield batch
 
 
-def _places(moves: bool, step: TrainingStep) -> Iterator[Any]:
-    first, last = BATCHES
+def _places(moves: bool, step: TrainingStep) -> Iterator[tuple[Any, ...]]:
+    last, parts = BATCHES[-1], []
+    start = copied_to_host(dict(step.module.named_parameters()))
     for number, batch in enumerate(batches(step, last, last), 1):
         if number == last and moves:
             with torch.no_grad():
                 for parameter in (each for group in step.optimizer.param_groups for each in group["params"]):
                     if parameter.requires_grad:
                         parameter.sub_(parameter * SHRUNK - MOVED)  # as SGD does it
-        if number in (first, last):
-            yield batch
+        if number in BATCHES:
+            parts.append(batch)
+            yield (batch,)
+    load(step.module, start)
+    yield tuple(parts)
 
 
 def _shares(batch: Any, world_size: int) -> list[Any]:
     return [share_of(batch, rank, world_size) for rank in range(world_size)]
 
 
-def _mean_gradients(world_size: int, step: TrainingStep, batch: Any) -> Gradients:
-    """The mean over the shares; zeros for what the optimizer does not have, or no share uses.
+def on_rank(rank: int) -> str:
+    """Ending of the names of buffers, each of which every rank has."""
+    return f" of rank {rank}"
 
-    As ranks do, it sums in float32 at least, whatever the weights are cast to.
+
+def _mean_gradients(world_size: int, step: TrainingStep, parts: Sequence[Any]) -> Gradients:
+    """The mean over the parts' shares, with each rank's buffers.
+
+    It has zeros for what the optimizer does not have, or no share uses. As ranks do, it sums in float32 at least,
+    whatever the weights are cast to.
     """
     losses, sums = [], dict[nn.Parameter, Tensor]()
     trained = {id(parameter) for group in step.optimizer.param_groups for parameter in group["params"]}
-    for share in _shares(batch, world_size):
-        losses.append(step.gradients(share))
-        for parameter in step.module.parameters():
-            if id(parameter) in trained and parameter.grad is not None:
-                gradient = dense(parameter.grad)
-                gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-                sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
-            parameter.grad = None
+    watched, start = Watched(step.module, on_host=False), buffers_of(step.module)
+    buffers = [start] * world_size
+    for part in parts:
+        for rank, share in enumerate(_shares(part, world_size)):
+            load_buffers(step.module, buffers[rank])
+            losses.append(step.gradients(share))
+            buffers[rank] = buffers_of(step.module)
+            for parameter in step.module.parameters():
+                if id(parameter) in trained and parameter.grad is not None:
+                    gradient = dense(parameter.grad)
+                    gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+                    sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+                parameter.grad = None
+    changes = []
+    for rank, after in enumerate(buffers):
+        load_buffers(step.module, after)
+        changes.append(watched.changes(on_rank(rank)))
+    load_buffers(step.module, start)
     by_name = {}
     for name, parameter in step.module.named_parameters():
-        gradient = sums.pop(parameter) / world_size if parameter in sums else torch.zeros_like(parameter)
+        gradient = sums.pop(parameter) / len(losses) if parameter in sums else torch.zeros_like(parameter)
         by_name[name] = gradient.float()
-    return Gradients(float(torch.stack(losses).mean()), by_name)
+    return Gradients(float(torch.stack(losses).mean()), by_name, joined(changes))
 
 
 def _updates(source: WorkloadSource, config: StepConfig, world_size: int) -> dict[str, Tensor]:
@@ -236,7 +269,7 @@ def _share_difference(source: WorkloadSource, config: StepConfig, world_size: in
     seeds = itertools.chain(itertools.repeat(0, world_size + 1), itertools.repeat(1))
     step = TrainingStep(seeded(source.build(config), seeds), config)
     batch = step.next_batch()
-    mean, whole, again = (_mean_gradients(parts, step, batch) for parts in (world_size, 1, 1))
+    mean, whole, again = (_mean_gradients(parts, step, (batch,)) for parts in (world_size, 1, 1))
     is_random = Rounding.between(whole, again).relative(whole) > REPEATS
     return None if is_random else Rounding.between(whole, mean).relative(mean)
 
@@ -265,7 +298,9 @@ def _train(source: WorkloadSource, config: StepConfig, world_size: int, *, doubl
     after = {name: value.detach() for name, value in step.module.named_parameters()}
     unused = gradients < len(trained) * STEPS * world_size
     frozen = sum(parameter.numel() for parameter in step.module.parameters() if not parameter.requires_grad)
-    return Trained(tuple(float(loss) for loss in losses), after, _distance(after, before), frozen, unused)
+    had = {id(parameter) for group in step.optimizer.param_groups for parameter in group["params"]}
+    clips_all = all(id(parameter) in had for parameter in trained)
+    return Trained(tuple(float(loss) for loss in losses), after, _distance(after, before), frozen, unused, clips_all)
 
 
 def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -4,11 +4,12 @@
    and in the precision at hand (`check.gradients`), in the first pass through the wrapper and in a later
    one with other weights: buckets are filled anew after one, weights may be stale after an update, and something may go
    wrong after ten. An optimizer that adapts hides a factor: five steps of AdamW are the same with gradients × 100.
+   Passes in between have one batch and the same weights, and each rank must have the same gradients in all of them.
+   A third step adds up two parts and is clipped to half of its norm, which is compared too, as clipping hides a factor.
+   Each rank's buffers, such as running statistics, are compared in all three.
 2. Twelve updates of its optimizer, every gradient filled with one constant, which is the same for shards and wholes, at
    float32's tolerance (`check.updates`).
 3. Loss and parameters after `STEPS` steps of training: state and buckets that go wrong over steps.
-
-What modules make of buffers of their own, such as running statistics, is each rank's: it is not compared.
 
 A scheme that shards weights gathers them in the type it computes in: more of it rounds than under autocast alone, and
 how much more is measured in one process (`Reference.compare`).
@@ -31,21 +32,24 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.precision import PRECISIONS, PrecisionName
-from trainstep.base.tolerance import FLOAT32_ROUNDOFF
+from trainstep.base.tolerance import FLOAT32_ROUNDOFF, REPEATED, REPEATS, larger, one_rounding
+from trainstep.check.buffers import Buffers, Watched, joined
 from trainstep.check.dropout import eager_random, without_dropout
-from trainstep.check.gradients import Gradients
+from trainstep.check.gradients import Gradients, dense
 from trainstep.check.one_process import (
+    ACCUMULATED,
     BATCHES,
     FILLED,
     MOVED,
@@ -55,15 +59,18 @@ from trainstep.check.one_process import (
     batches,
     expected,
     fill_gradients,
+    on_rank,
     ready_to_fill,
     seeded,
 )
+from trainstep.check.parts import norm
 from trainstep.check.updates import compare_updates, named
 from trainstep.check.verdict import Deviation, Part, Verdict
 from trainstep.measure.outcome import Failure, attempt, attempt_on_all_ranks, release_memory
 from trainstep.parallel.process import AgreedError, Process
-from trainstep.parallel.replicas import full_parameters
+from trainstep.parallel.replicas import full_parameters, local_gradients
 from trainstep.step.training_step import TrainingStep
+from trainstep.step.weights import buffers_of, load_buffers
 from trainstep.step.workload import Workload
 
 if TYPE_CHECKING:
@@ -74,8 +81,13 @@ Result = TypeVar("Result")
 RANKS_DIFFER = "its ranks have different parameters"
 LEARNING_RATE = 2.0**40
 """By which SGD shows gradients."""
-PASSES = 12
-"""More than ten, so that what goes wrong after ten is among them; in float32 beside another precision, three."""
+PASSES = 16
+"""More than a dozen, so that what goes wrong after ten is among them, and what goes wrong in every tenth; in float32
+beside another precision, three."""
+CLIPPED, ADDED = 0.5, 1e-6
+"""Part of the norm to which the step of two parts is clipped, and what torch adds to the norm before it divides."""
+OF_TWO_PARTS = "of a step in two parts, the first under no_sync, clipped to half of its norm"
+"""Note on that step where it is wrong."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +184,7 @@ def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> 
         "loss": Part(loss, wanted.loss_allowed, f"after {STEPS} steps its loss"),
         "update": Part(update, wanted.update_allowed, f"after {STEPS} steps its parameters' movement"),
     }
-    return Verdict(own, float32, parts, () if trial.ranks_agree else (RANKS_DIFFER,))
+    return Verdict(own, float32, parts, (*trial.faults, *(() if trial.ranks_agree else (RANKS_DIFFER,))))
 
 
 @dataclass
@@ -183,37 +195,92 @@ class _Trial:
     wanted: Expected | None
     process: Process
     ranks_agree: bool = True
+    faults: list[str] = field(default_factory=list)
+    """Mistakes without a number; none but on rank 0."""
     error: Exception | None = None
     """Error that rank 0 met while the others went on."""
 
     def gradients(self, precision: PrecisionName, most: int) -> Deviation | None:
-        """In the first pass or the one numbered `most`, whichever uses most of what is allowed; None but on rank 0."""
+        """In the first pass, the one numbered `most` or the step of two parts, whichever uses most of what is allowed;
+        None but on rank 0."""
         unfused = (
             StepConfig().optimizer
         )  # a fused SGD, which has no sharding strategy for FSDP2's DTensors, shows no more
         form = (precision == "fp32" and self.case.float32) or self.case.config
         config = dataclasses.replace(form, precision=precision, optimizer=unfused)
-        case, narrow = dataclasses.replace(self.case, config=config), self.case.scheme.shards_weights
+        case = dataclasses.replace(self.case, config=config)
+        norms: list[Any] = [None if self.wanted is None else self.wanted.norm]
+        dist.broadcast_object_list(norms, group=self.process.group, group_src=0)
         found = []
-        for place, (count, passes) in enumerate(zip(BATCHES, (1, most), strict=True)):
+        for place, passes in enumerate((1, most, 2)):
             step = self._build(case, self._shown_by_sgd)
-            rates = [(0.0, 0.0)] * (passes - 1) + [(LEARNING_RATE, 0.0)]
-            if place and not case.allow_unused:
-                rates[-2] = (1.0, SHRUNK)
-                fill_gradients(step, [None] * (passes - 2) + [-MOVED, None])
-            for rate, batch in zip(rates, batches(step, count, passes), strict=True):
-                for group in step.optimizer.param_groups:
-                    group["lr"], group["weight_decay"] = rate
-                loss = _mean_over_ranks([_loss_of(step, batch)], self.process)[0]
+            clips = place == ACCUMULATED and step.scaler is None and norms[0] is not None
+            loss, norm, buffers = self._pass_on(step, place, passes, norms[0])
             moved = self._moved(step, place)
             del step
             self._release()
-            if (wanted := self.wanted) is not None:
-                shown = Gradients(loss, {name: value / -LEARNING_RATE for name, value in moved.items()})
-                compare = partial(wanted.gradients.compare, shown, place, precision, narrow_weights=narrow)
-                found.append(self._alone(compare))
+            if self.wanted is not None:
+                rate = -LEARNING_RATE * (CLIPPED if clips else 1.0)
+                shown = Gradients(loss, {name: value / rate for name, value in moved.items()}, buffers)
+                found.append(self._alone(partial(self._compare, self.wanted, shown, norm, place, precision)))
         known = [each for each in found if each is not None]
         return max(known, key=lambda each: each.severity, default=None)
+
+    def _compare(
+        self, wanted: Expected, shown: Gradients, norm: float, place: int, precision: PrecisionName
+    ) -> Deviation:
+        """Compare what a step showed in a place, and the norm that it was clipped by, NaN if it was not."""
+        narrow = self.case.scheme.shards_weights
+        found = wanted.gradients.compare(shown, place, precision, narrow_weights=narrow)
+        if wanted.norm is not None and abs(norm - wanted.norm) > found.gradient_allowed * wanted.norm:
+            self.faults.append(f"it clips by a norm of {norm:.6g}, where the mean gradient has {wanted.norm:.6g}")
+        return found if place != ACCUMULATED or found.is_right else dataclasses.replace(found, note=OF_TWO_PARTS)
+
+    def _pass_on(
+        self, step: TrainingStep, place: int, passes: int, whole: float | None
+    ) -> tuple[float, float, Buffers]:
+        """Take a place's passes, the last of which moves the weights by its gradients.
+
+        Args:
+            whole: `Expected.norm`. Where it is None, gradients that the optimizer has not add up from pass to pass.
+
+        Returns:
+            Its loss and the norm before it was clipped, NaN if it was not, as means over the ranks, and all ranks'
+            buffers.
+        """
+        start, count = buffers_of(step.module), BATCHES[min(place, 1)]
+        max_norm = None if whole is None or step.scaler is not None else CLIPPED * (whole + ADDED)
+        off = _repeats(step, range(count, count if whole is None else passes))
+        rates = [(0.0, 0.0)] * (passes - 1) + [(LEARNING_RATE, 0.0)]
+        if place == 1 and not self.case.allow_unused:
+            rates[-2] = (1.0, SHRUNK)
+            fill_gradients(step, [None] * (passes - 2) + [-MOVED, None])
+        given = batches(step, count, count if place == ACCUMULATED else passes)
+        if place == ACCUMULATED:
+            parts = [batch for number, batch in enumerate(given, 1) if number in BATCHES]
+            given = itertools.repeat(parts, passes)
+        for rate, batch in zip(rates, given, strict=True):
+            for group in step.optimizer.param_groups:
+                group["lr"], group["weight_decay"] = rate
+            load_buffers(step.module, start)
+            watched = Watched(step.module, on_host=False)
+            loss, norm = (step(batch), None) if place != ACCUMULATED else step.accumulate(batch, max_norm)
+        assert loss is not None, "a step has a loss"
+        norm = torch.full_like(loss, math.nan) if norm is None else norm
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        means = _mean_over_ranks([loss.double(), norm.double()], self.process)
+        everywhere: list[Any] = [None] * self.process.world_size
+        told = watched.changes(on_rank(self.process.rank)), off
+        dist.all_gather_object(everywhere, told, group=self.process.group)
+        offs = [each for _, each in everywhere]
+        rank = max(range(len(offs)), key=lambda each: max(offs[each], default=0.0))
+        worst = max(offs[rank], default=0.0)
+        if self.wanted is not None and worst > REPEATED * max(REPEATS, one_rounding(step.config.precision)):
+            self.faults.append(
+                f"with one batch and the same weights, the gradients of pass {count + offs[rank].index(worst)} on rank "
+                f"{rank} are {worst:.2g} off those of pass {count}"
+            )
+        return means[0], means[1], joined(each for each, _ in everywhere)
 
     def updates(self) -> Part | None:
         """Check the workload's optimizer, from equal gradients; None but on rank 0."""
@@ -309,6 +376,26 @@ def _host_threads(process: Process) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _repeats(step: TrainingStep, passes: range) -> list[float]:
+    """From now on, how far the gradients of each of these passes are from those of the first, relative, on this rank:
+    the worst of each pass."""
+    first: list[Tensor] = []
+    off: list[float] = []
+    numbers = itertools.count(1)
+
+    def compare(*_: Any) -> None:
+        if next(numbers) not in passes:
+            return
+        own = [dense(getattr(each, "_local_tensor", each)).float() for each in local_gradients(step.replica)]
+        first.extend([] if off else [each.clone() for each in own])
+        least = REPEATS * math.hypot(*map(norm, first)) or 1.0
+        shares = [norm(one - other) / (norm(other) + least) for one, other in zip(own, first, strict=False)]
+        off.append(max((larger(0.0, each) for each in shares), default=0.0) if len(own) == len(first) else math.inf)
+
+    step.optimizer.register_step_pre_hook(compare)
+    return off
 
 
 def _loss_of(step: TrainingStep, batch: Any) -> Tensor:

@@ -24,6 +24,11 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return dict([*module.named_parameters(), *module.named_buffers()])
 
 
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of a module's buffers by name, where they are."""
+    return {name: value.detach().clone() for name, value in module.named_buffers()}
+
+
 def load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy parameters and buffers into the module, whatever their dtype is there; see `load_buffers`."""
     with torch.no_grad():

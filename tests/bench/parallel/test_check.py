@@ -138,8 +138,8 @@ def test_weights_differ_between_the_places_unless_one_may_go_without_a_gradient(
         assert torch.equal(places[0].state[name], value)
         assert torch.equal(places[1].state[name], value - (value * SHRUNK - MOVED) if moves else value), name
     batches = [next(workload.batches)[0] for _ in range(3)]
-    assert torch.equal(places[0].batch[0], batches[0])
-    assert torch.equal(places[1].batch[0], batches[2])
+    assert torch.equal(places[0].batch[0][0], batches[0])
+    assert torch.equal(places[1].batch[0][0], batches[2])
 
 
 def test_blocks_of_a_wide_model_have_gradients_in_both_places():
@@ -149,7 +149,7 @@ def test_blocks_of_a_wide_model_have_gradients_in_both_places():
     step = build_step(source, dataclasses.replace(CONFIG, batch=1))
     shares = []
     for batch in _places(True, step):
-        squares = Gradients.of(step.gradients(batch), step.module).squares
+        squares = Gradients.of(step.gradients(batch[0]), step.module).squares
         shares.append(sum(value for name, value in squares.items() if "blocks." in name) / sum(squares.values()))
     assert min(shares) > 0.5, shares
 

@@ -5,6 +5,7 @@ import functools
 import gc
 import math
 import os
+import re
 import weakref
 from unittest import mock
 
@@ -14,7 +15,22 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.bench.parallel import by_scheme
-from tools.trust.planted.parallel import Planted, faster, from_step, handed, quick, times
+from tools.trust.planted.parallel import (
+    Planted,
+    clipping,
+    faster,
+    forget,
+    from_step,
+    handed,
+    no_sync,
+    quick,
+    scale,
+    statistics,
+    still,
+    still_later,
+    times,
+    without_clipping,
+)
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.schemes import SCHEMES
@@ -22,10 +38,11 @@ from trainstep.base.tolerance import DRAWS
 from trainstep.bench.parallel import ParallelCase
 from trainstep.check import ranks, reference
 from trainstep.check.one_process import STEPS, expected
-from trainstep.check.ranks import _checksum, compare_with_one_process
+from trainstep.check.ranks import OF_TWO_PARTS, _checksum, compare_with_one_process
 from trainstep.check.ranks import agreement as judge
 from trainstep.measure.outcome import Failure
 from trainstep.parallel.process import AgreedError, joined
+from trainstep.parallel.replicas import local_gradients
 from trainstep.step.workload import Workload, WorkloadSource
 
 CONFIG = StepConfig(device="cpu")
@@ -147,6 +164,78 @@ def test_gradients_that_are_wrong_in_the_first_pass_or_in_a_late_one_are_found(a
     assert "the gradients off by 0.05" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("built", "said"),
+    [
+        (clipping(lambda clip, *_: lambda most: clip(2 * most)), "the gradients off by 1 of"),
+        (clipping(without_clipping()), "the gradients off by 1 of"),
+        (clipping(lambda clip, *_: lambda most: clip(most) * 1.1), "it clips by a norm of "),
+        (no_sync(forget), OF_TWO_PARTS),
+        (no_sync(scale(2.0)), OF_TWO_PARTS),
+        (no_sync(forget, first=2), OF_TWO_PARTS),
+    ],
+)
+def test_a_step_in_two_parts_is_clipped_to_half_of_its_norm(alone, built, said):
+    found = judged(alone, Planted(FLAT, built))
+    assert not found.holds
+    assert said in str(found)
+    assert all(part.is_right for part in found.parts.values()), "no other step has parts, or is clipped"
+
+
+def test_a_norm_that_is_returned_is_compared_as_clipping_hides_a_factor(alone):
+    """Twice the gradients, clipped to the same norm, are the same."""
+    found = judged(alone, Planted(FLAT, handed_in_parts(times(2.0))))
+    assert found.gradients.is_right
+    (fault,) = found.faults
+    known, norm = (float(each) for each in re.findall(r"\d\.\d+", fault))
+    assert known == pytest.approx(2 * norm, rel=1e-4)
+
+
+def handed_in_parts(change):
+    """Gradients changed before they are clipped."""
+    return clipping(lambda clip, replica, _: lambda most: (change(local_gradients(replica)), clip(most))[1])
+
+
+def some_of(parameters):
+    return torch.optim.AdamW(list(parameters)[:2], lr=0.01)
+
+
+def test_gradients_that_the_optimizer_has_not_are_clipped_with_the_others_so_nothing_is(alone):
+    """They would be in the norm, and are not among what is compared."""
+    source = WorkloadSource("some", lambda step: dataclasses.replace(little(step), optimizer=some_of))
+    assert wanted_of(source).norm is None
+    assert judged(alone, Planted(FLAT, clipping(without_clipping())), source=source).holds
+    assert not judged(alone, Planted(FLAT, no_sync(forget)), source=source).holds
+
+
+@pytest.mark.parametrize(("number", "factor"), [(4, 0.0), (10, -1.0), (14, 1.02), (15, math.nan)])
+def test_passes_over_one_batch_with_the_same_weights_have_the_same_gradients(alone, number, factor):
+    found = judged(alone, Planted(TORCH_DDP, handed(times(factor, slice(1, 2)), wanted=lambda step: step == number)))
+    assert found.gradients.is_right
+    assert [f"the gradients of pass {number} on rank 0 are" in each for each in found.faults] == [True]
+
+
+def test_a_difference_that_roundings_make_between_passes_is_none(alone):
+    assert judged(alone, Planted(FLAT, handed(times(1.002), wanted=lambda step: step == 10))).faults == ()
+
+
+class Normed(Net):
+    """Batch normalisation between its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers.insert(1, nn.BatchNorm1d(8))
+
+
+@pytest.mark.parametrize("change", [still, still_later])
+def test_statistics_that_stand_still_are_found(alone, change):
+    source = source_of(module=Normed)
+    assert judged(alone, source=source).holds
+    found = judged(alone, Planted(FLAT, statistics(change)), source=source)
+    assert "buffer layers.1.running_" in str(found)
+    assert "of rank 0 off by 1 of" in str(found)
+
+
 def test_steps_that_are_too_long_show_in_losses_and_in_how_far_parameters_move(alone):
     found = judged(alone, Planted(FLAT, optimizer=faster(1.05)))
     assert found.gradients.is_right
@@ -242,7 +331,7 @@ def test_an_error_in_a_comparison_is_raised_after_all_parts(alone):
     built = Planted(FLAT, built=lambda *_: passed.append("built"))
     with built.planted(), pytest.raises(RuntimeError, match="no room on the host"):
         judge(ParallelCase(SOURCE, CONFIG, FLAT), wanted, alone)
-    assert len(passed) == 4, "two for gradients, one for updates and one for training"
+    assert len(passed) == 5, "three for gradients, one for updates and one for training"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
@@ -305,7 +394,7 @@ def test_a_compiled_step_is_gone_before_the_next_is_built_or_gradients_are_compa
         assert judge(ParallelCase(WorkloadSource("circles", noted), config, FLAT), wanted, alone).holds
     finally:
         gc.enable()
-    assert alive == [0] * 6, "four steps and two comparisons"
+    assert alive == [0] * 8, "five steps and three comparisons"
     assert drawn[-STEPS:] == [True] * STEPS, "of training"
 
 

@@ -26,6 +26,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: F401 – ca
 
 from tests.bench.parallel import by_scheme
 from tools.trust.planted import table
+from tools.trust.planted.buffers import CONVOLUTIONS, norms  # noqa: F401 – cases.toml has the first
 from tools.trust.planted.right import RIGHT as RIGHT_STEPS
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.schemes import SCHEMES, Scheme
@@ -40,7 +41,7 @@ from trainstep.measure.outcome import Failure
 from trainstep.parallel.collectives import all_reduce_sum, reduce_scatter_sum  # noqa: F401 – cases.toml has it
 from trainstep.parallel.ddp import bucket as sent
 from trainstep.parallel.process import Process
-from trainstep.parallel.replicas import local_gradients
+from trainstep.parallel.replicas import local_gradients, local_weights
 from trainstep.parallel.slices import flat, slice_of
 from trainstep.parallel.zero import pieces  # noqa: F401 – cases.toml has it
 from trainstep.step.model import text
@@ -60,11 +61,12 @@ class Planted:
 
     scheme: Scheme
     built: Callable[[Replica, Process], object] = lambda replica, process: None
-    """What it does to what a rank has built."""
+    """What it does to what a rank has built, or another replica in its place."""
     optimizer: Callable[[torch.optim.Optimizer], object] = lambda made: None
     """What it does to the workload's optimizer under the scheme."""
     inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """What is replaced while the scheme runs."""
+    source: WorkloadSource = SOURCE
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
@@ -80,23 +82,29 @@ class Planted:
                 return made
 
             replica = right(scheme, process, config, module, make_wrong, **options)
-            self.built(replica, process)
-            return replica
+            changed = self.built(replica, process)
+            return changed if isinstance(changed, Replica) else replica
 
         with mock.patch.object(parallel, "build", build), self.inside():
             yield
 
 
 def handed(
-    change: Callable[[list[Tensor]], object], rank: int | None = None, first: int = 1, last: float = math.inf
+    change: Callable[[list[Tensor]], object],
+    rank: int | None = None,
+    first: int = 1,
+    last: float = math.inf,
+    wanted: Callable[[int], bool] = lambda step: True,
 ) -> Callable[..., None]:
-    """The gradients that the optimizer is handed, changed in place: on one rank or all, from one step to another."""
+    """The gradients that the optimizer is handed, changed in place: on one rank or all, from one step to another, where
+    they are wanted by their number."""
 
     def apply(replica: Replica, process: Process) -> None:
         steps = itertools.count(1)
 
         def before(*_: Any) -> None:
-            if first <= next(steps) <= last and rank in (None, process.rank):
+            step = next(steps)
+            if first <= step <= last and wanted(step) and rank in (None, process.rank):
                 change([getattr(each, "_local_tensor", each) for each in local_gradients(replica)])
 
         replica.optimizer.register_step_pre_hook(before)
@@ -176,6 +184,120 @@ def one_update_old(replica: Replica, process: Process) -> None:
 def in_place_of(place: Any, name: str, other: Any) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """A function or method replaced."""
     return functools.partial(mock.patch.object, place, name, other)
+
+
+Clip = Callable[[float], Tensor]
+
+
+def clipping(change: Callable[[Clip, Replica, Process], Clip]) -> Callable[..., Replica]:
+    """Clips otherwise."""
+
+    def apply(replica: Replica, process: Process) -> Replica:
+        whole = functools.partial(torch.nn.utils.clip_grad_norm_, list(replica.module.parameters()))
+        return dataclasses.replace(replica, clip_gradients=change(replica.clip_gradients or whole, replica, process))
+
+    return apply
+
+
+def by_own_norm(clip: Clip, replica: Replica, process: Process) -> Clip:
+    """By the norm of this rank's shards alone."""
+
+    def own(max_norm: float) -> Tensor:
+        gradients = local_gradients(replica)
+        total = torch.nn.utils.get_total_norm(gradients)
+        for each in gradients:
+            each.mul_(min(1.0, max_norm / (float(total) + 1e-6)))
+        return total
+
+    return own
+
+
+def without_clipping(rank: int | None = None) -> Callable[[Clip, Replica, Process], Clip]:
+    """Returns the norm and clips nothing, on one rank or all."""
+
+    def change(clip: Clip, replica: Replica, process: Process) -> Clip:
+        return (lambda max_norm: clip(math.inf)) if rank in (None, process.rank) else clip
+
+    return change
+
+
+def clipped_before(replica: Replica, process: Process) -> Replica:
+    """Clips this rank's gradients, before they are averaged."""
+    finish, parameters = replica.finish_gradient_synchronization, list(replica.module.parameters())
+    assert finish is not None, "of a scheme that waits"
+    norms: list[Tensor] = []
+
+    def clip_first() -> None:
+        norms[:] = [torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])]
+        finish()
+
+    def clip(max_norm: float) -> Tensor:
+        for each in parameters:
+            if each.grad is not None:
+                each.grad.mul_(min(1.0, max_norm / (float(norms[0]) + 1e-6)))
+        return norms[0]
+
+    return dataclasses.replace(replica, finish_gradient_synchronization=clip_first, clip_gradients=clip)
+
+
+def no_sync(
+    leave: Callable[[list[torch.nn.Parameter]], object] = lambda parameters: None,
+    rank: int | None = None,
+    first: int = 1,
+) -> Callable[..., Replica]:
+    """Something done to parameters after each pass without synchronisation, from the n-th one on."""
+
+    def apply(replica: Replica, process: Process) -> Replica:
+        numbers = itertools.count(1)
+
+        @contextlib.contextmanager
+        def changed() -> Iterator[None]:
+            with replica.no_sync():
+                yield
+            if next(numbers) >= first and rank in (None, process.rank):
+                leave(local_weights(replica))
+
+        return dataclasses.replace(replica, no_sync=changed)
+
+    return apply
+
+
+def forget(parameters: list[torch.nn.Parameter]) -> None:
+    """What has added up."""
+    for each in parameters:
+        each.grad = None
+
+
+def scale(factor: float, which: slice = slice(None)) -> Callable[[list[torch.nn.Parameter]], None]:
+    """What has added up, times a factor."""
+
+    def change(parameters: list[torch.nn.Parameter]) -> None:
+        for each in parameters[which]:
+            if each.grad is not None:
+                each.grad.mul_(factor)
+
+    return change
+
+
+def statistics(change: Callable[[Any], object], rank: int | None = None) -> Callable[..., None]:
+    """Something done to the batch normalisations of one rank or all after each of their forward passes."""
+
+    def apply(replica: Replica, process: Process) -> None:
+        for each in norms(replica.module):
+            if rank in (None, process.rank):
+                change(each)
+
+    return apply
+
+
+def still(norm: Any) -> None:
+    """Its running statistics never move."""
+    norm.momentum = 0.0
+
+
+def still_later(norm: Any) -> None:
+    """They stand still from the second pass on."""
+    norm.register_forward_hook(lambda *_: still(norm))
 
 
 class _Done:
@@ -296,18 +418,19 @@ def judge_wrong(
     `more_draws` of random roundings are made where something is over its budget; few make a test quick.
     """
     config = dataclasses.replace(CONFIG, precision=precision)  # type: ignore[arg-type]
-    wanted = _wanted(config, process.world_size, more_draws) if process.rank == 0 else None
     found = {}
     for name in names:
+        source = WRONG[name].source
+        wanted = _wanted(source, config, process.world_size, more_draws) if process.rank == 0 else None
         with quick(), mock.patch.object(reference, "MORE_DRAWS", more_draws), WRONG[name].planted():
-            found[name] = agreement(ParallelCase(SOURCE, config, WRONG[name].scheme), wanted, process)
+            found[name] = agreement(ParallelCase(source, config, WRONG[name].scheme), wanted, process)
     return found
 
 
 @functools.cache
-def _wanted(config: StepConfig, world_size: int, more_draws: int) -> Expected:
+def _wanted(source: WorkloadSource, config: StepConfig, world_size: int, more_draws: int) -> Expected:
     """What one process computes, with what its roundings were found to do, which takes `more_draws` once."""
-    return expected(SOURCE, ParallelCase(SOURCE, config, _FLAT).whole(world_size), world_size)
+    return expected(source, ParallelCase(source, config, _FLAT).whole(world_size), world_size)
 
 
 def judge_right(process: Process, names: Sequence[str]) -> dict[str, Verdict | Failure | None]:
