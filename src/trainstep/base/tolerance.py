@@ -48,7 +48,7 @@ ROUNDINGS = 2
 any order brought a bf16 Llama of 24 blocks 1.06 apart on an H200; other masks make it 90."""
 
 REPEATED = 8.0
-"""How much further apart than all gradients those of one parameter may be, where they are small beside others."""
+"""Factor by which one parameter's gradients may be further apart than all together, where they are small."""
 
 FLOAT32_AT_MOST = 1e-3
 """Float64's gradients further from float32's than this are of a model that computes something else in float64."""
