@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from trainstep.ladder.change import all_changes
+from trainstep.ladder.changes.compiling import IN_GRAPHS
 from trainstep.ladder.changes.loaders import workers_here
 from trainstep.ladder.patch import patch_of
 from trainstep.ladder.trial.trial import encoded
@@ -92,7 +93,7 @@ def test_debugging_is_switched_off_where_it_was_switched_on(patched):
 @pytest.mark.parametrize(
     ("own", "line"),
     [
-        ("", '    model.compile(mode="reduce-overhead")'),
+        ("", f"    model.compile(options={IN_GRAPHS})".replace("'", '"')),
         ("    model = torch.compile(model)\n", "    model = torch.compile(model, mode='reduce-overhead')"),
         ("    model.compile(mode='default')\n", "    model.compile(mode='reduce-overhead')"),
         ("    @torch.compile\n    def f(x): return x\n", None),

@@ -140,9 +140,17 @@ def test_cuda_graphs_are_for_what_the_script_compiles_or_else_for_its_models(com
     compiling.models_in_graphs(trial)
     if compiles:
         torch.compile(torch.nn.Linear(2, 2), mode="default", dynamic=False)
-    for first_call in trial.on_first_call:
-        first_call(torch.nn.Linear(2, 2))
-    assert told == [{"mode": "reduce-overhead"} | ({"dynamic": False} if compiles else {})]
+    for model in (torch.nn.Linear(2, 2), torch.nn.Linear(3, 3)):
+        for first_call in trial.on_first_call:
+            first_call(model)
+    own = [{"mode": "reduce-overhead", "dynamic": False}]
+    assert told == (own if compiles else [{"options": compiling.IN_GRAPHS}] * 2)
+
+
+def test_torch_knows_the_options_of_cuda_graphs():
+    assert compiling.IN_GRAPHS.keys() <= set(torch._inductor.list_options())
+    in_graphs = torch._inductor.list_mode_options("reduce-overhead").items()
+    assert in_graphs <= compiling.IN_GRAPHS.items()
 
 
 def counting(counts):

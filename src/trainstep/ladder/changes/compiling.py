@@ -32,12 +32,17 @@ def compiled_models(trial: Trial) -> None:
     trial.on_first_call.append(lambda module: module.compile())
 
 
+IN_GRAPHS = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}
+"""Options of torch.compile: those of mode "reduce-overhead", and no graph of code that was compiled for any size. Text
+that is generated token by token would have one recorded for each length."""
+
+
 def models_in_graphs(trial: Trial) -> None:
     """Models that the script compiles, or all that are called in training where it compiles none, replay their
     kernels from CUDA graphs."""
     calls: list[bool] = []
     _compile_with({"mode": "reduce-overhead"}, calls)
-    trial.on_first_call.append(lambda module: None if calls else module.compile())
+    trial.on_first_call.append(lambda module: None if calls else module.compile(options=IN_GRAPHS))
 
 
 def any_sizes(trial: Trial) -> None:
@@ -46,13 +51,15 @@ def any_sizes(trial: Trial) -> None:
 
 
 def _compile_with(further: dict[str, Any], calls: list[bool]) -> None:
-    """Give torch.compile further arguments, and note each call."""
+    """Give torch.compile further arguments, and note each call of the script's."""
     import torch
 
     original = torch.compile
 
     @functools.wraps(original)
     def compiled(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("options") is IN_GRAPHS:
+            return original(*args, **kwargs)
         calls.append(True)
         return original(*args, **{**kwargs, **further})
 
@@ -69,7 +76,7 @@ def _write_mode(files: Files, place: Place) -> bool:
         calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and n.func in named]
         return with_arguments(text, calls[0], {"mode": "reduce-overhead"}) if len(named) == len(calls) == 1 else None
 
-    return files.edit(place["file"], change) or (not named and _IN_GRAPHS.write(files, place))
+    return files.edit(place["file"], change) or (not named and _WRITE_CALL.write(files, place))
 
 
 def _compiles(settings: Settings) -> str:
@@ -98,17 +105,18 @@ MODEL = Change(
     instead_of=("compiled blocks", "fused loss"),
     write=before_optimizer("{}.compile()"),
 )
-_IN_GRAPHS = before_optimizer('{}.compile(mode="reduce-overhead")')
+_OPTIONS = str(IN_GRAPHS).replace("'", '"')
+_WRITE_CALL = before_optimizer(f"{{}}.compile(options={{{_OPTIONS}}})")
 MODEL_GRAPHS = Change(
     "compiled model with CUDA graphs",
-    Line('model.compile(mode="reduce-overhead")', "the argument also goes into a torch.compile that is there"),
+    Line(f"model.compile(options={_OPTIONS})", 'or mode="reduce-overhead" in a torch.compile that is there'),
     {"script": 1.155},
     answers=_ANSWERS,
     script=models_in_graphs,
     why_not=lambda settings: "" if settings["models"] else UNCALLED,
     where=("cuda",),
     instead_of=("compiled model", "compiled blocks", "fused loss"),
-    write=Writer(_IN_GRAPHS.places, _write_mode),
+    write=Writer(_WRITE_CALL.places, _write_mode),
 )
 GRAPH = Change(
     "CUDA graph",
