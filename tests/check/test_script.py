@@ -43,6 +43,18 @@ def test_what_rounding_does_is_right_and_what_it_does_not_is_wrong():
         assert not judge.judge(wrong, "fp32").is_right
 
 
+@pytest.mark.parametrize(("off", "runs"), [(0.0, []), (3e-9, []), (1e-6, [0, 1, 2])])
+def test_random_roundings_are_drawn_for_a_repeat_that_is_off_by_more_than_one(off, runs):
+    drawn = []
+    judge = ScriptCheck(
+        run_of(), [run_of(off, 1)], "fp32", lambda precision, seed: drawn.append(seed) or draws("", seed)
+    )
+    assert judge.of_repeat().is_right
+    assert drawn == runs
+    assert judge.judge(run_of(1e-6, 2), "fp32").is_right
+    assert drawn == [0, 1, 2], "a change is held against what roundings do"
+
+
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_what_roundings_make_no_number_is_not_judged(broken):
     """As where a learning rate is so large that training diverges in one run and not in another."""

@@ -14,6 +14,7 @@ from trainstep.ladder import ranks, single
 from trainstep.ladder.ranks import Interrupted
 from trainstep.ladder.scripts import ScriptRunner
 from trainstep.ladder.single import Script
+from trainstep.ladder.trial.shown import MOST_CALLS
 from trainstep.observe import supervise
 from trainstep.observe.copying import Copies
 
@@ -102,6 +103,30 @@ def test_later_runs_may_take_ten_times_the_first_and_those_under_roundings_any_t
     script.own_s = 3.0
     script.run("it")
     assert limits[-1] == 120.0, "two minutes at least"
+
+
+def test_roundings_are_drawn_in_evaluation_while_outputs_are_kept_and_in_every_training_call(tmp_path):
+    file = tmp_path / "generates.py"
+    file.write_text(
+        "import torch\n"
+        "model, x = torch.nn.Linear(64, 64), torch.ones(8, 64)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for number in range(3):\n"
+        "    loss = model(x).square().mean()\n"
+        "    print(number, loss.item().hex())\n"
+        f"    for call in range({MOST_CALLS + 3} if not number else 0):\n"
+        "        with torch.no_grad(): print('eval', call, model.eval()(x).double().sum().item().hex())\n"
+        "    model.train()\n"
+        "    loss.backward()\n"
+        "    optimizer.step() if number else None\n"
+    )
+    script = Script(alone([str(file)]), tmp_path / "runs", 3)
+    runs = [script.run("it"), script.run("rounded", rounding=("fp32", 0))]
+    plain, rounded = (Path(run.folder, "output.txt").read_text().splitlines() for run in runs)
+    differ = [line for line, own in zip(plain, rounded, strict=True) if line != own]
+    assert [line for line in differ if line.startswith("eval")][-1].startswith(f"eval {MOST_CALLS - 1} ")
+    assert sum(line.startswith("eval") for line in differ) > 0.8 * MOST_CALLS
+    assert differ[-1].startswith(("1 ", "2 ")), "what is trained later is rounded too"
 
 
 @pytest.mark.parametrize("is_copied", [False, True])

@@ -90,6 +90,7 @@ class RandomRounding(TorchDispatchMode):
         self._generators: dict[torch.device, torch.Generator] = {}
         self._pools: dict[torch.device, Tensor] = {}
         self._scalars = 0  # drawn for so far
+        self.is_off = False  # whether results stay as they are
 
     def __enter__(self) -> Self:
         DRAWING.append(self)
@@ -118,6 +119,8 @@ class RandomRounding(TorchDispatchMode):
                 del self._generators[device]  # it draws from its seed again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_off:
+            return func(*args, **(kwargs or {}))
         if func.overloadpacket in FUSED_BACKWARD and self._dtype == torch.float32 and not self._tf32:
             args = self._round_rows(func, args)
         result = func(*args, **(kwargs or {}))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ class Outermost:
     def __init__(self, on_over: Callable[[nn.Module, Any], object] | None = None) -> None:
         self.on_first: list[Callable[[nn.Module], object]] = []
         self._on_over = on_over
+        self.around: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Makes the context that an outermost call runs in."""
         self.draws = False
         """True if a call in training drew random numbers of torch."""
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -47,7 +50,8 @@ class Outermost:
                     for tell in self.on_first:
                         tell(module)
                 states = [] if self.draws or not module.training else _states()
-                results = original(module, *args, **kwargs)
+                with self.around():
+                    results = original(module, *args, **kwargs)
                 self.draws |= bool(states) and not all(map(torch.equal, states, _states()))
                 if self._on_over is not None:
                     self._on_over(module, results)

@@ -43,13 +43,18 @@ class Shown:
         """Modes of the calls that were seen, in their order: `2 in training, 1 in evaluation`."""
         return ", ".join(f"{len(list(alike))} in {mode}" for mode, alike in itertools.groupby(self._modes))
 
+    @property
+    def is_full(self) -> bool:
+        """True if outputs of further calls in evaluation are not kept."""
+        return self._kept == MOST_CALLS
+
     def see_call(self, module: nn.Module, results: Any) -> None:
         """The outermost call of a module is over. Blocks that backward computes again are no such calls."""
         if torch._C._current_graph_task_id() >= 0 or next(module.parameters(), None) is None:
             return
         mode = "training" if module.training else "evaluation"
         self._modes.append(mode if torch.is_grad_enabled() else f"{mode} without gradients")
-        if self._modes[-1] == "training" or self._kept == MOST_CALLS:
+        if self._modes[-1] == "training" or self.is_full:
             return
         self._kept += 1
         floats = [each.detach() for each in tensors_of(results) if each.is_floating_point()]

@@ -12,7 +12,8 @@ import os
 import random
 import sys
 import tokenize
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,10 @@ class Trial:
             self._settings.remove()
 
     def _round_at_random(self, precision: Any, seed: int) -> None:
-        """From the first call of a model on, as long as the process lives; what is compiled runs as it is written."""
+        """From the first call of a model on, as long as the process lives; what is compiled runs as it is written.
+
+        Not in calls without gradients whose outputs are not kept, such as those that generate hundreds of tokens.
+        """
         import torch
 
         from trainstep.check.rounding import RandomRounding
@@ -157,7 +161,16 @@ class Trial:
                 entered.append(True)
                 rounding.__enter__()
 
+        @contextmanager
+        def around() -> Iterator[None]:
+            rounding.is_off = self._capture.shown.is_full and not torch.is_grad_enabled()
+            try:
+                yield
+            finally:
+                rounding.is_off = False
+
         self.on_first_call.append(enter)
+        self._outermost.around = around
 
 
 def encoded(text: str) -> bytes:

@@ -20,7 +20,6 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from trainstep.base.errors import UsageError
-from trainstep.base.files import open_regular
 from trainstep.measure.costs import Tensors
 from trainstep.measure.profile.json_stream import NotAsExpected, fields_of
 from trainstep.measure.profile.ranges import RangeKind, classify_range
