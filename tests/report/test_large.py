@@ -2,12 +2,13 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
 from tests.measure.profile.large import events
 from trainstep.bench.profile import records_from_file
-from trainstep.report.compare import compare, comparison_table, unmatched
+from trainstep.report.compare import compare, comparison_table, repeatability, unmatched
 from trainstep.report.page import MOST_ROWS, render
 from trainstep.report.tables import LONGEST
 from trainstep.rows import KernelRow, ProfileRow, StepRow
@@ -47,6 +48,13 @@ def compared(count, folder):
     unmatched(rows, rows)
 
 
+def passed(count, folder):
+    """Each pass of a case against each would be another power of their number."""
+    rows = [replace(row, context=1, repeat=row.context) for row in steps(count)]
+    compare(rows, rows)
+    repeatability(rows)
+
+
 def written(count, folder):
     write_whole(folder / "rows.jsonl", steps(count))
     read_records(folder / "rows.jsonl")
@@ -62,6 +70,7 @@ def traced(count, folder):
 
 WORK = {
     "compare": compared,
+    "passes of a case": passed,
     "rows on disk": written,
     "trace": traced,
     "page of steps": lambda count, folder: render(steps(count + MOST_ROWS)),

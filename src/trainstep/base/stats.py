@@ -119,10 +119,18 @@ def ratio_of_medians(a: Sequence[float], b: Sequence[float], spread: float = RUN
     between low(a)/high(b) and high(a)/low(b). Both ends are moved outwards by `spread`.
     """
     value = statistics.median(a) / statistics.median(b)
-    over, under = ratio_interval_of(a), ratio_interval_of(b)
-    if over is None or under is None:
+    return ratio_of_passes(value, [a], [b], spread)
+
+
+def ratio_of_passes(value: float, a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], spread: float) -> Ratio:
+    """This ratio of all samples, with an interval that covers those of each pass against each, from the passes' own."""
+    over, under = ([each for each in map(ratio_interval_of, side) if each is not None] for side in (a, b))
+    # One pass without an interval leaves the ratio without one: nobody knows how far that pass reaches.
+    if len(over) < len(a) or len(under) < len(b):
         return Ratio(value, None)
-    return Ratio(value, Interval(over.low / under.high / (1 + spread), over.high / under.low * (1 + spread)))
+    low = min([each.low for each in over]) / max([each.high for each in under]) / (1 + spread)
+    high = max([each.high for each in over]) / min([each.low for each in under]) * (1 + spread)
+    return Ratio(value, Interval(low, high))
 
 
 def ratio_of_pairs(a: Sequence[float], b: Sequence[float], spread: float = RUN_SPREAD) -> Ratio:

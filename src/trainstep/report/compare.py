@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 
 from trainstep.base.config import CASE, settings_with
 from trainstep.base.errors import UsageError
-from trainstep.base.stats import RUN_SPREAD, WITHIN_RUN, Interval, Ratio, ratio_interval_of, ratio_of_runs, verdict
+from trainstep.base.stats import RUN_SPREAD, WITHIN_RUN, Ratio, ratio_of_passes, ratio_of_runs, verdict
 from trainstep.report.losses import WRITTEN, Losses, hold, tokens_of
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, text_table, with_shapes
@@ -27,10 +27,10 @@ ACROSS = (
     "timing",
 )  # The columns in which compared rows may be allowed to differ
 MATCHED_BY = {
-    "step": ACROSS,
-    "change": ("workload", "batch", "context", "change"),
+    "step": ("kind", *ACROSS),
+    "change": ("kind", "workload", "batch", "context", "change"),
     "sweep": (),
-    "script": ("workload", "updates", "rank"),
+    "script": ("kind", "workload", "updates", "rank"),
 }
 """The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all."""
 CONDITIONS = ("device", "torch", "threads")
@@ -42,12 +42,11 @@ LOSSES_DIFFER, WORK_DIFFERS, BATCH_GREW = "losses differ", "work differs", "move
 """Words in the place of a verdict on times."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which takes twice the time to make
 class Comparison:
     """A case in both files."""
 
-    kind: str
-    case: Mapping[str, Scalar]
+    key: CaseKey
     speedup: Ratio  # Old median over new median: above 1 is faster
     old_ms: float
     new_ms: float
@@ -62,8 +61,13 @@ class Comparison:
     batch takes as much longer as the step takes less, so that nothing is left to call faster, "moved to batch"."""
 
     def __str__(self) -> str:
-        case = ", ".join(number(self.case[name]) for name in self.case if self.case[name] is not None)
+        case = ", ".join(number(each) for each in self.key[1][1:] if each is not None)
         return f"{case:<20.20} {number(self.old_ms)} → {number(self.new_ms)} ms   {self.ratio}   {self.verdict}"
+
+    @property
+    def case(self) -> dict[str, Scalar]:
+        """The columns by which it was matched; of many comparisons few are shown."""
+        return dict(zip(self.key[0][1:], self.key[1][1:], strict=True))
 
     @property
     def ratio(self) -> str:
@@ -137,8 +141,8 @@ def _lost(old: Sequence[Row], new: Sequence[Row], across: Collection[str]) -> st
 def _cases(records: Sequence[Row], across: Collection[str]) -> dict[CaseKey, list[Row]]:
     if unknown := sorted(set(across) - set(ACROSS)):
         raise UsageError(f"cannot compare across {unknown[0]!r}; expected some of {', '.join(ACROSS)}")
-    found: dict[CaseKey, list[Row]] = {}
-    for key, passes in _passes(records).items():
+    found, every = dict[CaseKey, list[Row]](), _passes(records)
+    for key, passes in every.items() if across else ():
         kept = without(key, across)
         if kept in found:
             raise UsageError(
@@ -146,7 +150,7 @@ def _cases(records: Sequence[Row], across: Collection[str]) -> dict[CaseKey, lis
                 "these columns have one value each"
             )
         found[kept] = passes
-    return found
+    return found if across else every
 
 
 def _differing(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
@@ -182,13 +186,14 @@ def _passes(records: Iterable[Row]) -> dict[CaseKey, list[Row]]:
 
 
 def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: float) -> Comparison:
-    kind, case = key[1][0], dict(zip(key[0][1:], key[1][1:], strict=True))
     ratio, old_ms, new_ms = _ratio_of(old, new, "step", spread)
-    losses = max((hold(old[0], row) for row in (*old[1:], *new)), key=lambda each: each.severity)
-    tokens = next((found for row in (*old, *new) if (found := _other_tokens(old[0], row))), None)
+    first, *others = *old, *new
+    held = [hold(first, row) for row in others]
+    losses = max(held, key=lambda each: each.severity) if len(held) > 1 else held[0]
+    tokens = next(filter(None, [_other_tokens(first, row) for row in others]), None)
     batch = None
     said: str = verdict(ratio)
-    if all(row.samples.get("batch") for row in (*old, *new)):
+    if first.samples.get("batch") and all(row.samples.get("batch") for row in others):
         of_batch, before, after = _ratio_of(old, new, "batch", spread)
         batch = before, after
         grown_ms = after - before if verdict(of_batch) == "slower" else 0.0
@@ -196,32 +201,17 @@ def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: 
         if said == "faster" and not _is_left(ratio, new_ms, grown_ms):
             said = BATCH_GREW
     said = LOSSES_DIFFER if losses.differ else WORK_DIFFERS if tokens else said
-    return Comparison(str(kind), case, ratio, old_ms, new_ms, losses, tokens, batch, said)
+    return Comparison(key, ratio, old_ms, new_ms, losses, tokens, batch, said)
 
 
 def _ratio_of(old: Sequence[Row], new: Sequence[Row], name: str, spread: float) -> tuple[Ratio, float, float]:
     """Ratio of one kind of samples: old over new, and the medians of both in milliseconds."""
-    before, after = ([row.samples[name] for row in rows] for rows in (old, new))
+    before, after = [row.samples[name] for row in old], [row.samples[name] for row in new]
+    old_ms, new_ms = statistics.median(chain.from_iterable(before)), statistics.median(chain.from_iterable(after))
     # Only runs in processes of their own show how far runs differ; passes of one process are alike by more.
-    are_runs = all(len({row.case.get("run") for row in rows} - {None}) == len(rows) > 1 for rows in (old, new))
-    ratio = ratio_of_runs(before, after) if are_runs else _ratio_of_passes(before, after, spread)
-    return ratio, _median(before), _median(after)
-
-
-def _ratio_of_passes(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], spread: float) -> Ratio:
-    """The ratio of all samples; its interval covers those of each pass against each, whose ends are the passes' own."""
-    value = _median(before) / _median(after)
-    sides = [[ratio_interval_of(each) for each in side] for side in (before, after)]
-    over, under = ([each for each in side if each is not None] for side in sides)
-    # One pass without an interval leaves the ratio without one: nobody knows how far that pass reaches.
-    if len(over) < len(before) or len(under) < len(after):
-        return Ratio(value, None)
-    low = min(each.low for each in over) / max(each.high for each in under) / (1 + spread)
-    return Ratio(value, Interval(low, max(each.high for each in over) / min(each.low for each in under) * (1 + spread)))
-
-
-def _median(passes: Sequence[Sequence[float]]) -> float:
-    return statistics.median(sample for each in passes for sample in each)
+    if all(len(rows) > 1 and len({row.case.get("run") for row in rows} - {None}) == len(rows) for rows in (old, new)):
+        return ratio_of_runs(before, after), old_ms, new_ms
+    return ratio_of_passes(old_ms / new_ms, before, after, spread), old_ms, new_ms
 
 
 def _is_left(speedup: Ratio, new_ms: float, grown_ms: float) -> bool:
@@ -278,7 +268,7 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
         work = [" → ".join(f"{count:,.0f}" for count in each.tokens or ())] if tokens else []
         batch = [" → ".join(number(ms) for ms in each.batch or ())] if batches else []
         settings = (number(each.case.get(name)) for name in shown)
-        rows.append((each.kind, *settings, *times, *batch, *work, *losses, _said(each)))
+        rows.append((str(each.key[1][0]), *settings, *times, *batch, *work, *losses, _said(each)))
     columns = ("kind", *shown, *TIMES, *batches, *tokens, *LOSSES, "verdict")
     sizes = (str(each.case.get(name)) for each in comparisons for name in shown if name in ("workload", "size"))
     return text_table("compare", with_shapes(caption, sizes), columns, rows)
@@ -286,8 +276,8 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
 
 def key_of(row: Row) -> CaseKey:
     """The kind of a row and the settings by which it is matched; its kind is one of `MATCHED_BY`."""
-    names = MATCHED_BY[row.kind] or sorted(row.case)
-    return ("kind", *names), (row.kind, *map(row.case.get, names))
+    names = MATCHED_BY[row.kind] or ("kind", *sorted(row.case))
+    return names, (row.kind, *map(row.case.get, names[1:]))
 
 
 def without(key: CaseKey, across: Collection[str]) -> CaseKey:
@@ -309,12 +299,13 @@ def is_measured(row: Row) -> bool:
 def unmatched(old: Sequence[Row], new: Sequence[Row], across: Collection[str] = ()) -> list[Unmatched]:
     """The cases of either file of which not both have times, in order, and those of which a row went wrong."""
     before, after = _states(old, across), _states(new, across)
-    found = []
-    for key in dict.fromkeys([*before, *after]):
-        was, now = before.get(key, "no row"), after.get(key, "no row")
-        if (was, now) != ("measured", "measured"):
-            found.append(Unmatched(key, was, now, was == "measured" and now not in ("measured", "no row")))
-    return found
+    pairs = [(key, was, after.pop(key, "no row")) for key, was in before.items()]
+    pairs += [(key, "no row", now) for key, now in after.items()]
+    return [
+        Unmatched(key, was, now, was == "measured" and now != "no row")
+        for key, was, now in pairs
+        if not was == now == "measured"
+    ]
 
 
 def other_conditions(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
@@ -332,14 +323,14 @@ def _listed(values: Collection[Scalar]) -> str:
     return " and ".join(sorted(map(number, values)))
 
 
-def _states(rows: Sequence[Row], across: Collection[str]) -> Mapping[CaseKey, str]:
+def _states(rows: Sequence[Row], across: Collection[str]) -> dict[CaseKey, str]:
     """State of each case: `measured`, or why one of its rows was not."""
     found: dict[CaseKey, str] = {}
     for row in rows:
         if row.kind in MATCHED_BY:
             key = without(key_of(row), across)
             state = "measured" if is_measured(row) else _failed(row)
-            if found.get(key, "measured") == "measured":
+            if found.setdefault(key, state) == "measured" != state:
                 found[key] = state
     return found
 

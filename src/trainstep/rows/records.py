@@ -9,8 +9,9 @@ import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 from trainstep.base.errors import UsageError
 from trainstep.base.files import aside, cannot_write, parse_line, read_lines
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import pandas
 
 SECTIONS = ("case", "values", "samples", "series", "environment")
+_SECTIONS, _NEEDED, _KNOWN = {*SECTIONS}, {"kind", "case"}, {*SECTIONS, "kind", "status", "reason"}
 
 
 @dataclass(frozen=True)
@@ -198,40 +200,63 @@ def read_records(path: Path) -> list[Row]:
     """
     if path.is_dir():
         path = path / ("latest" if (path / "latest").is_dir() else "") / "results.jsonl"
-    rows, shared = list[Row](), dict[Any, Mapping[str, Scalar]]()
+    rows, environments = list[Row](), dict[bytes, Mapping[str, Scalar]]()
     with collection_paused():
         for number, line in enumerate(read_lines(path, "results from "), start=1):
             if line.strip():
-                rows.append(row := _row_of_line(path, number, line))
-                told = shared.setdefault(tuple(row.environment.items()), row.environment)
-                object.__setattr__(row, "environment", told)  # a third of a row, and the same in most
+                rows.append(_row_of_line(path, number, line, environments))
     if not rows:
         raise UsageError(f"{path} holds no results; expected the results.jsonl of a trainstep run")
     return rows
 
 
-def _row_of_line(path: Path, number: int, line: bytes) -> Row:
-    place = f"{path}, line {number}"
+@cache
+def _decoders() -> tuple[Any, Any]:
+    """For lines as we write them, to the arguments of `row_of` with the environment as text, and for environments."""
+    import msgspec
+
+    entry: Any = str | Annotated[int, msgspec.Meta(ge=-(2**63) + 1, le=2**63 - 2)] | float | bool
+    section: Any = dict[str, entry | tuple[entry, ...] | None]
+    columns: Any = dict[str, list[entry | None]]
+    sections: Any = [("case", section), ("values", section), ("samples", columns), ("series", columns)]
+    texts: Any = [("kind", str), ("status", str), ("reason", str), ("environment", msgspec.Raw)]
+    line = msgspec.defstruct("Line", [*sections, *texts], forbid_unknown_fields=True)
+    return msgspec.json.Decoder(line), msgspec.json.Decoder(section)
+
+
+def _row_of_line(path: Path, number: int, line: bytes, environments: dict[bytes, Mapping[str, Scalar]]) -> Row:
+    """The row; what is wrong with a line, or not as we write it, the slower second part finds.
+
+    Args:
+        environments: text → content. Rows share it, as it is a third of a line and the same in most.
+    """
+    import msgspec
+
+    lines, of_environments = _decoders()
+    with contextlib.suppress(msgspec.MsgspecError, RecursionError, ValueError):
+        told = lines.decode(line)
+        if (text := bytes(told.environment)) not in environments:
+            environments[text] = of_environments.decode(text)
+        rest = {"samples": told.samples, "series": told.series, "status": told.status, "reason": told.reason}
+        row = row_of(told.kind, told.case, told.values, **rest)
+        object.__setattr__(row, "environment", environments[text])
+        return row
     try:
         columns = parse_line(line)
-        if not isinstance(columns, dict) or not {"kind", "case"} <= set(columns) <= {
-            "kind",
-            "status",
-            "reason",
-            *SECTIONS,
-        }:
+        if not isinstance(columns, dict) or not _NEEDED <= columns.keys() <= _KNOWN:
             raise ValueError("not a row")
-        if not all(isinstance(columns.get(name, {}), dict) for name in SECTIONS) or type(columns["kind"]) is not str:
+        if {type(columns[name]) for name in columns.keys() & _SECTIONS} != {dict} or type(columns["kind"]) is not str:
             raise ValueError("a row with a section of the wrong type")
     except ValueError as error:
         advice = "If the file was cut short, delete that line to use the rest"
-        raise UsageError(f"{place}: {error}; expected a row of a trainstep run. {advice}") from error
+        raise UsageError(f"{path}, line {number}: {error}; expected a row of a trainstep run. {advice}") from error
     try:
         return row_of(**columns)
     except ValueError as error:
         commit = columns.get("environment", {}).get("commit", "unknown")
         advice = f"Measure again, or read the file with the version that wrote it (commit {commit})"
-        raise UsageError(f"{place}: {error}; expected a row of this version of trainstep. {advice}") from error
+        what = f"{error}; expected a row of this version of trainstep"
+        raise UsageError(f"{path}, line {number}: {what}. {advice}") from error
 
 
 def of_kind(rows: Iterable[Row], kind: type[AnyRow]) -> list[AnyRow]:

@@ -196,7 +196,7 @@ def _by_field(
     found: dict[str, Any] = {}
     for section, columns in (("case", case), ("values", values)):
         places = _places(kind, section, tuple(columns))  # type: ignore[arg-type]  # classes are hashable
-        found |= {name: columns[name] for name in places.plain}
+        found |= columns if len(places.plain) == len(columns) else {name: columns[name] for name in places.plain}
         if places.further:
             found[places.open] = {name: columns[name] for name in places.further}
         if places.phases:
