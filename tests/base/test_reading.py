@@ -5,6 +5,7 @@ import os
 import pytest
 
 from trainstep.attention.tuned import TILES
+from trainstep.base import files
 from trainstep.base.config import load_toml
 from trainstep.base.errors import UsageError
 from trainstep.base.files import DEEPEST, LARGEST, read_json
@@ -97,3 +98,11 @@ def test_the_limits_are_those_that_are_named(tmp_path):
     os.truncate(path, 2 * LARGEST["JSON"])
     with pytest.raises(UsageError, match="128 MiB; at most 64"):
         read_json(path, dict)
+
+
+def test_long_fractions_are_read_as_fast_as_short_ones(monkeypatch):
+    """An optimizer's scalars have up to 20 digits behind the point; the slower reader looks at each value."""
+    monkeypatch.setattr(files.json, "loads", None)
+    assert files.parse_line(b"[0.00032768000000000002, -1.00000000000000000000001e-05]") == [0.00032768, -1e-05]
+    with pytest.raises(TypeError):
+        files.parse_line(b"[32768000000000000002, 0.5]")

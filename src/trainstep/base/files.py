@@ -26,7 +26,8 @@ LARGEST = {"TOML": 2**20, "JSON": 2**26, "JSON Lines": 2**32}
 """Bytes of a file. A row in memory takes three to five times its line."""
 DEEPEST = 32
 """Levels of lists, tables and dotted keys."""
-_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+_DIGITS, _LONG = bytes.maketrans(b"123456789", b"0" * 9), re.compile(rb"(?:^|[^.0])0{20}")
+"""Digits as zeros, in which whole numbers of 20 digits are found; fractions have as many in traces of optimizers."""
 _TEXTS = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'')
 _DOTTED = re.compile(rf"(?<![\w-])(?:[\w-]+[ \t]*\.[ \t]*){{{DEEPEST}}}")
 Shape = TypeVar("Shape")
@@ -106,7 +107,8 @@ def parse_line(text: bytes) -> Any:
 
     # msgspec is twice as fast, but refuses lone surrogates, which names may have.
     with contextlib.suppress(msgspec.MsgspecError, RecursionError, ValueError):
-        if b"0" * 20 not in text.translate(_DIGITS):  # else a number may need more than 64 bits
+        zeros = text.translate(_DIGITS)
+        if b"0" * 20 not in zeros or not _LONG.search(zeros):  # else a whole number may need more than 64 bits
             return msgspec.json.decode(text)
     return _parse(text, "JSON")
 

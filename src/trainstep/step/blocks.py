@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -59,6 +60,7 @@ def _repeats_one_class(module: nn.Module) -> bool:
     return len(classes) == 1 and any(True for child in module for _ in child.children())
 
 
+@lru_cache(4096)  # a profile asks for each of a million kernels
 def without_numbers(name: str) -> str:
     """A module's dotted name with its numbers replaced, so that alike modules share it: `blocks.*.attention.query`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

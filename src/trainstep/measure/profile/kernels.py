@@ -170,8 +170,9 @@ class Kernel:
     @property
     def is_undecided(self) -> bool:
         """True if neither an operator of torch's nor the name tells what it computes."""
-        told = (self.operator or "").startswith("aten::") or "at::native" in self.name
-        return self.family == GRAPH or (self.kind == "kernel" and self.family == "other" and not told)
+        if self.kind != "kernel" or self.family != "other":
+            return self.family == GRAPH
+        return not ((self.operator or "").startswith("aten::") or "at::native" in self.name)
 
 
 DURATION = attrgetter("duration_us")
