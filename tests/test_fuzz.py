@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from tools.trust.fuzz import SUBJECTS, damaged_trace, judge, random
+from tools.trust.fuzz import SUBJECTS, damaged_snapshot, judge, random
 from tools.trust.fuzz import _hook as watch
 
 
@@ -49,6 +49,6 @@ def test_the_judge_notices_code_that_runs_and_files_that_change(tmp_path, monkey
     monkeypatch.setattr(fuzz, "SECONDS", 0.1)
     planted = lambda rng: pickle.dumps(fuzz.Planted())  # noqa: E731
     for read, says in ((run, "ran"), (change, "changed"), (fail, "a traceback"), (last, "more than")):
-        monkeypatch.setitem(fuzz.SUBJECTS, "trace", fuzz.Subject("s.pickle", planted, read))
-        assert says in judge("trace", 1, tmp_path)
-    assert damaged_trace(random.Random(1)) == damaged_trace(random.Random(1)), "a seed makes one file"
+        monkeypatch.setitem(fuzz.SUBJECTS, "snapshot", fuzz.Subject("s.pickle", planted, read))
+        assert says in judge("snapshot", 1, tmp_path)
+    assert damaged_snapshot(random.Random(1)) == damaged_snapshot(random.Random(1)), "a seed makes one file"

@@ -9,6 +9,7 @@ from trainstep.base import files
 from trainstep.base.config import load_toml
 from trainstep.base.errors import UsageError
 from trainstep.base.files import DEEPEST, LARGEST, read_json
+from trainstep.bench.allocations import imported_records
 from trainstep.bench.profile import records_from_file
 from trainstep.bench.sweep.cases import load_grid
 from trainstep.checkpointing.policies import Policy
@@ -35,6 +36,7 @@ READERS = {
     "results.jsonl": read_records,
     METRICS: lambda path: history(path.parent),
     "trace.json": lambda path: list(records_from_file(path)),
+    "snapshot.pickle": lambda path: list(imported_records(path)),
 }
 TEXTS = {
     "nested": b'{"a":' * 5000 + b"1" + b"}" * 5000,

@@ -423,3 +423,9 @@ def test_nsys_s_own_report_is_told_how_to_export_it(tmp_path, name):
     (tmp_path / name).write_bytes(b"\x00NVIDIA Nsight\x00" * 100)
     with pytest.raises(UsageError, match=rf"nsys export --type sqlite .*{name}"):
         list(records_from_file(tmp_path / name))
+
+
+def test_a_memory_snapshot_is_told_where_it_belongs(tmp_path):
+    (tmp_path / "snapshot.pickle").write_bytes(b"\x80\x04}\x94.")
+    with pytest.raises(UsageError, match="trainstep memory --from"):
+        list(records_from_file(tmp_path / "snapshot.pickle"))

@@ -196,8 +196,8 @@ def test_info_names_the_versions(capsys):
     assert re.search(r"^torch +\d", capsys.readouterr().out, re.M)
 
 
-def test_memory_shows_a_step_of_each_case(tmp_path):
-    out = tmp_path / "out"
+def test_memory_shows_a_step_and_then_its_snapshot(tmp_path):
+    out, again = tmp_path / "out", tmp_path / "again"
     grid = ["--precision", "fp32,bf16", "--policies", "every-1"]
     assert main_code(["memory", *QUICK, *grid, "--peaks", "--timeline", "--mode", "step", "--out", str(out)]) == 0
     records = read_records(out / "results.jsonl")
@@ -207,6 +207,10 @@ def test_memory_shows_a_step_of_each_case(tmp_path):
         "snapshot-1.pickle",
         "snapshot-2.pickle",
     ]
+    assert main_code(["memory", "--from", str(out / "snapshot-1.pickle"), "--out", str(again)]) == 0
+    ours, theirs = (of_kind(read_records(folder / "results.jsonl"), MemoryTimelineRow)[0] for folder in (out, again))
+    assert ours.values["peak_gib"] == theirs.values["peak_gib"]
+    assert (again / "report.html").exists()
 
 
 def test_profile_shows_a_step_and_then_its_trace(tmp_path):

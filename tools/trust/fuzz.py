@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from tests.measure.allocations.large import snapshot
 from tests.measure.profile.large import events
 from tests.measure.profile.test_nsys import export
 from tests.measure.profile.test_trace import GPU
@@ -47,6 +48,7 @@ from trainstep.attention import tuned
 from trainstep.base.config import load_toml
 from trainstep.base.errors import UsageError, printable
 from trainstep.base.files import remove
+from trainstep.bench.allocations import imported_records
 from trainstep.bench.profile import records_from_file
 from trainstep.bench.sweep.cases import load_grid
 from trainstep.checkpointing.policies import FORMAT, Policy
@@ -187,6 +189,11 @@ def of_other(rng: random.Random, path: Path) -> None:
 
 
 @cache
+def plain_snapshot() -> dict[str, Any]:
+    return snapshot(300, devices=2, device=1, stacks=10)
+
+
+@cache
 def plain_trace() -> dict[str, Any]:
     return {"deviceProperties": [{"id": 0, "name": "NVIDIA H200"}], "traceEvents": [*GPU["traceEvents"], *events(60)]}
 
@@ -238,6 +245,16 @@ METRIC = {
     "step": 1, "loss": 2.5, "validation_loss": None, "learning_rate": 1e-3, "gradient_norm": 1.0, "step_ms": 3.0,
     "tokens_per_s": 5.0, "utilisation": None, "tokens": 10, "world_size": 1, "since_start": 1,
 }  # fmt: skip
+
+
+def damaged_snapshot(rng: random.Random) -> bytes:
+    protocol = rng.choice((2, 4, 4, 4, 5))
+    if rng.random() < 0.5:
+        return of_bytes(rng, pickle.dumps(plain_snapshot(), protocol=protocol))
+    content = of_values(rng, plain_snapshot())
+    if rng.random() < 0.1:
+        content["more"] = Planted()
+    return pickle.dumps(content, protocol=protocol)
 
 
 class Planted:
@@ -439,6 +456,7 @@ class Subject:
 
 
 SUBJECTS = {
+    "snapshot": Subject("s.pickle", damaged_snapshot, lambda path, page: show(list(imported_records(path)), page=page)),
     "trace": Subject("t.json", damaged_trace, lambda path, page: show(list(records_from_file(path)), page=page)),
     "export": Subject("e.sqlite", damaged_export, lambda path, page: show(list(records_from_file(path)), page=page)),
     "results": Subject("results.jsonl", damaged_results, read_results),

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from trainstep.base.errors import UsageError
 
-LARGEST = {"TOML": 2**20, "JSON": 2**26, "JSON Lines": 2**32}
+LARGEST = {"TOML": 2**20, "JSON": 2**26, "JSON Lines": 2**32, "pickle": 2**30}
 """Bytes of a file. A row in memory takes three to five times its line."""
 DEEPEST = 32
 """Levels of lists, tables and dotted keys."""
@@ -59,7 +59,7 @@ def read_lines(path: Path, what: str = "") -> Iterator[bytes]:
         UsageError: as `open_regular`, or the file is too large.
     """
     with open_regular(path, what) as file:
-        _check_size(file, path, "JSON Lines")
+        check_size(file, path, "JSON Lines")
         file.seek(3 * (file.peek(3)[:3] == b"\xef\xbb\xbf"))  # editors may put a mark before the first line
         yield from file
 
@@ -82,7 +82,7 @@ def _read(path: Path, language: str, shape: type[Shape], what: str) -> Shape:
     import msgspec  # here: a command's help needs no files
 
     with open_regular(path, what) as file:
-        _check_size(file, path, language)
+        check_size(file, path, language)
         try:
             return msgspec.convert(_parse(file.read(), language), shape)
         except msgspec.ValidationError as error:
@@ -92,9 +92,11 @@ def _read(path: Path, language: str, shape: type[Shape], what: str) -> Shape:
             raise UsageError(f"cannot read {what}{path}: {error}") from error
 
 
-def _check_size(file: BufferedReader, path: Path, language: str) -> None:
+def check_size(file: BufferedReader, path: Path, language: str) -> int:
+    """The file's size in bytes; `UsageError` if it is above that of `LARGEST`."""
     if (size := os.fstat(file.fileno()).st_size) > LARGEST[language]:
         raise UsageError(f"{path} has {size / 2**20:,.0f} MiB; at most {LARGEST[language] / 2**20:,.0f} are read")
+    return size
 
 
 def parse_line(text: bytes) -> Any:

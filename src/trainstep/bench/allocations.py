@@ -1,4 +1,4 @@
-"""`trainstep memory --timeline`: every allocation of a step, and who owns the peak, as rows."""
+"""`trainstep memory --timeline` and `--from`: every allocation of a step, and who owns the peak, as rows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from trainstep.base.config import StepConfig, StepMode
 from trainstep.base.errors import UnsupportedError
 from trainstep.bench.memory import UNFOLLOWED
+from trainstep.measure.allocations.loading import imported_timelines
 from trainstep.measure.allocations.recording import Recording, StepWatch, record_on_cpu, record_on_cuda
-from trainstep.measure.allocations.rows import groups_by_owner, timeline_rows
+from trainstep.measure.allocations.rows import groups_by_owner, groups_by_size, timeline_rows
 from trainstep.measure.allocations.snapshot import write_snapshot
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB
@@ -72,3 +73,13 @@ def allocation_records(
         extra["snapshot"] = snapshot.name
     own = {**case, "environment": environment}
     yield from timeline_rows(found.timeline, groups_by_owner(found.timeline), own, extra)
+
+
+def imported_records(path: Path) -> Iterator[Row]:
+    """The same of anyone's snapshot, one device after the other; owners are its categories, or lines of code.
+
+    Raises:
+        UsageError: as `imported_timelines`.
+    """
+    for device, timeline in imported_timelines(path).items():
+        yield from timeline_rows(timeline, groups_by_size(timeline), {"workload": path.name, "device": device}, {})

@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import FlagCreatePairsOff
+from tyro.conf import FlagCreatePairsOff, arg
 
 from trainstep.base.config import StepConfig, StepMode
 from trainstep.base.errors import UsageError
-from trainstep.commands.options import OneModel, axes_of, commas, flags_of, optional_text, own_precisions
+from trainstep.commands.options import READS, OneModel, axes_of, commas, flags_of, optional_text, own_precisions
 from trainstep.commands.output import run_and_report
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class Memory(OneModel):
     update_after_backward: FlagCreatePairsOff[bool] = False
     """With --fit: no updates in backward, which free each block's gradients; for a training that clips or accumulates
     gradients."""
+    snapshot: Annotated[Path | None, arg(name="from")] = None
+    """Nothing is measured: draw the memory snapshot in this file, anyone's from _dump_snapshot of torch.cuda.memory."""
     policies: commas(str) = ()  # type: ignore[valid-type]
     """Checkpointing policies under which to show the step: any of none, every-1 (for the input of every block),
     selective."""
@@ -66,6 +68,12 @@ class Memory(OneModel):
             raise UsageError(f"host_gib is {self.host_gib}; expected 0 or more")
         if self.fit is not None and self.policies:
             raise UsageError("--fit makes a policy of its own; leave out --policies")
+        if self.snapshot is not None:
+            from trainstep.bench.allocations import imported_records
+
+            self.refuse(READS, but=("snapshot", "out"))
+            with self.in_folder(self.snapshot.stem) as own:
+                return run_and_report(imported_records(self.snapshot), own.out, f"memory of {self.snapshot.name}")
         for is_used, where, *names in (
             (self.fit is not None, "--fit", "compare", "host_gib", "steps", "update_after_backward"),
             (self.peaks or self.timeline or not self._chosen, "--peaks and --timeline", "mode"),

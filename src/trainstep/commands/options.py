@@ -106,7 +106,6 @@ GONE = {
     "feed-forward": "python -m examples.feed_forward --layer B D F C W has it (docs/theory.md)",
     "gathers": "bench parallel has the waits for gathers in exposed communication, and --trace draws them",
     "jobs": "a sweep runs one case at a time, as benchmarks disturb one another; start a sweep on each GPU",
-    "memory --from": "pytorch.org/memory_viz draws a snapshot; memory --timeline names the owners of a step's memory",
     "measure": "analyze measures rates for --calibration, and bench step a whole step",
     "nsys": "profile --nvtx runs under nsys profile, and --from reads its export (docs/profile.md)",
     "page-every": "train draws the page at its end; trainstep report draws that of a run under way",

@@ -20,6 +20,7 @@ class MemoryTimelineRow(StepSettings, kind="memory-timeline"):
     """Every allocation of a step; what the page draws is in the series."""
 
     mode: str | None = setting(None)  # None in older rows, of a whole step
+    device: int | None = setting(None)  # of an imported snapshot
     peak_gib: float | None = None
     peak_phase: str | None = None
     peak_state: int | None = None
@@ -35,14 +36,17 @@ class MemoryTimelineRow(StepSettings, kind="memory-timeline"):
 
 
 class OwnerRow(StepSettings, kind="owner"):
-    """Bytes that an owner holds at the peak, or a part of it: the part has a module, an operation or a phase."""
+    """Bytes that an owner holds at the peak, or a part of it: the part has a module, an operation, a phase or a
+    line."""
 
     mode: str | None = setting(None)
+    device: int | None = setting(None)
     owner: str = setting()
     module: str | None = setting(None)
     """The part of the model; None for activations of the loss, and for temporaries made outside of modules."""
     operation: str | None = setting(None)  # the autograd node that made temporaries in backward
     phase: str | None = setting(None)  # in which temporaries were made; of activations only where no module made them
+    line: str | None = setting(None)  # of code or a node of backward, in an imported snapshot; else `no stack`
     mib: float | None = None
     share: float | None = None
     allocations: int | None = None
@@ -50,13 +54,14 @@ class OwnerRow(StepSettings, kind="owner"):
     @property
     def is_total(self) -> bool:
         """True if the row is about all that the owner holds."""
-        return self.module is self.operation is self.phase is None
+        return self.module is self.operation is self.phase is self.line is None
 
 
 class AllocationRow(StepSettings, kind="allocation"):
     """An allocation among the largest; alike ones are one row."""
 
     mode: str | None = setting(None)
+    device: int | None = setting(None)
     rank: int = setting()  # 1 for the largest
     mib: float | None = None
     count: int | None = None

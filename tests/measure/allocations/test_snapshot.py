@@ -1,8 +1,16 @@
-"""Snapshots: an allocator's read, and ours written for torch's viewer."""
+"""Snapshots: written for torch's viewer, and read from files that may be anyone's."""
 
+import io
+import os
 import pickle
 import pickletools
+import random
 
+import pytest
+
+from trainstep.base.errors import UsageError
+from trainstep.base.files import LARGEST
+from trainstep.measure.allocations.loading import imported_timelines
 from trainstep.measure.allocations.snapshot import blocks_of, snapshot_of, with_owners, write_snapshot
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
 
@@ -36,15 +44,13 @@ def block(size, state="active_allocated", **more):
     return {"size": size, "requested_size": size - 8, "state": state, "frames": [], **more}
 
 
-def test_a_timeline_in_torch_s_form_has_the_same_blocks_and_owners(tmp_path):
+def test_what_is_written_is_read_again(tmp_path):
     write_snapshot(snapshot_of(TIMELINE), tmp_path / "deep" / "snapshot.pickle")
-    written = pickle.loads((tmp_path / "deep" / "snapshot.pickle").read_bytes())
-    blocks, events = blocks_of(written, 0)
-    again = Timeline(tuple(Allocation(each, "", "", "") for each in blocks), events)
+    (again,) = imported_timelines(tmp_path / "deep" / "snapshot.pickle").values()
     assert again.live.tolist() == TIMELINE.live.tolist() == [1024, 1624, 1024, 1000, 1080]
-    assert str(blocks[-1].frames[-1]) == "model/block.py:7 forward"
-    owners = [each["category"] for each in written["device_traces"][0][:-1]]
-    assert owners == ["temporaries", "temporaries", "unknown", "gradients"], "as they are made and freed"
+    known = [(each.owner, each.block.bytes) for each in TIMELINE.allocations]
+    assert sorted((each.owner, each.block.bytes) for each in again.allocations) == sorted(known)
+    assert again.allocations[-1].line == "model/block.py:7 forward"
 
 
 def test_torch_s_viewer_can_read_what_is_written(tmp_path):
@@ -103,3 +109,97 @@ def test_categories_are_owners():
     assert named[0]["frames"] == [{"filename": "blocks.0", "line": 0, "name": "Mm of backward"}]
     assert [each["category"] for each in named] == ["temporaries"] * 3 + ["unknown"]
     assert "category" not in trace[0], "the allocator's own events are left as they were"
+
+
+class Hostile:
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
+def plain_bytes():
+    return pickle.dumps(snapshot_of(TIMELINE), protocol=4)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_hostile_file_leaves_no_mark(tmp_path, protocol):
+    mark, file = tmp_path / "mark", tmp_path / "hostile.pickle"
+    content = snapshot_of(TIMELINE) | {"more": Hostile(str(mark))}
+    file.write_bytes(pickle.dumps(content, protocol=protocol))
+    with pytest.raises(
+        UsageError, match=r"asks for \w+\.mkdir.*it was not run" if protocol > 1 else "as no pickle of torch does"
+    ):
+        imported_timelines(file)
+    assert not mark.exists()
+    pickle.loads(file.read_bytes())
+    assert mark.exists(), "the payload would have worked"
+
+
+def saved_outside():
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value):
+            return "out there" if value == "outside" else None
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(["outside"])
+    return buffer.getvalue()
+
+
+def logged(*traces, segments=()):
+    return pickle.dumps({"segments": list(segments), "device_traces": list(traces)})
+
+
+FOREIGN = [
+    (b"", "cut short"),
+    (plain_bytes()[:-200], "cut short"),
+    (b"PK\x03\x04 a checkpoint, not a snapshot", "starts with b'P', as no pickle of torch does"),
+    (b"\x80\x04just some text", "no pickle of plain values"),
+    (b"\x80\x04]r\xff\xff\xff\x0f.", "far more memory than its 9 bytes"),
+    (saved_outside(), "outside of itself"),
+    (pickle.dumps([1, 2]), "Expected `object`, got `array`"),
+    (pickle.dumps({"device_traces": []}), "missing required field `segments`"),
+    (logged(segments=[{}]), r"missing required field `address` - at `\$\.segments\[0\]`"),
+    (logged(segments=[segment(0, {"size": -1, "state": ""})]), r"`int` >= 0 - at `\$\.blocks\[0\]\[0\]\.size`"),
+    (logged(7), "a list of blocks or events is in it several times, or is no list"),
+    (logged([7]), r"Expected `object`, got `int` - at `\$\.events\[0\]\[0\]`"),
+    (logged([event("alloc", 0, 2**70)]), r"Expected `int` <= 2814.* - at `\$\.events\[0\]\[0\]\.size`"),
+    (logged([event("alloc", 0, 1, frames=3)]), r"no pickle of plain values \(TypeError\)"),
+    (logged([event("alloc", 0, 1, frames=[3])]), "Expected `object`, got `int`"),
+    (logged([event("alloc", 0, 1, frames=[{"line": "7"}])]), r"Expected `int`, got `str` - at `\$\[0\]\.line`"),
+    (logged([event("alloc", 0, 1, frames=[{"line": 7}])]), "missing required field `filename`"),
+    (logged([event("alloc", 0, 1, category=3)]), r"Expected `str . null`, got `int` - at .*category"),
+    (logged([event("free_completed", 0, 1)]), "holds no history; call torch.cuda.memory._record_memory_history"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), FOREIGN, ids=[message for _, message in FOREIGN])
+def test_foreign_files_are_a_user_s_error(tmp_path, content, message):
+    (tmp_path / "foreign.pickle").write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        imported_timelines(tmp_path / "foreign.pickle")
+
+
+def test_damaged_files_are_a_user_s_error_or_a_snapshot(tmp_path):
+    file, chance, refused = tmp_path / "damaged.pickle", random.Random(0), 0
+    for _ in range(300):
+        content = bytearray(plain_bytes())
+        for _ in range(chance.randint(1, 4)):
+            content[chance.randrange(len(content))] = chance.randrange(256)
+        file.write_bytes(content)
+        try:
+            for timeline in imported_timelines(file).values():
+                assert timeline.peak >= 0
+        except UsageError:
+            refused += 1
+    assert refused > 100
+
+
+def test_files_that_are_absent_or_too_large(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match=r"cannot read .*No such file"):
+        imported_timelines(tmp_path / "absent.pickle")
+    monkeypatch.setitem(LARGEST, "pickle", 100)
+    (tmp_path / "large.pickle").write_bytes(plain_bytes())
+    with pytest.raises(UsageError, match=r"large.pickle has .* MiB; at most 0 are read"):
+        imported_timelines(tmp_path / "large.pickle")

@@ -8,6 +8,7 @@ from trainstep.measure.allocations.timeline import (
     PhaseSpan,
     Timeline,
     interned,
+    made_at,
     outline,
 )
 
@@ -34,19 +35,32 @@ def test_live_bytes_of_each_state():
 
 
 TORCH, MINE = Frame("/site/torch/nn/functional.py", 9, "linear"), Frame("C:\\me\\model\\block.py", 88, "forward")
+UNWIND, ALLOCATOR = Frame("??", 0, "torch::unwind::unwind()"), Frame("/b/Allocator.cpp", 7, "c10::malloc(unsigned)")
+ENGINE = Frame("/b/engine.cpp", 0, "torch::autograd::Engine::evaluate_function(std::shared_ptr<GraphTask>&)")
+
+
+def node(name):
+    return Frame("/b/Functions.cpp", 0, f"torch::autograd::{name}::apply(std::vector<at::Tensor>&&)")
 
 
 @pytest.mark.parametrize(
-    ("frames", "line"),
+    ("frames", "owner"),
     [
         ((Frame("??", 0, "at::empty"), TORCH, MINE), "model/block.py:88 forward"),
-        ((Frame("/b/Allocator.cpp", 7, "c10::malloc(unsigned)"), TORCH), "nn/functional.py:9 linear"),
-        ((Frame("??", 0, "at::empty"),), ""),
+        ((UNWIND, ALLOCATOR, node("generated::AddmmBackward0"), ENGINE), "backward: Addmm"),
+        ((UNWIND, node("generated::NativeLayerNormBackward0")), "backward: NativeLayerNorm"),
+        ((UNWIND, node("AccumulateGrad"), ENGINE), "backward: AccumulateGrad"),
+        ((UNWIND, MINE, node("PyNode"), ENGINE), "model/block.py:88 forward"),  # a Function's own backward
+        ((UNWIND, node("generated::SumBackward1"), ENGINE, MINE), "backward: Sum"),  # as on a CPU
+        ((UNWIND, node("PyNode"), ENGINE), "(backward)"),
+        ((UNWIND, ALLOCATOR, ENGINE), "(backward)"),
+        ((UNWIND, ALLOCATOR, TORCH), "nn/functional.py:9 linear"),
+        ((UNWIND, ALLOCATOR), ""),
         ((), ""),
     ],
-)
-def test_the_line_of_an_allocation_is_the_innermost_outside_of_torch(frames, line):
-    assert Allocation(Block(1, None, 1, 0), "temporaries", "", "backward", frames=frames).line == line
+)  # fmt: skip
+def test_the_owner_is_the_innermost_line_outside_of_torch_or_node_of_backward(frames, owner):
+    assert made_at(frames) == owner
 
 
 def test_an_outline_loses_nothing():

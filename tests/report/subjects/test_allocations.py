@@ -9,8 +9,8 @@ import pytest
 
 from tests.report.browsing import complaints, drag, hover, noise, open_page, set_scheme, wait_for, wait_until_drawn
 from trainstep.base.config import ModelConfig, StepConfig
-from trainstep.bench.allocations import allocation_records
-from trainstep.measure.allocations.rows import groups_by_owner, timeline_rows
+from trainstep.bench.allocations import allocation_records, imported_records
+from trainstep.measure.allocations.snapshot import snapshot_of, write_snapshot
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
 from trainstep.report.page import render, write_html
 from trainstep.report.subjects.allocations import owner_findings
@@ -75,16 +75,15 @@ def large_timeline(count: int = 12_000) -> Timeline:
     brief = [Block(3 * i + 2, 3 * i + 3, (1 + i % 89) << 18, i, frame) for i in range(half)]
     named = ((each, "activations", f"blocks.{each.address}.{HOSTILE}") for each in blocks)
     nameless = ((each, "temporaries", "") for each in brief)
-    return Timeline(tuple(Allocation(*each, "", frames=frame) for each in (*named, *nameless)), events=4 * half)
+    return Timeline(
+        tuple(Allocation(*each, "", frames=frame, line=str(LINE)) for each in (*named, *nameless)), events=4 * half
+    )
 
 
-def rows_of(timeline: Timeline) -> list[Row]:
-    return list(timeline_rows(timeline, groups_by_owner(timeline), {"workload": "large"}, {}))
-
-
-def test_a_large_step_makes_a_small_page() -> None:
+def test_a_large_snapshot_makes_a_small_page(tmp_path: Path) -> None:
     timeline = large_timeline()
-    records = rows_of(timeline)
+    write_snapshot(snapshot_of(timeline), tmp_path / "snapshot.pickle")
+    records = list(imported_records(tmp_path / "snapshot.pickle"))
     (row,) = of_kind(records, MemoryTimelineRow)
     assert row.allocations == 12_000
     assert row.drawn == 2500
@@ -94,6 +93,16 @@ def test_a_large_step_makes_a_small_page() -> None:
     assert len(html.encode()) < 1_500_000
     assert "the 9,500 below" in html
     assert HOSTILE not in html
+
+
+def test_owners_of_a_foreign_snapshot_are_its_lines(tmp_path: Path) -> None:
+    content = snapshot_of(large_timeline(60))
+    for event in content["device_traces"][0]:
+        event.pop("category")
+    write_snapshot(content, tmp_path / "foreign.pickle")
+    records = list(imported_records(tmp_path / "foreign.pickle"))
+    assert {(row.owner, row.is_total) for row in of_kind(records, OwnerRow)} == {(str(LINE), True)}
+    assert records[0].case == {"workload": "foreign.pickle", "device": 0}
 
 
 # In a browser
@@ -185,9 +194,10 @@ def test_hovering_shows_size_owner_and_line_and_dragging_zooms(browser: Any, all
 
 
 @pytest.mark.browser
-def test_hostile_names_are_shown_and_never_run(browser: Any, page_folder: Path) -> None:
+def test_hostile_names_are_shown_and_never_run(browser: Any, page_folder: Path, tmp_path: Path) -> None:
+    write_snapshot(snapshot_of(large_timeline(3000)), tmp_path / "snapshot.pickle")
     page = page_folder / "hostile-allocations.html"
-    write_html(rows_of(large_timeline(3000)), page)
+    write_html(list(imported_records(tmp_path / "snapshot.pickle")), page)
     open_page(browser, page.as_uri())
     move(browser, 1)
     assert str(LINE) in hover(browser, CHART, 0.5, 330)

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from trainstep.measure.allocations.snapshot import blocks_of, snapshot_of, with_owners
-from trainstep.measure.allocations.timeline import Allocation, Block, Frame, PhaseSpan, Timeline, is_alive
+from trainstep.measure.allocations.timeline import Allocation, Block, Frame, PhaseSpan, Timeline, is_alive, made_at
 from trainstep.measure.memory import LiveStorages, StorageLife, graph_nodes, module_calls, operation_name, storages_of
 
 LEAVING_ACTIVATIONS = ("forward", "loss")  # phases whose survivors are activations
@@ -177,7 +177,7 @@ class StepWatch:
             owner, name = next(known, made)
             hidden = (__file__, *self.hidden)
             frames = tuple(frame for frame in mark.frames or block.frames if not frame.file.startswith(hidden))
-            allocations.append(Allocation(block, owner, name, mark.phase, mark.operation, frames))
+            allocations.append(Allocation(block, owner, name, mark.phase, mark.operation, frames, made_at(frames)))
         return Timeline(tuple(allocations), events, tuple(self.phases))
 
 

@@ -13,6 +13,7 @@ from trainstep.rows.row import Entry
 from trainstep.step.blocks import without_numbers
 
 NAMED_MODULES = 4  # whose activations have a colour of their own
+NAMED_LINES = 7  # the same for the lines of a foreign snapshot
 PARTS = 5  # rows per owner beside its total
 LEAST_SHARE = 0.001  # parts below this share of the peak have no row
 LARGEST = 12  # rows of the largest allocations
@@ -108,6 +109,13 @@ def groups_by_owner(timeline: Timeline) -> Callable[[Allocation], Group]:
     return group_of
 
 
+def groups_by_size(timeline: Timeline) -> Callable[[Allocation], Group]:
+    """A group for each owner with the most bytes at the peak, one for all others; owners like ours in their bands."""
+    named = list(timeline.totals(lambda each: each.owner, timeline.peak_state))[:NAMED_LINES]
+    bands = {owner: OWNERS.index(owner) if owner in OWNERS else 0 for owner in named}
+    return lambda each: Group(each.owner, bands[each.owner]) if each.owner in bands else Group("others", 0)
+
+
 def _owner_rows(timeline: Timeline, own: Mapping[str, Any]) -> Iterator[OwnerRow]:
     """Owners of the peak, the largest first, each with its largest parts."""
     state, peak = timeline.peak_state, timeline.peak
@@ -130,9 +138,12 @@ class _Part(NamedTuple):
     module: str | None = None
     operation: str | None = None
     phase: str | None = None
+    line: str | None = None
 
 
 def _part(each: Allocation) -> _Part:
+    if not each.phase:  # a foreign snapshot's
+        return _Part(line=each.line or "no stack")
     module = part_of(each.what) or None
     if each.owner == "activations":
         outside = "loss" if each.phase == "loss" else "forward"

@@ -3,7 +3,8 @@
 A snapshot is a dict of plain values: `segments` (what the allocator holds, block by block, at the end) and
 `device_traces` (for every device, its log). Its form is documented at `torch.cuda.memory._snapshot`.
 
-What is written is a pickle of protocol 4 with plain values only, which pytorch.org/memory_viz reads.
+In files snapshots are pickles (`loading` reads them). What is written is a pickle of protocol 4 with plain values only,
+which pytorch.org/memory_viz reads.
 """
 
 from __future__ import annotations
@@ -26,37 +27,39 @@ _UNKNOWN_CATEGORY = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "f
 
 def blocks_of(snapshot: Mapping[str, Any], device: int) -> tuple[list[Block], int]:
     """Blocks of one device (what the log has not made was there before), and how many events the log counts."""
-    stack_of, blocks, events = _stack_reader(), list[Block](), 0
-    alive: dict[int, tuple[int, int, tuple[Frame, ...]]] = {}  # address → (start, bytes, stack)
+    block, blocks, events = _block_maker(), list[Block](), 0
+    alive: dict[int, tuple[int, int, Mapping[str, Any]]] = {}  # address → (start, bytes, who has the stack)
     for event, events, counts in _numbered(snapshot["device_traces"][device]):
         if not counts:
             continue
         address, size = event["addr"], event["size"]
         if event["action"] == "alloc":
-            alive[address] = events, size, stack_of(event)
+            alive[address] = events, size, event
             continue
-        start, size, stack = alive.pop(address, (0, size, ()))
-        blocks.append(Block(start, events, size, address, stack))
+        start, size, maker = alive.pop(address, (0, size, {"category": event.get("category")}))
+        blocks.append(block(start, events, size, address, maker))
     # What is alive at the end: of the segments, and of a log that goes on after they were read.
     for segment in snapshot["segments"]:
         address = segment["address"]
-        for block in segment["blocks"] if segment["device"] == device else ():
-            if block["state"] == "active_allocated":
-                alive.setdefault(address, (0, block.get("requested_size", block["size"]), stack_of(block)))
-            address += block["size"]
-    blocks += [Block(start, None, size, address, stack) for address, (start, size, stack) in alive.items()]
+        for held in segment["blocks"] if segment["device"] == device else ():
+            if held["state"] == "active_allocated":
+                alive.setdefault(address, (0, held.get("requested_size", held["size"]), held))
+            address += held["size"]
+    blocks += [block(start, None, size, address, maker) for address, (start, size, maker) in alive.items()]
     return sorted(blocks, key=lambda each: each.start), events
 
 
-def _stack_reader() -> Callable[[Mapping[str, Any]], tuple[Frame, ...]]:
-    """A function that gives the stack of an event or a block. Events share frames, and each is made once."""
-    frame = functools.cache(Frame)
+def _block_maker() -> Callable[[int, int | None, int, int, Mapping[str, Any]], Block]:
+    """A function that makes blocks. Events share stacks, or stacks share frames: each is made once."""
+    frame, stacks, same = functools.cache(Frame), dict[int, tuple[Frame, ...]](), functools.cache(tuple[Frame, ...])
 
-    def stack_of(holder: Mapping[str, Any]) -> tuple[Frame, ...]:
-        frames = holder.get("frames") or ()
-        return tuple(frame(each["filename"], each["line"], each["name"]) for each in frames)
+    def block(start: int, end: int | None, size: int, address: int, maker: Mapping[str, Any]) -> Block:
+        frames = maker.get("frames") or ()
+        if id(frames) not in stacks:
+            stacks[id(frames)] = same(tuple(frame(each["filename"], each["line"], each["name"]) for each in frames))
+        return Block(start, end, size, address, stacks[id(frames)], maker.get("category"))
 
-    return stack_of
+    return block
 
 
 def _numbered(log: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int, bool]]:

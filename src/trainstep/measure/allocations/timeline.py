@@ -1,4 +1,4 @@
-"""The form that allocations are brought into, of a step on a GPU and of one on a CPU.
+"""The form that every source of allocations is brought into: ours on a GPU, ours on a CPU, anyone's snapshot.
 
 Time is counted in events: an allocator's log holds n allocations and releases, and between them lie n + 1 states,
 numbered from 0. An allocation lives in the states from `start` up to, but not including, `end`.
@@ -9,6 +9,7 @@ rest by group, so that nothing is lost from the total, and thins the total out t
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -53,22 +54,35 @@ class Block:
     bytes: int  # as asked for, before any rounding
     address: int
     frames: tuple[Frame, ...] = ()  # innermost first; empty where no Python was running, as in the backward of a GPU
+    category: str | None = None  # what a foreign snapshot says of it
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
     block: Block
-    owner: str  # one of `OWNERS`
+    owner: str  # one of `OWNERS`; in a foreign snapshot without categories, the line that made it
     what: str  # the parameter's name, or the module that was running; empty where neither is known
-    phase: str  # when it was made; empty before the step
+    phase: str  # when it was made; empty before the step and in foreign snapshots
     operation: str = ""  # in backward, the operation whose gradient was being computed
     frames: tuple[Frame, ...] = ()  # the block's own, or in backward those of the forward call it is the backward of
+    line: str = ""  # of code that made it (`made_at` its frames)
 
-    @property
-    def line(self) -> str:
-        """The line of code that made it: the innermost one outside of torch, else one of torch's Python."""
-        lines = sorted((each for each in self.frames if each.file.endswith(".py")), key=lambda each: not each.is_users)
-        return str(lines[0]) if lines else ""
+
+_NODE = re.compile(r"\b(\w+?)(Backward\d*)?::apply\b")
+
+
+def made_at(frames: Sequence[Frame]) -> str:
+    """The innermost line outside of torch or node of backward (`backward: Mm`) as text; else a line of torch's Python.
+
+    Frames in C++ are the allocator's and torch's own: by themselves they say nothing, and the text is empty.
+    """
+    for frame in frames:
+        node = None if frame.is_users else _NODE.search(frame.function)
+        if frame.is_users or (node and (node[2] or node[1] in ("AccumulateGrad", "CopySlices"))):
+            return f"backward: {node[1]}" if node else str(frame)
+    if any("torch::autograd::Engine::" in frame.function for frame in frames):
+        return "(backward)"
+    return next((str(frame) for frame in frames if frame.file.endswith(".py")), "")
 
 
 Key = TypeVar("Key", bound=Hashable)

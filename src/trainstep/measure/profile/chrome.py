@@ -77,7 +77,8 @@ def read_chrome_trace(path: Path) -> Trace:
             return collected.trace(", ".join(dict.fromkeys(devices)))
     except NotAsExpected as error:
         raise UsageError(
-            f"{path} is not a trace of torch.profiler ({error}) nor an SQLite export, or cut short"
+            f"{path} is not a trace of torch.profiler ({error}) nor an SQLite export, or cut short; "
+            f"if it is a memory snapshot: trainstep memory --from {path}"
         ) from error
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, UsageError):

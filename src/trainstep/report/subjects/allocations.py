@@ -1,4 +1,4 @@
-"""The allocations of one step: the stacked timeline, who owns the peak, the largest of them."""
+"""The allocations of one step, or of a snapshot: the stacked timeline, who owns the peak, the largest of them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ LOSS = frozenset({"(loss)", "head", "NllLoss", "LogSoftmax"})
 _NAMED = 3  # Owners of a recorded step's peak that are named
 
 _TELLING = ("workload", *settings_with(CASE))
-_SETTINGS = tuple(map(columns.files_only, (*columns.SETTINGS, *columns.named("mode"))))
+_SETTINGS = tuple(map(columns.files_only, (*columns.SETTINGS, *columns.named("mode", "device"))))
 
 
 def owner_part(row: Row) -> str:
     """The part of an owner in words, `all` for the whole."""
     assert isinstance(row, OwnerRow)
-    if row.is_total:
-        return "all"
+    if row.is_total or row.line:
+        return row.line or "all"
     if row.owner == "activations":
         return row.module or ("the loss" if row.phase == "loss" else "the model itself")
     made = " of ".join(filter(None, (row.operation, row.phase)))
@@ -65,7 +65,7 @@ TIMELINES = define(
     MemoryTimelineRow,
     "Every allocation of one step",
     *(each for each in columns.SETTINGS if each.title in _TELLING),
-    *columns.named("mode"),
+    *columns.named("mode", "device"),
     columns.value("at rest (GiB)", "at_rest_gib"),
     *columns.values({"peak (GiB)": "peak_gib", "by the allocator (GiB)": "allocator_gib"}, digits=4),
     columns.value("peak in", "peak_phase"),

@@ -1,0 +1,104 @@
+"""Large snapshots, and small ones that look large: work and memory grow with the file, whatever it shares."""
+
+import pickle
+import tracemalloc
+
+import pytest
+
+from tests.measure.allocations.large import snapshot, write
+from trainstep.base.errors import UsageError
+from trainstep.bench.allocations import imported_records
+from trainstep.measure.allocations import snapshot as reader
+from trainstep.measure.allocations.loading import imported_timelines
+from trainstep.measure.allocations.timeline import Frame
+from trainstep.rows import AllocationRow, MemoryTimelineRow, OwnerRow
+from trainstep.rows.records import of_kind
+
+
+def written(path, content, protocol=4):
+    path.write_bytes(pickle.dumps(content, protocol=protocol))
+    return path
+
+
+def told(path):
+    """Everything that the rows of a file say."""
+    return [(row.kind, dict(row.case) | {"workload": ""}, row.values, row.series) for row in imported_records(path)]
+
+
+@pytest.mark.parametrize("options", [{}, {"devices": 8, "device": 3}, {"shares_lists": False}, {"stacks": 1}])
+def test_a_history_says_the_same_in_every_form_of_pickle(tmp_path, options):
+    content = snapshot(5000, **options)
+    today, before = written(tmp_path / "4.pickle", content), written(tmp_path / "2.pickle", content, protocol=2)
+    assert told(today) == told(before)
+    (timeline,) = of_kind(list(imported_records(today)), MemoryTimelineRow)
+    assert timeline.events == 5000
+    assert timeline.device == options.get("device", 0)
+
+
+@pytest.mark.parametrize("shares_lists", [True, False])
+def test_memory_stays_within_ten_times_the_file(tmp_path, shares_lists):
+    peaks = {}
+    for events in (20_000, 40_000):
+        path = write(tmp_path / f"{events}.pickle", events, shares_lists=shares_lists)
+        tracemalloc.start()
+        rows = list(imported_records(path))
+        peaks[events] = tracemalloc.get_traced_memory()[1] - tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert of_kind(rows, MemoryTimelineRow)[0].events == events
+        size = path.stat().st_size
+    assert peaks[40_000] - peaks[20_000] <= 10 * size / 2, (peaks, size)
+
+
+def test_an_event_that_is_there_several_times_is_several_events(tmp_path):
+    made = {"action": "alloc", "addr": 0, "size": 512, "frames": []}
+    freed = {"action": "free_completed", "addr": 0, "size": 512, "frames": []}
+    path = written(tmp_path / "s.pickle", {"segments": [], "device_traces": [[made, freed] * 3000]})
+    (timeline,) = imported_timelines(path).values()
+    assert (timeline.events, timeline.peak, len(timeline.allocations)) == (6000, 512, 3000)
+
+
+def test_stacks_are_visited_once_however_often_they_are_referred_to(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(reader, "Frame", lambda *args: made.append(args) or Frame(*args))
+    frame = {"filename": "x" * 500 + ".py", "line": 1, "name": "f"}
+    deep = [frame] * 3000
+    log = [{"action": "alloc", "addr": each, "size": 1, "frames": deep} for each in range(3000)]
+    path = written(tmp_path / "s.pickle", {"segments": [], "device_traces": [log]})
+    (timeline,) = imported_timelines(path).values()
+    assert timeline.peak == 3000
+    assert len(made) == 1
+    assert len(of_kind(list(imported_records(path)), AllocationRow)) == 1
+
+
+def shared_trace():
+    log = [{"action": "alloc", "addr": each, "size": 1, "frames": []} for each in range(500)]
+    return {"segments": [], "device_traces": [log] * 500}
+
+
+def shared_blocks():
+    log = [{"action": "alloc", "addr": 0, "size": 1, "frames": []}]
+    blocks = [{"size": 1, "state": "inactive", "frames": []} for _ in range(500)]
+    segments = [{"device": 0, "address": each, "blocks": blocks} for each in range(500)]
+    return {"segments": segments, "device_traces": [log]}
+
+
+def shared_segment():
+    content = shared_blocks()
+    return content | {"segments": content["segments"][:1] * 500}
+
+
+@pytest.mark.parametrize("content", [shared_trace(), shared_blocks(), shared_segment()])
+def test_what_allocators_never_share_is_refused(tmp_path, content):
+    path = written(tmp_path / "s.pickle", content)
+    assert path.stat().st_size < 40_000
+    with pytest.raises(UsageError, match="is in it several times"):
+        imported_timelines(path)
+
+
+def test_the_rows_of_a_large_history_add_up(tmp_path):
+    rows = list(imported_records(write(tmp_path / "s.pickle", 8000)))
+    (timeline,), owners = of_kind(rows, MemoryTimelineRow), of_kind(rows, OwnerRow)
+    assert sum(row.mib for row in owners) / 1024 == pytest.approx(timeline.peak_gib)
+    assert sum(row.allocations for row in owners) <= timeline.allocations
+    assert timeline.drawn < timeline.allocations
+    assert max(timeline.series["total"]) == round(timeline.peak_gib * 2**30)
