@@ -32,11 +32,12 @@ from statistics import median
 
 from examples import feed_forward
 from tables import RESULTS, results
+from tables.predicted import checked
 from trainstep.plan import machine
 from trainstep.plan.communication import Link, collective_seconds
 from trainstep.plan.limits import intensity, tensor_axis_ranks
 from trainstep.plan.machine import ATTAINABLE, OPTIMIZER_FRACTION
-from trainstep.plan.measured import calibrated, checked, scheme_launches
+from trainstep.plan.measured import calibrated, scheme_launches
 from trainstep.plan.roofline import FUSED_ATTENTION, TILES
 from trainstep.plan.strategies import RESERVED_BYTES
 from trainstep.report import subjects

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from tests.checkpointing.test_writes import codebook, counts, matrix_through_data, plain_through_data
 from trainstep import Workload
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UnsupportedError
@@ -202,19 +203,9 @@ def closure():
     return in_a_closure
 
 
-def matrix_through_data(block, x):
-    block.matrix.data.mul_(0.5)
-    return block.matrix.sum(0)
-
-
 def scalar_drawn_once_in_three(block, x):
     block.slotted.count += 1
     return block.numpy.random(8).astype("f4")[0].item() if block.slotted.count % 3 == 0 else 2.0
-
-
-def counts(block, x):
-    block.count += 1
-    return block.count
 
 
 def adds_to_a_buffer(block, x):
@@ -314,12 +305,6 @@ def test_state_is_that_of_the_first_run_and_left_as_without_checkpointing(extra)
         assert left == after, policy
 
 
-@torch.no_grad()
-def codebook(block, x):
-    block.code.mul_(0.5)
-    return block.code.clone()
-
-
 def parameter_through_data(block, x):
     block.code.data.mul_(0.5)
     return block.code.detach().clone()
@@ -328,11 +313,6 @@ def parameter_through_data(block, x):
 def parameter_with_other_data(block, x):
     block.code.data = block.code.data * 0.5
     return block.code.detach().clone()
-
-
-def plain_through_data(block, x):
-    block.plain.data.mul_(0.5)
-    return block.plain.clone()
 
 
 def class_through_data(block, x):

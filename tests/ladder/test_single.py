@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.sweep.test_sweep import is_alive
 from tests.observe.measuring import SCRIPTS, alone
 from trainstep.ladder import ranks, single
 from trainstep.ladder.ranks import Interrupted
@@ -41,9 +42,9 @@ def test_a_change_that_makes_the_script_wait_for_ever_is_ended_with_its_children
     child, *asked = told.read_text().split()
     assert asked == ["asked"], "once, and then killed"
     deadline = time.monotonic() + 5.0
-    while _is_running(int(child)) and time.monotonic() < deadline:
+    while is_alive(int(child)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _is_running(int(child))
+    assert not is_alive(int(child))
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="a worker of xdist has threads that take the signal")
@@ -75,14 +76,6 @@ def test_last_words_give_no_text_of_an_exception(written, told, tmp_path):
     words = single._last_words(tmp_path / "output.txt")
     assert told in words
     assert "secret" not in words
-
-
-def _is_running(pid):
-    """Whether it is there and no zombie, which whoever inherited it has yet to notice."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_later_runs_may_take_ten_times_the_first_and_those_under_roundings_any_time(tmp_path, monkeypatch):

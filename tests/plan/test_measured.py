@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tables.predicted import checked
 from trainstep.base.config import SIZES
 from trainstep.base.hardware import require_device
 from trainstep.plan.machine import machine_of
-from trainstep.plan.measured import calibrated, checked, scheme_launches
+from trainstep.plan.measured import calibrated, scheme_launches
 from trainstep.rows import row_of
 from trainstep.rows.records import read_records
 
@@ -107,12 +108,13 @@ def test_parallel_rows_are_compared_by_scheme():
         "loss": "dense", "checkpointing": None, "optimizer": "adamw-fused", "world_size": 2,
     }  # fmt: skip
     schemes = ("single", "bucketed-25", "sharded-optimizer", "fsdp", "naive", "torch-ddp")
+    schemes += ("bucketed-1000", "sharded-optimizer-1000", "fsdp-collectives")
     measured = [row_of("parallel", {**case, "scheme": name}, {"step_ms": 140.0, "peak_gib": 54.0}) for name in schemes]
     rows = list(checked(measured, machine))
     assert [(row.case["strategy"], row.case["gpus"]) for row in rows] == [
-        ("single", 1), ("ddp", 2), ("sharded optimizer", 2), ("fsdp", 2)
+        ("single", 1), *[("ddp", 2), ("sharded optimizer", 2), ("fsdp", 2)] * 2
     ]  # fmt: skip
     peaks = [float(row.values["predicted_gib"]) for row in rows]
-    assert peaks[0] == peaks[1] > peaks[2] > peaks[3]
+    assert peaks[0] == peaks[1] == peaks[4] > peaks[2] == peaks[5] > peaks[3] == peaks[6]
     failed = [dataclasses.replace(row, status="failed") for row in measured]
     assert not list(checked(failed, machine))

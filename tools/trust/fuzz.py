@@ -54,7 +54,7 @@ from trainstep.bench.sweep.cases import load_grid
 from trainstep.checkpointing.policies import FORMAT, Policy
 from trainstep.commands.cli import parse
 from trainstep.parallel.process import join_group_or_alone
-from trainstep.plan.measured import calibrated, checked
+from trainstep.plan.measured import calibrated
 from trainstep.report.compare import compare, comparison_table, repeatability
 from trainstep.report.formats import to_csv
 from trainstep.report.page import render
@@ -337,7 +337,7 @@ def show(rows: list[Row], *, page: bool, is_whole: bool = True) -> None:
 
 def read_results(path: Path, *, page: bool) -> None:
     rows = read_records(path)
-    for use in (lambda: compare(rows, rows), lambda: list(checked(rows, calibrated(rows)))):
+    for use in (lambda: compare(rows, rows), lambda: calibrated(rows)):
         with contextlib.suppress(UsageError):
             use()
     with contextlib.suppress(UsageError):  # samples that are no times

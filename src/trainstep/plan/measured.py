@@ -1,4 +1,4 @@
-"""Measurements and the planner: rates of a device taken from measured rows, and predictions held against them.
+"""Rates of a device, taken from measured rows.
 
 `calibrated` takes from any results of trainstep, in place of a datasheet's figures:
 
@@ -17,24 +17,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from trainstep.base.config import CASE, POLICIES, SIZES, ModelConfig, StepConfig, settings_with
-from trainstep.base.errors import UnsupportedError, UsageError
+from trainstep.base.config import SIZES
+from trainstep.base.errors import UsageError
 from trainstep.base.hardware import DeviceSpec, require_device
 from trainstep.base.precision import PRECISIONS
 from trainstep.base.schemes import SCHEMES, Strategy
 from trainstep.plan.communication import CollectiveName, Link
-from trainstep.plan.machine import GIB, Cluster, Machine, machine_of
-from trainstep.plan.memory import peak_bytes
-from trainstep.plan.parallelism import strategy_plan
-from trainstep.plan.roofline import OPTIMIZER_BYTES, step_seconds
-from trainstep.plan.strategies import Layout, strategy_memory
-from trainstep.rows import CeilingRow, CollectiveFitRow, ParallelRow, PlanCheckRow, StepRow
-from trainstep.rows.records import Row, Scalar, make_row, of_kind
+from trainstep.plan.machine import GIB, Machine, machine_of
+from trainstep.plan.roofline import OPTIMIZER_BYTES
+from trainstep.rows import CeilingRow, CollectiveFitRow, ParallelRow, StepRow
+from trainstep.rows.records import Row, of_kind
 from trainstep.rows.steps import MeasuredStep
 
 LAUNCH_BOUND = 0.97
@@ -188,54 +184,3 @@ def _positive(row: Row, name: str) -> float:
     if not isinstance(value, (int, float)) or value < 0:
         raise UsageError(f"a {row.kind} row of the calibration has {name} = {value!r}; expected a positive number")
     return float(value)
-
-
-def checked(records: Iterable[Row], machine: Machine, network_bytes_per_s: float = 40e9) -> Iterator[PlanCheckRow]:
-    """Measured steps of named sizes, each beside its prediction: rows of the kinds step, change, peak, fit and
-    parallel. What has no prediction, as compiled code's memory, stays empty."""
-    for row in records:
-        if row.status != "ok" or row.case.get("workload") not in SIZES or row.case.get("mode", "step") != "step":
-            continue
-        scheme = SCHEMES.get(str(row.case.get("scheme", "single")))
-        if scheme is None or not scheme.is_planned:
-            continue
-        policy = str(row.case.get("checkpointing", "none"))
-        if policy not in POLICIES and not policy.startswith("@"):
-            continue  # of an earlier version, which had policies of several blocks
-        strategy: Strategy = scheme.planned_as or "single"
-        model, step = SIZES[str(row.case["workload"])], _step_of(row)
-        ranks = row.world_size if isinstance(row, ParallelRow) and strategy != "single" else 1
-        cluster, layout = Cluster(machine, max(ranks, 1), 1, network_bytes_per_s), _layout(row, strategy, ranks)
-        values: dict[str, Scalar] = {}
-        if isinstance(step_ms := row.values.get("step_ms"), float):
-            with suppress(UnsupportedError):  # no time model
-                predicted = 1e3 * _seconds(model, step, cluster, layout)
-                values |= {"step_ms": step_ms, "predicted_ms": predicted, "time_error": predicted / step_ms - 1}
-        if isinstance(peak_gib := row.values.get("peak_gib"), float):
-            with suppress(UnsupportedError):  # no formula
-                peak_bytes(model, step, on_cuda=True)  # which refuses what strategies would count as uncompiled
-                predicted = strategy_memory(model, step, layout).total / GIB
-                values |= {"peak_gib": peak_gib, "predicted_gib": predicted, "memory_error": predicted / peak_gib - 1}
-        if values:
-            case = {**row.case, "strategy": strategy, "gpus": ranks}
-            yield make_row(PlanCheckRow, case, values, environment=row.environment)
-
-
-def _seconds(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> float:
-    machine = cluster.machine
-    if layout.strategy == "single":
-        launch_s = machine.scheme_launch_seconds("single", step.compile, step.precision, model.num_layers)
-        return max(step_seconds(model, step, machine).total, launch_s)
-    return strategy_plan(model, dataclasses.replace(step, loss="dense"), cluster, layout).step_s
-
-
-def _layout(row: Row, strategy: Strategy, ranks: int) -> Layout:
-    if not isinstance(row, ParallelRow):
-        return Layout(strategy, ranks)
-    by_copies, together = row.transport == "peer-copies", row.blocks_per_group or 1
-    return Layout(strategy, ranks, replicas=row.replicas or 1, by_copies=by_copies, blocks_per_group=together)
-
-
-def _step_of(row: Row) -> StepConfig:
-    settings = {name: row.case[name] for name in settings_with(CASE) if row.case.get(name) is not None}
-    return StepConfig(**settings)  # type: ignore[arg-type]

@@ -99,6 +99,7 @@ def wait_for(condition, what, seconds=180):
 
 
 def is_alive(pid):
+    """True if it is there and no zombie, which whoever inherited it has yet to notice."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

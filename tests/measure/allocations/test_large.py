@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from tests.measure.allocations.large import snapshot, write
+from tests.measure.allocations.large import snapshot
 from trainstep.base.errors import UsageError
 from trainstep.bench.allocations import imported_records
 from trainstep.measure.allocations import snapshot as reader
@@ -39,7 +39,7 @@ def test_a_history_says_the_same_in_every_form_of_pickle(tmp_path, options):
 def test_memory_stays_within_ten_times_the_file(tmp_path, shares_lists):
     peaks = {}
     for events in (20_000, 40_000):
-        path = write(tmp_path / f"{events}.pickle", events, shares_lists=shares_lists)
+        path = written(tmp_path / f"{events}.pickle", snapshot(events, shares_lists=shares_lists))
         tracemalloc.start()
         rows = list(imported_records(path))
         peaks[events] = tracemalloc.get_traced_memory()[1] - tracemalloc.get_traced_memory()[0]
@@ -70,33 +70,21 @@ def test_stacks_are_visited_once_however_often_they_are_referred_to(tmp_path, mo
     assert len(of_kind(list(imported_records(path)), AllocationRow)) == 1
 
 
-def shared_trace():
-    log = [{"action": "alloc", "addr": each, "size": 1, "frames": []} for each in range(500)]
-    return {"segments": [], "device_traces": [log] * 500}
+LOG = [{"action": "alloc", "addr": each, "size": 1} for each in range(500)]
+BLOCKS = [{"size": 1, "state": "inactive"} for _ in range(500)]
+SEGMENTS = [{"device": 0, "address": each, "blocks": BLOCKS} for each in range(500)]
 
 
-def shared_blocks():
-    log = [{"action": "alloc", "addr": 0, "size": 1, "frames": []}]
-    blocks = [{"size": 1, "state": "inactive", "frames": []} for _ in range(500)]
-    segments = [{"device": 0, "address": each, "blocks": blocks} for each in range(500)]
-    return {"segments": segments, "device_traces": [log]}
-
-
-def shared_segment():
-    content = shared_blocks()
-    return content | {"segments": content["segments"][:1] * 500}
-
-
-@pytest.mark.parametrize("content", [shared_trace(), shared_blocks(), shared_segment()])
-def test_what_allocators_never_share_is_refused(tmp_path, content):
-    path = written(tmp_path / "s.pickle", content)
+@pytest.mark.parametrize(("segments", "logs"), [([], [LOG] * 500), (SEGMENTS, [LOG]), (SEGMENTS[:1] * 500, [LOG])])
+def test_what_allocators_never_share_is_refused(tmp_path, segments, logs):
+    path = written(tmp_path / "s.pickle", {"segments": segments, "device_traces": logs})
     assert path.stat().st_size < 40_000
     with pytest.raises(UsageError, match="is in it several times"):
         imported_timelines(path)
 
 
 def test_the_rows_of_a_large_history_add_up(tmp_path):
-    rows = list(imported_records(write(tmp_path / "s.pickle", 8000)))
+    rows = list(imported_records(written(tmp_path / "s.pickle", snapshot(8000))))
     (timeline,), owners = of_kind(rows, MemoryTimelineRow), of_kind(rows, OwnerRow)
     assert sum(row.mib for row in owners) / 1024 == pytest.approx(timeline.peak_gib)
     assert sum(row.allocations for row in owners) <= timeline.allocations
