@@ -38,15 +38,7 @@ EXAMPLES = [
 ]
 FIXED = ("trainstep plan ", "trainstep dtypes ", "python -m examples.")
 """Commands that print the same on every machine."""
-LONG = (
-    "--warmup 0",
-    "--compile",
-    "naive --seq 256 ",
-    "--residuals",
-    "examples.nested",
-    "step8b",
-    "bench parallel",
-)
+LONG = ("--warmup 0", "--compile", "naive --seq 256 ", "--residuals", "examples.nested", "step8b", "bench parallel")
 """Parts of commands that take more than ten seconds, as those that start several processes or compile."""
 
 

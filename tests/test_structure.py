@@ -233,10 +233,7 @@ def loaded_after(statement):
             "import trainstep.bench.sweep.rows, trainstep.bench.sweep.run",
             {"torch", "pynvml", "numpy", "pandas", "bokeh"},
         ),
-        (
-            "import trainstep.plan.rows, trainstep.plan.measured",
-            {"torch", "numpy", "pandas", "bokeh"},
-        ),
+        ("import trainstep.plan.rows, trainstep.plan.measured", {"torch", "numpy", "pandas", "bokeh"}),
         ("from trainstep.ladder.trial.trial import Trial", {"torch", "numpy"}),
         ("from trainstep.ladder.change import all_changes; all_changes('script')", {"torch", "numpy"}),
         ("import trainstep.train.history, trainstep.commands.report, trainstep.report.page", {"torch", "triton"}),

@@ -32,7 +32,7 @@ from statistics import median
 
 from examples import feed_forward
 from tables import RESULTS, results
-from tables.predicted import checked
+from tables.predicted import BESIDE, checked
 from trainstep.plan import machine
 from trainstep.plan.communication import Link, collective_seconds
 from trainstep.plan.limits import intensity, tensor_axis_ranks
@@ -40,10 +40,9 @@ from trainstep.plan.machine import ATTAINABLE, OPTIMIZER_FRACTION
 from trainstep.plan.measured import calibrated, scheme_launches
 from trainstep.plan.roofline import FUSED_ATTENTION, TILES
 from trainstep.plan.strategies import RESERVED_BYTES
-from trainstep.report import subjects
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, make_table, text_table
-from trainstep.rows import ChangeRow, FitRow, ParallelRow, PeakRow, PlanCheckRow, StepRow
+from trainstep.rows import ChangeRow, FitRow, ParallelRow, PeakRow, StepRow
 from trainstep.rows.records import Row
 
 
@@ -155,7 +154,7 @@ def predictions() -> dict[str, list[Row]]:
 def plan_check() -> Table:
     """Every step and peak that was measured and can be predicted."""
     rows = [row for name, rows in predictions().items() if name in CHECKED for row in rows]
-    return make_table(subjects.TABLES[PlanCheckRow], rows)
+    return make_table(BESIDE, rows)
 
 
 def plan_errors() -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from trainstep.base.config import CASE, POLICIES, SIZES, ModelConfig, StepConfig, settings_with
@@ -14,8 +14,42 @@ from trainstep.plan.memory import peak_bytes
 from trainstep.plan.parallelism import strategy_plan
 from trainstep.plan.roofline import step_seconds
 from trainstep.plan.strategies import Layout, strategy_memory
-from trainstep.rows import ParallelRow, PlanCheckRow
+from trainstep.report import columns
+from trainstep.report.columns import Column
+from trainstep.report.tables import define
+from trainstep.rows import ParallelRow
 from trainstep.rows.records import Row, Scalar, make_row
+from trainstep.rows.row import further, setting
+
+
+class PlanCheckRow(Row, kind="plan check"):
+    """A measured step beside its prediction."""
+
+    workload: str = setting()
+    strategy: str = setting()
+    gpus: int = setting()
+    more: Mapping[str, Scalar] = further("case")  # the other settings of the measured row
+    step_ms: float | None = None
+    predicted_ms: float | None = None
+    time_error: float | None = None  # predicted / measured − 1
+    peak_gib: float | None = None
+    predicted_gib: float | None = None
+    memory_error: float | None = None
+
+
+BESIDE = define(
+    PlanCheckRow,
+    "Predicted beside measured",
+    *columns.named("workload", "batch", "context", "strategy", "gpus"),
+    *(
+        Column(name, lambda row, name=name: str(row.case.get(name) or "none"))  # type: ignore[misc]
+        for name in ("precision", "compile", "attention", "checkpointing", "optimizer")
+    ),
+    *columns.values({"step (ms)": "step_ms", "predicted (ms)": "predicted_ms"}),
+    columns.value("time off by (%)", "time_error", digits=2),
+    *columns.values({"peak (GiB)": "peak_gib", "predicted (GiB)": "predicted_gib"}),
+    columns.value("memory off by (%)", "memory_error", digits=2),
+)
 
 
 def checked(records: Iterable[Row], machine: Machine, network_bytes_per_s: float = 40e9) -> Iterator[PlanCheckRow]:

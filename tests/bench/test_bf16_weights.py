@@ -154,10 +154,7 @@ def test_a_ladder_starts_from_the_weights_as_they_are():
     first = first_form(SOURCE, dataclasses.replace(AS_IT_IS, compile="model"))
     assert first == AS_IT_IS
     assert plain_form(first) == PLAIN
-    assert [rung.name for rung in changes_of_step(SOURCE, "cpu", first)] == [
-        "fused optimizer",
-        "compiled blocks",
-    ]
+    assert [rung.name for rung in changes_of_step(SOURCE, "cpu", first)] == ["fused optimizer", "compiled blocks"]
     on_gpu = {rung.name for rung in changes_of_step(SOURCE, "cuda", first)}
     assert not on_gpu & {"TF32 matmuls", "bf16 autocast"}
 

@@ -393,8 +393,7 @@ def test_what_the_reader_does_not_know_is_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [{"dur": -5.0}, {"dur": 1.8e16}, {"ts": 1e18}, {"ts": -1e17}, {"dur": float("nan")}, {"ts": float("inf")}],
+    "bad", [{"dur": -5.0}, {"dur": 1.8e16}, {"ts": 1e18}, {"ts": -1e17}, {"dur": float("nan")}, {"ts": float("inf")}]
 )
 def test_impossible_times_are_left_out_and_said(tmp_path, bad):
     rows = rows_of_trace(

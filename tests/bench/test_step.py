@@ -75,8 +75,7 @@ def test_the_warmup_study_is_windows_of_one_run():
 
 
 @pytest.mark.parametrize(
-    ("warmups", "order"),
-    [((0,), ["timed", "checked"]), ((2, 0), ["timed", "checked"]), ((1,), ["checked", "timed"])],
+    ("warmups", "order"), [((0,), ["timed", "checked"]), ((2, 0), ["timed", "checked"]), ((1,), ["checked", "timed"])]
 )
 def test_a_check_comes_after_a_cold_run(warmups, order, monkeypatch):
     """Before it, the check would take the first step of the process."""

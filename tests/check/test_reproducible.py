@@ -12,11 +12,7 @@ from torch import nn
 from trainstep.base.config import StepConfig
 from trainstep.bench.step import StepCase, run_cases
 from trainstep.check.gradients import Gradients
-from trainstep.check.reproducible import (
-    NotReproducibleError,
-    check_same_gradients,
-    check_same_weights,
-)
+from trainstep.check.reproducible import NotReproducibleError, check_same_gradients, check_same_weights
 from trainstep.check.step import OTHER_BATCHES, StepCheck
 from trainstep.measure.outcome import attempt
 from trainstep.step.batches import fingerprint

@@ -76,10 +76,7 @@ def test_a_budget_too_short_for_the_baseline_is_said():
     ladder = ladder_of(script, [OPTIMIZER])
     ladder.budget = Budget(7.0)
     (row,) = ladder.climb()
-    assert (row.status, row.reason) == (
-        "failed",
-        "the budget of 7 s is too short for the baseline; give --budget more",
-    )
+    assert (row.status, row.reason) == ("failed", "the budget of 7 s is too short for the baseline; give --budget more")
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,7 @@ FAULTS = {
         ("waits.line", "READ"),
         {"total += loss.item()": "total += loss.detach()", "print(step, loss.item())": "pass"},
     ),
-    "starves": (
-        "loader workers",
-        ("data.bound", "LOADER"),
-        {"num_workers=1": "num_workers=4"},
-    ),
+    "starves": ("loader workers", ("data.bound", "LOADER"), {"num_workers=1": "num_workers=4"}),
     "recompiles": ("compiled for any size", ("compiled.again", "AGAIN"), {"dynamic=False": "dynamic=True"}),
 }
 

@@ -10,13 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainstep.base.commit import commit_of
 from trainstep.measure import environment
-from trainstep.measure.environment import (
-    allocator_settings,
-    cpu_model,
-    describe,
-    gpu_state,
-    measure_ceilings,
-)
+from trainstep.measure.environment import allocator_settings, cpu_model, describe, gpu_state, measure_ceilings
 from trainstep.measure.timing import Lap, Sample, Timing
 
 

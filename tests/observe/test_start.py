@@ -134,10 +134,7 @@ ENDS = {
     ),
     "killed": ("import os; os.kill(os.getpid(), 9)", "it was ended by signal 9"),
     "interrupted": ("raise KeyboardInterrupt", "it was ended by KeyboardInterrupt"),
-    "hook": (
-        "import sys\nsys.excepthook = lambda *_: print('mine')\n1 / 0",
-        "it was ended by ZeroDivisionError",
-    ),
+    "hook": ("import sys\nsys.excepthook = lambda *_: print('mine')\n1 / 0", "it was ended by ZeroDivisionError"),
     "outputs": ("import io, sys; sys.stdout = sys.stderr = io.StringIO(); print(1)", "it ran to its end"),
     "closes": ("import os; os.closerange(3, 512); f = open('f', 'w'); print(f.fileno())", None),
     "deletes": ("import os, shutil; shutil.rmtree(os.path.dirname(os.getcwd())); print(2)", "it ran to its end"),

@@ -21,10 +21,7 @@ FALLS = [
     Fall("same", 120, 119, "left", "119 ms", ""),
     Fall("slower", 120, 150, "slower", "150 ms", "", 149, 152),
 ]
-LINES = [
-    Series("one", [1, 2, 3], [1.0, 2.0, 4.0], "accent"),
-    Series("two", [2, 3], [2.0, 3.0], "neutral"),
-]
+LINES = [Series("one", [1, 2, 3], [1.0, 2.0, 4.0], "accent"), Series("two", [2, 3], [2.0, 3.0], "neutral")]
 
 
 def glyphs(plot: figure, kind: type) -> list[dict[str, Any]]:
@@ -49,11 +46,7 @@ def labels(plot: figure, side: str) -> list[Any]:
 
 
 def plots() -> list[figure]:
-    return [
-        waterfall(FALLS, "ms"),
-        lines(LINES, "x", "y"),
-        curves([1, 2, 3], LINES, "x", "y"),
-    ]
+    return [waterfall(FALLS, "ms"), lines(LINES, "x", "y"), curves([1, 2, 3], LINES, "x", "y")]
 
 
 def test_the_waterfall_runs_from_the_kept_time_to_each_rung_s() -> None:

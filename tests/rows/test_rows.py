@@ -53,11 +53,7 @@ def test_parts_of_owners_are_named_by_their_columns(owner, case, shown):
 
 @pytest.mark.parametrize(
     ("values", "shown"),
-    [
-        ({"phase": "backward", "operation": "Softmax"}, "backward: Softmax"),
-        ({"phase": "forward"}, "forward"),
-        ({}, ""),
-    ],
+    [({"phase": "backward", "operation": "Softmax"}, "backward: Softmax"), ({"phase": "forward"}, "forward"), ({}, "")],
 )
 def test_allocations_are_named_by_phase_and_operation(values, shown):
     assert made_in(row_of("allocation", {"rank": 1}, {"mib": 1.0, **values})) == shown

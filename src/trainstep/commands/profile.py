@@ -13,16 +13,7 @@ from tyro.conf import FlagCreatePairsOff, arg
 from trainstep.base.config import StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.base.precision import PrecisionName
-from trainstep.commands.options import (
-    READS,
-    Climbed,
-    Common,
-    OneModel,
-    axes_of,
-    flags_of,
-    own_precisions,
-    sources,
-)
+from trainstep.commands.options import READS, Climbed, Common, OneModel, axes_of, flags_of, own_precisions, sources
 from trainstep.commands.output import run_and_report
 
 if TYPE_CHECKING:

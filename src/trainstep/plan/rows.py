@@ -1,7 +1,4 @@
-"""`trainstep plan`: predictions as rows, by strategy, by checkpointing policy, by axis, and by number of GPUs.
-
-`plan.measured.checked` holds such predictions against measurements.
-"""
+"""`trainstep plan`: predictions as rows, by strategy, by checkpointing policy, by axis, and by number of GPUs."""
 
 from __future__ import annotations
 

@@ -106,21 +106,6 @@ class PlanScalingRow(PlannedStep, kind="plan scaling"):
     fits: bool | None = None
 
 
-class PlanCheckRow(Row, kind="plan check"):
-    """A measured step beside its prediction."""
-
-    workload: str = setting()
-    strategy: str = setting()
-    gpus: int = setting()
-    more: Mapping[str, Scalar] = further("case")  # the other settings of the measured row
-    step_ms: float | None = None
-    predicted_ms: float | None = None
-    time_error: float | None = None  # predicted / measured − 1
-    peak_gib: float | None = None
-    predicted_gib: float | None = None
-    memory_error: float | None = None
-
-
 class SweepRow(Row, kind="sweep"):
     """A case of a sweep, or one row of a case that measures several."""
 

@@ -12,9 +12,7 @@ SETTINGS = {
     "autocast": [],
     "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False}],
     "optimizers": [{"fused": False, "foreach": False, "file": "train.py"}],
-    "models": [
-        {"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "is_whole_compiled": False},
-    ],
+    "models": [{"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "is_whole_compiled": False}],
     "recompiles": True,
     "shares": {"data": 0.3, "optimizer": 0.2},
     "debugging": [{"name": "anomaly-detection"}],
@@ -44,12 +42,7 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(change):
         ("compiled model with CUDA graphs", {"on_gpu": False}, "needs a GPU"),
         *(
             (rung, {"models": []}, "no call of a model was seen outside of compiled code")
-            for rung in (
-                "bf16 autocast",
-                "compiled model",
-                "compiled model with CUDA graphs",
-                "compiled blocks",
-            )
+            for rung in ("bf16 autocast", "compiled model", "compiled model with CUDA graphs", "compiled blocks")
         ),
         ("compiled blocks", {"models": [{"blocks": 0}]}, "no repeated blocks"),
         ("pinned memory", {"loaders": [{"pin_memory": True}]}, "sets it itself: pin_memory=True"),

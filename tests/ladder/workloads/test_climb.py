@@ -109,10 +109,7 @@ def test_where_nothing_fits_there_is_no_control(monkeypatch):
     assert [(row.kind, row.status, row.verdict) for row in rows] == [("change", "out of memory", "out of memory")] * 3
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["embedding.weight", "blocks.1.attention_norm.weight", "head.weight"],
-)
+@pytest.mark.parametrize("name", ["embedding.weight", "blocks.1.attention_norm.weight", "head.weight"])
 def test_a_wrong_gradient_is_seen_in_every_parameter(monkeypatch, name):
     """Forward and loss are right; of all gradients one is a thousandth too large."""
 

@@ -169,10 +169,7 @@ def test_every_part_is_told_before_it_begins(monkeypatch):
     )
     assert next(rows).change == "baseline"
     assert told == ["ladder: baseline, checked and timed"]
-    assert [row.change for row in rows] == [
-        *("blocks", "one", "blocks, on the top"),
-        "final configuration",
-    ]
+    assert [row.change for row in rows] == [*("blocks", "one", "blocks, on the top"), "final configuration"]
     assert told[1:] == [
         "ladder: blocks, compiled, checked and timed",
         "ladder: one, checked and timed",

@@ -22,7 +22,10 @@ def snapshot(events, *, devices=1, device=0, stacks=200, shares_lists=True):
             action, made = "alloc", {"addr": each << 20, "size": size, "frames": rng.choice(lists)}
             alive.append(made)
         frames = made["frames"] if shares_lists else [*made["frames"]]
-        log.append(made | {"action": action, "time_us": each, "compile_context": "N/A", "frames": frames})
+        log.append(
+            made
+            | {"action": action, "time_us": 1_700_000_000_000_000 + each, "compile_context": "N/A", "frames": frames}
+        )
     segments = [
         {"device": device, "address": made["addr"], "blocks": [made | {"state": "active_allocated"}]} for made in alive
     ]

@@ -7,10 +7,7 @@ from trainstep.parallel.fsdp import gradients
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.transport import by_collectives
 
-SENT = {
-    by_collectives: ("all_gather_slices", "all_to_all"),
-    gradients: ("reduce_scatter_mean", "all_reduce_mean"),
-}
+SENT = {by_collectives: ("all_gather_slices", "all_to_all"), gradients: ("reduce_scatter_mean", "all_reduce_mean")}
 
 
 class Recorder:

@@ -80,9 +80,7 @@ SCENARIOS = {
         "what blocks leave depends on their weights alone", net(block=OfWeights, forward=_with_aux)
     ),
     "aux alone": Scenario(
-        "a block whose output is not used, but what it left is",
-        net(block=AuxBlock, forward=_aux_only),
-        settings=UNUSED,
+        "a block whose output is not used, but what it left is", net(block=AuxBlock, forward=_aux_only), settings=UNUSED
     ),
     "aux without input": Scenario(
         "a block of which only what it left is used, and whose inputs have no graph",

@@ -79,8 +79,7 @@ SCENARIOS = {
         lambda run: nn.utils.clip_grad_norm_(run.parameters(), 0.05),
     ),
     "torch's clip, inner": _changed(
-        "torch's clip_grad_norm_ of the module's",
-        lambda run: nn.utils.clip_grad_norm_(run.inner.parameters(), 0.05),
+        "torch's clip_grad_norm_ of the module's", lambda run: nn.utils.clip_grad_norm_(run.inner.parameters(), 0.05)
     ),
     "clip in two": _changed("torch's get_total_norm, clip_grads_with_norm_", clip_in_two),
     "own clip": _changed("the wrapper's clip_grad_norm_", lambda run: run.clip(0.05)),

@@ -195,8 +195,7 @@ SCENARIOS = {
         ),
     ),
     "one row": Scenario(
-        "a weight of one row",
-        net(last=lambda: nn.Linear(WIDTH, 1), forward=lambda net, x: plain(net, x) * net.last(x)),
+        "a weight of one row", net(last=lambda: nn.Linear(WIDTH, 1), forward=lambda net, x: plain(net, x) * net.last(x))
     ),
     "frozen": Scenario("frozen blocks", net(then=_freeze)),
     "adapters": Scenario("low-rank adapters of frozen layers, and a cache of states", net(block=Adapted, body=_cached)),
@@ -259,13 +258,11 @@ SCENARIOS = {
     "reentrant checkpoint": Scenario("blocks checkpointed in forward, reentrant", _checkpointed(True)),
     "checkpoint inside": Scenario("a checkpoint inside blocks", net(block=_checkpoint_inside)),
     "checkpoint across": Scenario(
-        "one checkpoint across all blocks",
-        net(body=lambda net, x: checkpoint(Net.body, net, x, use_reentrant=False)),
+        "one checkpoint across all blocks", net(body=lambda net, x: checkpoint(Net.body, net, x, use_reentrant=False))
     ),
     "compiled blocks": Scenario("compiled blocks", net(then=_blocks(lambda block: block.compile(backend="aot_eager")))),
     "compiled whole": Scenario(
-        "a compiled model that reads a weight",
-        net(**position_read, then=lambda net: net.compile(backend="aot_eager")),
+        "a compiled model that reads a weight", net(**position_read, then=lambda net: net.compile(backend="aot_eager"))
     ),
     "gradient penalty": Scenario("a loss with a gradient in it (create_graph)", net(forward=_gradient_penalty)),
     "functional call": Scenario("a block run by torch.func.functional_call", net(body=_functional_call)),

@@ -17,13 +17,7 @@ from trainstep.report.subjects.parallel import (
 )
 from trainstep.report.tables import make_table
 from trainstep.report.terminal import to_terminal
-from trainstep.rows import (
-    CollectiveFitRow,
-    CollectiveRow,
-    ParallelFamilyRow,
-    ParallelRow,
-    ParallelTraceRow,
-)
+from trainstep.rows import CollectiveFitRow, CollectiveRow, ParallelFamilyRow, ParallelRow, ParallelTraceRow
 from trainstep.rows.records import Times
 
 

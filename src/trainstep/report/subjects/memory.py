@@ -191,11 +191,4 @@ def _kept(rows: Sequence[ResidualRow], under: str) -> Iterator[Finding]:
 
 TABLES = (PEAKS, *allocations.TABLES, RESIDUALS)
 SECTIONS = (memory, peaks, *allocations.SECTIONS, residuals)
-RULES = (
-    *allocations.RULES,
-    residual_findings,
-    prediction_findings,
-    uncompiled_findings,
-    cache_findings,
-    fit_findings,
-)
+RULES = (*allocations.RULES, residual_findings, prediction_findings, uncompiled_findings, cache_findings, fit_findings)

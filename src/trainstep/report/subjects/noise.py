@@ -9,16 +9,7 @@ from trainstep.report.findings import Finding, found, listed, literal
 from trainstep.report.numbers import in_ms, numeric
 from trainstep.report.subjects.climbs import changes, of_steps
 from trainstep.report.subjects.steps import analysed_step, is_same_step
-from trainstep.rows import (
-    AttentionRow,
-    ChangeRow,
-    CollectiveRow,
-    FitRow,
-    ParallelRow,
-    ProfileRow,
-    StepRow,
-    SweepRow,
-)
+from trainstep.rows import AttentionRow, ChangeRow, CollectiveRow, FitRow, ParallelRow, ProfileRow, StepRow, SweepRow
 from trainstep.rows.records import Row, Scalar, Times, of_kind
 
 NOISY_INTERVAL = 0.10  # A median whose interval is wider than this share of it was measured on a noisy machine

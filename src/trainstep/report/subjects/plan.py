@@ -1,4 +1,4 @@
-"""Predictions: strategies, memory by policy, limits of each axis, throughput by GPUs, and the check against figures."""
+"""Predictions: strategies, memory by policy, limits of each axis, and throughput by GPUs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,7 @@ from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.findings import Claim, Finding, found
 from trainstep.report.numbers import NONE, number, numeric
 from trainstep.report.tables import Table, TableRow, define, page_table
-from trainstep.rows import (
-    PlanCheckRow,
-    PlanLimitRow,
-    PlanMachineRow,
-    PlanMemoryRow,
-    PlanRow,
-    PlanScalingRow,
-)
+from trainstep.rows import PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
 from trainstep.rows.records import Row, Scalar, of_kind
 
 _SETTINGS = columns.named("workload", "device", *settings_with(CASE, without=("checkpointing",)))
@@ -91,19 +84,6 @@ TABLES = (
         columns.case("connection", "connection"),
         *columns.values({"FLOP per byte": "flop_per_byte", "needs tokens per GPU": "least_tokens_per_gpu"}),
         *columns.values({"has": "tokens_per_gpu", "most GPUs at this global batch": "most_gpus"}),
-    ),
-    define(
-        PlanCheckRow,
-        "Predicted beside measured",
-        *columns.named("workload", "batch", "context", "strategy", "gpus"),
-        *(
-            Column(name, lambda row, name=name: str(row.case.get(name) or "none"))  # type: ignore[misc]
-            for name in ("precision", "compile", "attention", "checkpointing", "optimizer")
-        ),
-        *columns.values({"step (ms)": "step_ms", "predicted (ms)": "predicted_ms"}),
-        columns.value("time off by (%)", "time_error", digits=2),
-        *columns.values({"peak (GiB)": "peak_gib", "predicted (GiB)": "predicted_gib"}),
-        columns.value("memory off by (%)", "memory_error", digits=2),
     ),
 )
 
