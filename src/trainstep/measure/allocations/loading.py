@@ -55,7 +55,7 @@ class _Event(msgspec.Struct):
 
 
 class _Holders(msgspec.Struct):
-    """Who has stacks, by segment and by device."""
+    """Lists of what has a stack, by segment and by device."""
 
     blocks: list[list[_Block]]
     events: list[list[_Event]]
@@ -141,7 +141,7 @@ def _timelines(content: Any) -> dict[int, Timeline]:
 
 
 def _once(values: Iterable[Any]) -> list[Any]:
-    """Of values that a file may share, each once."""
+    """Distinct values: a file may share some."""
     return list({id(each): each for each in values if each}.values())
 
 
