@@ -188,9 +188,7 @@ def of_other(rng: random.Random, path: Path) -> None:
 # Subjects: what is damaged, and how it is read
 
 
-@cache
-def plain_snapshot() -> dict[str, Any]:
-    return snapshot(300, devices=2, device=1, stacks=10)
+SNAPSHOT = snapshot(300, devices=2, device=1, stacks=10)
 
 
 @cache
@@ -250,8 +248,8 @@ METRIC = {
 def damaged_snapshot(rng: random.Random) -> bytes:
     protocol = rng.choice((2, 4, 4, 4, 5))
     if rng.random() < 0.5:
-        return of_bytes(rng, pickle.dumps(plain_snapshot(), protocol=protocol))
-    content = of_values(rng, plain_snapshot())
+        return of_bytes(rng, pickle.dumps(SNAPSHOT, protocol=protocol))
+    content = of_values(rng, SNAPSHOT)
     if rng.random() < 0.1:
         content["more"] = Planted()
     return pickle.dumps(content, protocol=protocol)

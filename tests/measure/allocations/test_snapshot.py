@@ -117,8 +117,7 @@ class Hostile:
         return os.mkdir, (self.mark,)
 
 
-def plain_bytes():
-    return pickle.dumps(snapshot_of(TIMELINE), protocol=4)
+PLAIN = pickle.dumps(snapshot_of(TIMELINE), protocol=4)
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -141,7 +140,7 @@ def logged(*traces, segments=()):
 
 FOREIGN = [
     (b"", "cut short"),
-    (plain_bytes()[:-200], "cut short"),
+    (PLAIN[:-200], "cut short"),
     (b"PK\x03\x04 a checkpoint, not a snapshot", "starts with b'P', as no pickle of torch does"),
     (b"\x80\x04just some text", "no pickle of plain values"),
     (b"\x80\x04]r\xff\xff\xff\x0f.", "far more memory than its 9 bytes"),
@@ -173,6 +172,6 @@ def test_files_that_are_absent_or_too_large(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"cannot read .*No such file"):
         imported_timelines(tmp_path / "absent.pickle")
     monkeypatch.setitem(LARGEST, "pickle", 100)
-    (tmp_path / "large.pickle").write_bytes(plain_bytes())
+    (tmp_path / "large.pickle").write_bytes(PLAIN)
     with pytest.raises(UsageError, match=r"large.pickle has .* MiB; at most 0 are read"):
         imported_timelines(tmp_path / "large.pickle")
