@@ -21,7 +21,7 @@ def test_against_a_script_that_does_not_train_nothing_is_held():
 
 
 class Noisy(Given):
-    """Runs take turns at being slower and faster by this share."""
+    """Runs that are timed take turns at being slower and faster by this share."""
 
     def __init__(self, share, **ms):
         super().__init__(**{names: {"step_ms": (each,) * 7} for names, each in ms.items()})
@@ -29,7 +29,7 @@ class Noisy(Given):
 
     def run(self, what, changes=(), **more):
         found = super().run(what, changes, **more)
-        self.share = -self.share
+        self.share *= 1 if more.get("rounding") else -1
         return dataclasses.replace(found, step_ms=tuple(ms * (1 + self.share) for ms in found.step_ms))
 
 
