@@ -132,7 +132,7 @@ DEFINITIONS = {
     "CONTRIBUTING.md": ("at least 95 % of the mutants must be noticed",),
     "README.md": ("95 % interval by order statistics", "a 95 % interval of"),
     "fused.md": ("logits of at most 1.25 GiB at a time",),
-    "memory.md": ("(20 MiB, made for the test)", "one CPU core and 460 MiB ([decisions]"),
+    "memory.md": ("(20 MiB, made for the test)", "the command took 9 s of one CPU core"),
     "profile.md": ("more than 2% of kernel time", "2.5 times that backward"),
     "summary.md": ("whose true loss is 5 % or less", "a side that differ by 1 %", "a loss of 10 % failed"),
     "trust.md": (
