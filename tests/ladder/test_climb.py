@@ -135,6 +135,15 @@ def test_of_what_is_tried_at_once_that_is_told_which_found_its_place():
     assert (rows["fused loss"].verdict, rows["fused loss"].reason) == ("not tried", changes[1].nothing)
 
 
+def test_lines_that_a_patch_needs_stay_where_a_later_run_has_compiled_them():
+    found, more = {"fused attention": {"train.py:41": "is_causal=True"}}, "fused attention,compiled model"
+    script = Given(**{"fused attention": {"step_ms": (5.0,) * 7, "places": found}})
+    script.runs[more] = {"step_ms": (2.0,) * 7, "places": {"fused attention": {}}}
+    ladder, _ = climbed(script, BY_NAME["fused attention"], BY_NAME["compiled model"])
+    assert [each.name for each in ladder.accepted] == more.split(",")
+    assert ladder.runner.settings["places"] == found
+
+
 def test_what_gave_way_to_another_is_told_as_such():
     script = Given(**{"compiled model,fused optimizer": {"step_ms": (5.0,) * 7}})
     _, rows = climbed(script, BLOCKS, BY_NAME["compiled model"], OPTIMIZER, at_once=True)

@@ -168,10 +168,12 @@ class ScriptRunner:
         assert isinstance(top, TriedRun)
         before = [each for each in top.changes if not any(self.excludes(new, each) for new in made)]
         taken, captured = self._ran(self.script.run(name, [*before, *made]))
-        if not (found := _found_places(made, taken)):
+        places = {name: lines for name, lines in taken.log.facts.get("places", {}).items() if lines}
+        if not (found := _found_places(made, places)):
             raise Refused("unsupported", "; ".join(dict.fromkeys(each.nothing for each in made)), "not tried")
         changes = [*before, *found]
-        self.settings = {**self.settings, "places": self.settings.get("places", {}) | taken.log.facts.get("places", {})}
+        # A later run of what was accepted may have no lines for it: its code is compiled there.
+        self.settings = {**self.settings, "places": self.settings.get("places", {}) | places}
         checked = self._compared(changes, captured, top.taken.captured)
         others, own = self._in_turns(name, top.changes, changes, begun=taken)
         self._rounds |= {each.name: max(self._rounds.get(each.name, 1), len(own) // 2) for each in found}
@@ -405,14 +407,14 @@ def turns_with(taken: Taken, top: Tried | None) -> tuple[list[Taken], list[Taken
     return (top.turns[0], [*top.turns[1], taken]) if is_same else None
 
 
-def _found_places(made: Sequence[Change], taken: Taken) -> list[Change]:
+def _found_places(made: Sequence[Change], places: Mapping[str, Mapping[str, str]]) -> list[Change]:
     """The changes that found something to change; those that look for it with the lines where it is."""
     found = []
     for change in made:
-        places = taken.log.facts.get("places", {}).get(change.name, {})
-        divided = [(*line.rsplit(":", 1), how) for line, how in sorted(places.items())]
+        own = places.get(change.name, {})
+        divided = [(*line.rsplit(":", 1), how) for line, how in sorted(own.items())]
         where = ", ".join(f"{shown_line(file, int(number))}: {how}" for file, number, how in divided)
-        if places or not change.nothing:
+        if own or not change.nothing:
             found.append(replace(change, line=Line(f"{change.line.text} ({where})")) if change.nothing else change)
     return found
 

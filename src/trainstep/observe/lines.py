@@ -84,7 +84,7 @@ _real_path = cache(os.path.realpath)
 def line_of_call() -> str:
     """`/home/me/train.py:31`: the innermost line under way that is neither torch's, nor Python's, nor ours."""
     place = place_of_call(sys._getframe(1))
-    return f"{_real_path(place.file)}:{place.line}"
+    return f"{place.file and _real_path(place.file)}:{place.line}"
 
 
 class Lines:

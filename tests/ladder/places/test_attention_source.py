@@ -53,17 +53,13 @@ def rewritten(text, how, header=HEADER):
 
 
 def run(text):
-    found = {}
-    exec(text, found)
+    exec(text, found := {})
     torch.manual_seed(3)
-    size = 8
-    mask = torch.zeros(size, size).masked_fill(torch.ones(size, size).triu(1) > 0, -math.inf)
-    module = SimpleNamespace(bias=torch.ones(16, 16).tril()[None, None], mask=mask, size=4, off=True)
-    module.attn_dropout = nn.Dropout(0.5).eval()
-    q, k, v = (torch.randn(2, 3, size, 4, dtype=torch.float64).requires_grad_() for _ in range(3))
-    module.mask = mask.double()
-    result = found["attention"](module, q, k, v)
-    return [result, *torch.autograd.grad(result.square().sum(), (q, k, v))]
+    mask = torch.zeros(8, 8, dtype=torch.float64).masked_fill(torch.ones(8, 8).triu(1) > 0, -math.inf)
+    buffers = {"bias": torch.ones(16, 16).tril()[None, None], "mask": mask}
+    module = SimpleNamespace(**buffers, size=4, off=True, attn_dropout=nn.Dropout(0.5).eval())
+    q, k, v = (torch.randn(2, 3, 8, 4, dtype=torch.float64).requires_grad_() for _ in range(3))
+    return [result := found["attention"](module, q, k, v), *torch.autograd.grad(result.square().sum(), (q, k, v))]
 
 
 @pytest.mark.parametrize(("text", "how"), FORMS, ids=[f"{number}-{how}" for number, (_, how) in enumerate(FORMS)])
@@ -96,8 +92,7 @@ def test_what_it_says():
 def test_what_drops_in_training_drops(monkeypatch):
     given = []
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **more: given.append(more) or q)
-    found = {}
-    exec(rewritten(MINGPT, "is_causal=True"), found)
+    exec(rewritten(MINGPT, "is_causal=True"), found := {})
     for training in (True, False):
         found["attention"](
             SimpleNamespace(attn_dropout=nn.Dropout(0.25).train(training)), *[torch.ones(1, 1, 2, 4)] * 3
@@ -107,8 +102,8 @@ def test_what_drops_in_training_drops(monkeypatch):
 
 @pytest.mark.parametrize("header", ["import torch\n", "import torch, math\nimport torch.nn.functional as functional\n"])
 def test_the_file_s_own_name_of_the_function_is_used(header):
-    expected = "functional." if "functional" in header else "torch.nn.functional."
-    assert f" {expected}scaled_dot_product_attention" in rewritten(MINGPT, "is_causal=True", header)
+    expected = "functional" if "functional" in header else "torch.nn.functional"
+    assert f" {expected}.scaled_dot_product_attention" in rewritten(MINGPT, "is_causal=True", header)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +132,12 @@ def test_what_is_not_certain_is_left(old, new):
 
 
 def test_a_mask_that_the_run_did_not_see_or_saw_in_several_forms():
-    assert rewritten(MINGPT, "no mask") is None
-    assert rewritten(IN_ONE, "is_causal=True") is None, "there is none in the source"
+    assert rewritten(MINGPT, "no mask") is rewritten(IN_ONE, "is_causal=True") is None, "source and run disagree"
     assert "attn_mask=~(" in rewritten(MINGPT, "several masks")
 
 
 def test_line_ends_stay():
     text = (HEADER + MINGPT).replace("\n", "\r\n")
-    line = 5 + 8
-    found = with_fused_attention(text, ast.parse(text), line, "is_causal=True")
+    found = with_fused_attention(text, ast.parse(text), 5 + 8, "is_causal=True")
     assert "\n" not in found.replace("\r\n", "")
     assert "scaled_dot_product_attention(\r\n" in found

@@ -132,11 +132,10 @@ class _Attention:
             self._names.add(name)
             if isinstance(statement, ast.AugAssign):
                 node = ast.BinOp(ast.Name(name, ast.Load()), statement.op, statement.value)
+            elif isinstance(statement, ast.Assign) and list(map(ast.unparse, statement.targets)) == [name]:
+                node = statement.value
             else:
-                is_plain = isinstance(statement, ast.Assign) and [ast.unparse(each) for each in statement.targets] == [
-                    name
-                ]
-                node = statement.value if isinstance(statement, ast.Assign) and is_plain else None
+                return None
         return node
 
     def _softmaxed(self, node: ast.AST | None) -> ast.AST | None:
