@@ -3,8 +3,9 @@
 The public names below are imported on first use, so `import trainstep` costs nothing.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trainstep.base.lazy import on_first_use
 
 if TYPE_CHECKING:
     from trainstep.base.config import SIZES, ModelConfig, StepConfig
@@ -25,13 +26,4 @@ _HOME |= {
     "Workload": "step.workload",
     "analyze": "bench.analysis",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_first_use(__name__, _HOME)

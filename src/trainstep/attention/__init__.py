@@ -4,8 +4,9 @@
 Every name is imported on first use, so the oracle and PyTorch's own kernels work where Triton is not installed.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trainstep.base.lazy import on_first_use
 
 if TYPE_CHECKING:
     from trainstep.attention.api import IMPLEMENTATIONS, attention, choose
@@ -21,16 +22,6 @@ __all__ = [
     "flash_attention",
 ]
 
-_HOME = {"FlashAttentionReference": "reference", "FlashAttentionTriton": "flash", "flash_attention": "flash"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'api')}"), name)
-    globals()[name] = value  # the next look-up does not come here
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+_HOME = dict.fromkeys(("IMPLEMENTATIONS", "attention", "choose"), "api")
+_HOME |= {"FlashAttentionReference": "reference", "FlashAttentionTriton": "flash", "flash_attention": "flash"}
+__getattr__, __dir__ = on_first_use(__name__, _HOME)

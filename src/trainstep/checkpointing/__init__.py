@@ -4,8 +4,9 @@
 block in backward. Every name is imported on first use, so policies can be read without torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trainstep.base.lazy import on_first_use
 
 if TYPE_CHECKING:
     from trainstep.checkpointing.policies import BlockPolicy, Policy
@@ -16,13 +17,4 @@ __all__ = ["BlockPolicy", "Checkpointing", "Policy", "UpdatesInBackward"]
 
 _HOME = {"BlockPolicy": "policies", "Checkpointing": "recomputing", "Policy": "policies"}
 _HOME |= {"UpdatesInBackward": "updating"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_first_use(__name__, _HOME)

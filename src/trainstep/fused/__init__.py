@@ -5,8 +5,9 @@ PyTorch are the functions of `eager`, in whatever floating-point dtype comes. Ev
 the oracles work where Triton is not installed.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trainstep.base.lazy import on_first_use
 
 if TYPE_CHECKING:
     from trainstep.fused.cross_entropy import linear_cross_entropy
@@ -15,14 +16,4 @@ if TYPE_CHECKING:
 __all__ = ["linear_cross_entropy", "rope"]
 
 _HOME = {"linear_cross_entropy": "cross_entropy", "rope": "rotary"}
-"""Name → its file."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_first_use(__name__, _HOME)

@@ -30,8 +30,9 @@ group
     parameters that are gathered and freed together, for the calls of its *units*, usually one block.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trainstep.base.lazy import on_first_use
 
 if TYPE_CHECKING:
     from trainstep.parallel.ddp.wrapper import DistributedDataParallel
@@ -46,13 +47,4 @@ __all__ += ["load_checkpoint", "save_checkpoint"]
 _HOME = {"DistributedDataParallel": "ddp.wrapper", "FullyShardedDataParallel": "fsdp.wrapper"}
 _HOME |= {"Process": "process", "ShardedOptimizer": "zero.optimizer", "join_group": "process"}
 _HOME |= dict.fromkeys(("load_checkpoint", "save_checkpoint"), "fsdp.checkpoint")
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_first_use(__name__, _HOME)
