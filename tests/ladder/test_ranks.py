@@ -89,7 +89,7 @@ def test_a_script_under_torchrun_climbs(tmp_path):
     names = "fused optimizer,bf16 autocast"
     options = ["--ladder", "--in-place", "--steps", "8", "--changes", names, "--out", str(tmp_path)]
     ended = subprocess.run(
-        [sys.executable, *command, *options, str(SCRIPTS / "ddp.py")],
+        [sys.executable, *command, *options, str(SCRIPTS / "data_parallel.py")],
         capture_output=True,
         text=True,
         timeout=900,
