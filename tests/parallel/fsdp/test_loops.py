@@ -1,6 +1,7 @@
 """Loops that work on `parameters()` by hand: each trains as one process does, or says what is wrong."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,18 +16,27 @@ pytestmark = pytest.mark.distributed
 RATE = 0.05
 
 
+class Boxed(Block):
+    """Takes its input in an object, too, where autograd is not seen leaving it."""
+
+    def forward(self, x):
+        return super().forward(getattr(x, "hidden", x))
+
+
 class Small(nn.Module):
     """Matrices whose rows two ranks cannot halve, one of a single row, and vectors; in float64."""
 
+    boxed = False
+
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(5, 7) for _ in range(2))
+        self.blocks = nn.ModuleList(Boxed(5, 7) for _ in range(5))
         self.head = nn.Linear(5, 1)
         self.to(torch.float64)
 
     def forward(self, x):
         for block in self.blocks:
-            x = block(x)
+            x = block(SimpleNamespace(hidden=x) if self.boxed else x)
         return self.head(x)
 
 
@@ -133,12 +143,28 @@ def optimizer_of_copies(loop):
     loop.train(update)
 
 
+def evaluation_that_one_rank_keeps(loop):
+    """With its graph: whether that is alive differs between the ranks, and must not change the order of their calls."""
+    kept = []
+
+    def update(step):
+        loop.descend(step)
+        with torch.enable_grad():
+            loss = loop.module(torch.ones(3, 5, dtype=torch.float64)).sum()
+        if loop.ranks == [0]:
+            kept.append(loss)
+        getattr(loop.module, "module", loop.module).boxed = step >= 2
+
+    loop.train(update)
+
+
 TRAIN = {  # and how many updates
     averages: 200,
     optimizer_in_backward: 200,
     initialisation_by_the_module: 20,
     optimizer_in_backward_of_the_module: 20,
     optimizer_of_copies: 20,
+    evaluation_that_one_rank_keeps: 6,
 }
 
 

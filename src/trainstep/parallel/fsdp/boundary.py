@@ -192,12 +192,12 @@ class CallBoundary(Boundary):
         watched = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not watched:
             return call, first_node, args, kwargs, None
-        if not any(tensor.requires_grad for leaf in leaves for tensor in hidden_tensors(leaf)):
-            call.is_watched = True
-            for group in self._groups:
-                group.awaiting.add(call)
         inputs = [leaves[index] for index in watched]
         passed = _AfterBackward.apply(self._schedule, call, *inputs)  # type: ignore[no-untyped-call]
+        if not any(tensor.requires_grad for leaf in leaves for tensor in hidden_tensors(leaf)):
+            call.node = weakref.ref(passed[0].grad_fn)
+            for group in self._groups:
+                group.awaiting.add(call)
         for index, tensor in zip(watched, passed, strict=True):
             leaves[index] = tensor
         if structure is None:

@@ -39,7 +39,7 @@ class GatherGroup:
     ) -> None:
         self.parameters, self._process_group, self.name = parameters, ranks.shard, name
         self.users = 0  # calls that are running in forward
-        self.awaiting: WeakSet[object] = WeakSet()  # calls not left by backward yet; without a graph they drop out
+        self.awaiting: WeakSet[Any] = WeakSet()  # calls not left by backward yet, of any graph
         self.unwatched: WeakSet[Any] = WeakSet()  # calls that backward comes through, and is not seen leaving
         self.is_unsent = False  # whether backward has come to it since its gradients were last sent
         self._pending: Pending | None = None

@@ -19,10 +19,12 @@ their numbers in one small call at the end of a pass, and they compare at the la
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,8 +97,20 @@ class Call:
     recorded_in: Pass | None  # None for a call during backward, which computes activations again
     positions: list[int]
     versions: Sequence[int]
-    is_watched: bool = False  # whether backward is seen leaving it
+    node: weakref.ref[Any] | None = None  # of autograd, by which backward is seen leaving it
     backward: int = -1  # the last one that reached it, by autograd's number
+
+    @property
+    def is_ahead(self) -> bool:
+        """True if the backward that is running leaves it. That the call is alive says nothing: a rank may keep an
+        evaluation's loss, or an error's traceback with activations that were computed again."""
+        node = self.node() if self.node is not None else None
+        return node is not None and torch._C._will_engine_execute_node(node)
+
+    def concerns(self, other: Call) -> bool:
+        """True if the backward that is running has reached it, or it was made in the same pass."""
+        reached = self.backward == torch._C._current_graph_task_id()
+        return reached or self.recorded_in is other.recorded_in is not None
 
     def is_after(self, other: Call) -> bool:
         """True if it began after the other, in the same pass: then autograd is through with it before that one."""
@@ -199,10 +213,6 @@ _WORDS = {
 _ACTS = tuple(_WORDS)
 
 
-class Hold:
-    """Stand-in among the calls that a group awaits, when something outside of calls uses it."""
-
-
 class Schedule:
     """Actions at the calls of units and at their parameters' gradients. Gathers run `prefetch` uses ahead."""
 
@@ -215,7 +225,7 @@ class Schedule:
         names = [group.name for group in groups]
         self.agreement = Agreement(ranks.everyone, names, at_once=host_waits(ranks.everyone, device))
         self._numbers = {group: number for number, group in enumerate(groups)}
-        self._held: dict[GatherGroup, Hold] = {}
+        self._held: dict[GatherGroup, None] = {}  # by something outside of calls
         self._held_for_backward: set[GatherGroup] = set()
         self._awaits_backward = False  # whether there was a forward with gradients since then
         self._prefetch, self._device = prefetch, device
@@ -286,9 +296,10 @@ class Schedule:
         self.passes_running -= 1
         if self.passes_running == 0 and not in_backward():
             self._expected.clear()
-            ahead = self._pass.end_forward(self._prefetch)
+            kept = self._pass.end_forward(self._prefetch)
+            kept += [self._pass.uses.groups[position] for position in self._pass.with_backward]
             for group in self.groups:
-                if group.users == 0 and not group.awaiting and not group.unwatched and group not in ahead:
+                if group.users == 0 and group not in kept:
                     group.free()
 
     def enter(self, groups: Sequence[GatherGroup]) -> Call:
@@ -323,8 +334,7 @@ class Schedule:
         if torch.is_grad_enabled():
             self._held_for_backward.add(group)
         if group not in self._held:
-            self._held[group] = Hold()
-            group.awaiting.add(self._held[group])
+            self._held[group] = None
             group.users += 1
 
     def leave(self, call: Call, *, needs_backward: bool) -> None:
@@ -337,7 +347,7 @@ class Schedule:
             if needs_backward:
                 call.recorded_in.with_backward.add(position)
             among_last = predicted is not None and position >= len(predicted) - 1 - self._prefetch
-            if needs_backward and not call.is_watched:
+            if needs_backward and call.node is None:
                 group.unwatched.add(call)
             if group.users > 0:
                 continue
@@ -368,10 +378,10 @@ class Schedule:
         self.gather(call.groups, self._preceding(call))
         if call.backward != (number := torch._C._current_graph_task_id()):  # not left yet, also where it was before
             call.backward = number
-            if not call.is_watched:
+            if call.node is None:
                 self._passing |= dict.fromkeys(call.groups)
             for group in call.groups:
-                (group.awaiting if call.is_watched else group.unwatched).add(call)
+                (group.unwatched if call.node is None else group.awaiting).add(call)
         if torch.is_grad_enabled():  # create_graph: the gradients' own graph needs the weights later on
             for group in call.groups:
                 self.hold(group)
@@ -387,7 +397,7 @@ class Schedule:
                     raise UsageError(_not_entered(group.name))
         for group in call.groups:
             group.awaiting.discard(call)
-            if not group.awaiting and not group.unwatched:
+            if not self._is_awaited(group) and not any(each.concerns(call) for each in group.unwatched):
                 self._settle(group)
 
     def finish(self) -> None:
@@ -479,10 +489,14 @@ class Schedule:
     def _settle_passed(self, call: Call) -> None:
         """Backward has come to a call, and so is through with those that began after it, seen or not."""
         for group in list(self._passing):
-            is_behind = all(each.is_after(call) for each in group.unwatched)
-            if is_behind and not group.awaiting and not group.has_frozen and group not in call.groups:
+            is_behind = all(each.is_after(call) for each in group.unwatched if each.concerns(call))
+            if is_behind and not self._is_awaited(group) and not group.has_frozen and group not in call.groups:
                 del self._passing[group]
                 self._settle(group)
+
+    def _is_awaited(self, group: GatherGroup) -> bool:
+        """True if the backward that is running is still to leave a call of the group, or something holds it."""
+        return group in self._held or any(call.is_ahead for call in group.awaiting)
 
     def _end_backward(self) -> None:
         """Settle the groups that backward was not seen leaving. Of backwards inside of one another, the outer ends."""
@@ -501,7 +515,8 @@ class Schedule:
         A frozen weight has no gradient to tell that backward is through with it: where backward is not seen leaving a
         call either, as with a cache among its inputs, the group stays until gradients are synchronised.
         """
-        if not group.awaiting and group.users == 0 and not (group.unwatched and group.has_frozen):
+        is_read = group.has_frozen and any(call.backward >= 0 for call in group.unwatched)
+        if group.users == 0 and not is_read:
             group.unwatched.clear()
             group.free()
         if self.synchronise:
