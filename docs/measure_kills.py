@@ -2,7 +2,7 @@
 
 `python docs/measure_kills.py` starts each command on a small case. It sends Ctrl-C, SIGTERM, SIGHUP or SIGKILL, stops
 it for a while, or closes its output. Afterwards no process of it may run, every file must be whole, its script must
-be the same, no draft may be left, and the exit code must be one of the README's. SIGKILL may leave a draft that the
+be the same, no draft may be left, and the exit code must be one of docs/commands.md. SIGKILL may leave a draft that the
 next start in the folder removes. The results go to docs/results/kills.json, from which docs/trust.md has its table.
 """
 
@@ -58,7 +58,7 @@ COMMANDS = {
 }
 """Commands by name, in a folder with `FILES`."""
 CODES = {"INT": (130, 130), "TERM": (143, 143), "HUP": (143, 129), "KILL": (137, 137), "closed output": (0, 1)}
-"""Kind → exit codes of the README: of a command, and of `run` whose script ended as plain Python. 0 is its own end."""
+"""Kind → exit codes of a command, and of `run` whose script ended as plain Python. 0 is its own end."""
 KINDS = (*CODES, "STOP+CONT")
 PATIENCE_S, ENDING_S = 30.0, 20.0
 """Seconds after which a command that goes on gets SIGTERM too, and in which one that is ended has done so."""

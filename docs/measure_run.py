@@ -134,16 +134,7 @@ def difference(
     return most, medians[most] / statistics.median(whole)
 
 
-SHORT: Mapping[str, str] = {
-    "script.accumulates": "{backwards:g} backward passes a step",
-    "script.evaluated": "{evaluated} steps with an evaluation",
-    "data.bound": "waits for data at {loader}",
-    "launches.script": "launches set its pace",
-    "compiled.again": "compiled {compilations} times at {line}",
-    "ranks.late": "rank {rank} is late",
-    "ranks.late_data": "rank {rank} is late, by its data",
-    "ranks.even": "no rank is late",
-}
+SHORT: Mapping[str, str] = DECLARED["short"]
 """Finding → what the table has of it."""
 
 

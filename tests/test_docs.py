@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from render import PAGES as RENDERED
-from render import TABLES, render
-from tables import KEPT_THOUGH_DIRTY, RESULTS, DirtyError, load, refuse_dirty, results, where
+from render import TABLES, headline, render
+from tables import KEPT_THOUGH_DIRTY, RESULTS, DirtyError, kept, load, refuse_dirty, results, where
 from tables.alone import alone_ms
 from trainstep.base.stats import WITHIN_RUN, verdict
 from trainstep.commands.cli import main
 from trainstep.commands.run import split_script
 from trainstep.rows import AttentionRow, ChangeRow, ParallelRow, StepRow
-from trainstep.rows.records import Times, of_kind
+from trainstep.rows.records import Row, Times, of_kind
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -93,13 +93,22 @@ def test_a_sharded_scheme_is_held_against_a_step_that_updates_its_part_alone():
 
 def test_the_headlines_say_what_is_not_ours():
     """The speed-up from bf16 alone beside that from fp32; all shapes of attention, with what `auto` takes of them."""
-    ladder, attention = (TABLES[f"headline-{name}"]() for name in ("ladder", "attention"))
+    ladder, attention = (TABLES[name]() for name in ("headline-ladder", "attention-peers"))
     beside = [dict(zip(ladder.columns, texts, strict=True))["from bf16 autocast [95 %]"] for texts in ladder.texts()]
     assert beside[-1].startswith("1.97× [1.79–2.1"), beside
     shapes = {tuple(each.case.items()) for each in results("h200-attention-peers", AttentionRow) if each.impl == "flex"}
     assert len(attention.rows) == len(shapes) == 10
     assert attention.columns[-1] == "auto takes"
     assert {texts[-1] for texts in attention.texts()} == {"flash-triton"}
+
+
+def test_every_table_and_output_is_on_a_page_and_the_picture_is_of_these_rows():
+    """A table or output that no page shows is dead."""
+    text, cells = "".join(page.read_text("utf-8") for page in PAGES), kept("outputs.json")
+    assert set(re.findall(r"<!-- table: ([\w.-]+) -->", text)) == set(TABLES)
+    assert set(re.findall(r"<!-- output: (\w+)", text)) == set(cells)
+    assert cells["picture"]["text"] == headline(results("h200-analyze-2.7B", Row))
+    assert len(PAGES[0].read_text("utf-8").splitlines()) <= 150
 
 
 @pytest.mark.parametrize(
@@ -116,13 +125,6 @@ def test_every_ratio_to_a_peer_has_its_interval(name):
     assert WITHIN_RUN in table.caption + "".join(table.columns)
 
 
-def test_every_table_is_on_a_page():
-    """A table that no page shows is dead."""
-    assert set(re.findall(r"<!-- table: ([\w.-]+) -->", "".join(page.read_text("utf-8") for page in PAGES))) == set(
-        TABLES
-    )
-
-
 HISTORY = {"decisions.md", "lab-log.md", "lab-log-attention.md"}
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 JOINED = rf"(?:{NUMBER}(?: to | and |–|/| → ))*"
@@ -130,12 +132,13 @@ FIGURE = re.compile(rf"({JOINED}{NUMBER}) ?(?:ms|µs|GiB|MiB|TFLOP/s|GB/s|TB/s|%
 """What a measurement looks like. MB and s are left out: here they are settings, such as a bucket's size."""
 DEFINITIONS = {
     "CONTRIBUTING.md": ("at least 95 % of the mutants must be noticed",),
-    "README.md": ("95 % interval by order statistics", "a 95 % interval of"),
+    "README.md": ("with 95 % intervals", "or memory by 16 MiB"),
     "fused.md": ("logits of at most 1.25 GiB at a time",),
     "memory.md": ("(20 MiB, made for the test)", "the command took 9 s of one CPU core"),
     "profile.md": ("more than 2% of kernel time", "2.5 times that backward"),
     "summary.md": ("whose true loss is 5 % or less", "a side that differ by 1 %", "a loss of 10 % failed"),
     "trust.md": (
+        "95 % interval by order statistics",
         "a little wider than 95 % would be",
         "false calls at 5 % or less",
         "fails if fewer than 95 % are killed",
@@ -147,9 +150,9 @@ DEFINITIONS = {
 
 def unmeasured(text, allowed=()):
     """The figures of a page's prose that none of its tables has, each with the words before it."""
-    made = "".join(re.findall(r"<!-- table: .*?<!-- end -->", text, re.DOTALL))
+    made = "".join(re.findall(r"<!-- (?:table|output): .*?<!-- end -->", text, re.DOTALL))
     cells = {number.replace(",", "") for number in re.findall(NUMBER, made)}
-    prose = re.sub(r"<!-- table: .*?<!-- end -->|```.*?```|`[^`]*`", " ", text, flags=re.DOTALL)
+    prose = re.sub(r"<!-- (?:table|output): .*?<!-- end -->|```.*?```|`[^`]*`", " ", text, flags=re.DOTALL)
     prose = " ".join(prose.split())
     for phrase in allowed:
         assert phrase in prose, f"{phrase!r} is not on the page: take it out of DEFINITIONS"

@@ -38,7 +38,7 @@ def by_shape() -> list[Beside]:
 
 
 def peers() -> Table:
-    """Our kernels beside the others, shape by shape."""
+    """Our kernels beside the others, shape by shape, and the one that `auto` takes on this GPU."""
     every = by_shape()
     others = [impl for impl in dict.fromkeys(impl for found in every for impl in found) if impl != OURS]
     ceiling = ceiling_tflops()
@@ -48,13 +48,16 @@ def peers() -> Table:
         of_ceiling = [f"{100 * rate / ceiling:.0f}" for rate in (ours.forward_tflops, ours.backward_tflops)]
         reached = (passes(ours), number(ours.both_tflops), " / ".join(of_ceiling))
         beside = (beside_ours(*found[impl]) if impl in found else "not run" for impl in others)
-        lines.append((*(number(ours.case[name]) for name in SHAPE), *reached, *beside))
+        case = ChoiceCase("sm_90", "bfloat16", ours.head_dim, ours.causal == "yes")
+        chosen = [impl for length, impl in CHOICES.shipped()[case].by_length if ours.seq >= length][-1]
+        lines.append((*(number(ours.case[name]) for name in SHAPE), *reached, *beside, chosen))
     wanted = (
         *SHAPE,
         "ours: forward / backward / both (ms)",
         "TFLOP/s",
         f"of the matrix ceiling of {ceiling:.0f} TFLOP/s (%): forward / backward",
         *(f"{impl} (ms, times ours [95 %])" for impl in others),
+        "auto takes",
     )
     caption = f"bf16, forward and backward; intervals {WITHIN_RUN}, and flex-max-autotune had a run of its own"
     return text_table("peers", _caption(caption, (row for found in every for row, _ in found.values())), wanted, lines)
@@ -157,39 +160,6 @@ def by_length(dtype: str, head_dim: int) -> Table:
     return text_table(name, caption, ("sequence", *impls), lines)
 
 
-NAMES = {
-    OURS: "ours",
-    "sdpa-flash": "SDPA FlashAttention-2",
-    "sdpa-cudnn": "SDPA cuDNN",
-    "flex": "FlexAttention, compiled",
-    "flex-max-autotune": "FlexAttention, max-autotune",
-    "flash-attn": "flash-attn",
-}
-"""What README.md calls the implementations that it shows, in its order."""
-
-
-def headline() -> Table:
-    """Our kernels beside the others, shape by shape, and what `auto` takes on this GPU."""
-    every = by_shape()
-    impls = [impl for impl in NAMES if any(impl in found for found in every)]
-    cells = []
-    for found in every:
-        row, _ = found[OURS]
-        shape = f"{row.batch}×{row.heads}×{row.seq:,}×{row.head_dim}{'' if row.causal == 'yes' else ', full'}"
-        case = ChoiceCase("sm_90", "bfloat16", row.head_dim, row.causal == "yes")
-        chosen = [impl for length, impl in CHOICES.shipped()[case].by_length if row.seq >= length][-1]
-        times = [
-            beside_ours(*found[impl]) if impl == "flash-attn" else both_ms(found.get(impl, (None,))[0])
-            for impl in impls
-        ]
-        cells.append((shape, *times, chosen))
-    rows = [row for found in every for row, _ in found.values()]
-    packages = {row.impl: f"{row.package} (times ours [95 %, {WITHIN_RUN}])" for row in rows if row.package}
-    caption = f"bf16 attention, causal but where it says full, forward and backward (ms); {where(rows)}"
-    wanted = ("batch×heads×length×head_dim", *(packages.get(impl, NAMES[impl]) for impl in impls), "auto takes")
-    return text_table("headline-attention", caption, wanted, cells)
-
-
 TABLES: Mapping[str, Callable[[], Table]] = {
     "attention-peers": peers,
     "attention-windows": windows,
@@ -200,5 +170,4 @@ TABLES: Mapping[str, Callable[[], Table]] = {
         for dtype in ("bf16", "fp32")
         for head_dim in (16, 64, 128)
     },
-    "headline-attention": headline,
 }

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tables import plain, results, setting, where
+from tables import DECLARED, plain, results, setting, where
 from tables.alone import communication
 from trainstep.base.config import SIZES
 from trainstep.base.schemes import SCHEMES
@@ -24,25 +23,8 @@ from trainstep.report.tables import Table, tabulate
 from trainstep.rows import KINDS, ParallelRow
 from trainstep.rows.records import Row
 
-DECLARED = tomllib.loads(Path(__file__).parents[1].joinpath("tables.toml").read_text("utf-8"))
-SENT = {
-    "bucketed-25": ("all-reduced", "–", "8P(n − 1)/n"),
-    "sharded-optimizer": ("reduce-scattered", "gathered", "8P(n − 1)/n"),
-    "sharded-optimizer-1000": ("reduce-scattered", "gathered", "8P(n − 1)/n"),
-    "torch-zero": ("all-reduced", "broadcast", "12P(n − 1)/n"),
-}
+SENT = DECLARED["sent"]
 """Scheme → how gradients and updated parameters travel, and how much a rank sends."""
-README_NAMES = {
-    "single": "one GPU, no communication",
-    "torch-ddp": "DistributedDataParallel, torch's",
-    "bucketed-25": "DistributedDataParallel, ours",
-    "torch-ddp-1000": "the same in buckets of 1,000 MB, torch's",
-    "bucketed-1000": "the same in buckets of 1,000 MB, ours",
-    "torch-zero": "sharded optimizer, torch's",
-    "sharded-optimizer": "sharded optimizer, ours",
-    "torch-fsdp2": "fully sharded, torch's FSDP2",
-    "fsdp": "fully sharded, ours",
-}
 FORMS: Mapping[str, Callable[[Row, str], Cell | str]] = {
     "plain": lambda row, name: columns.case(name, name).of(row),
     "thousands": lambda row, name: value_cell(row, name, lambda value: number(1e3 * value)),  # type: ignore[operator,arg-type]
@@ -52,7 +34,6 @@ FORMS: Mapping[str, Callable[[Row, str], Cell | str]] = {
     "fit": lambda row, _: fit.form_of(row),
     "outcome": lambda row, _: row.status,
     "stem": lambda row, name: Path(str(row.case.get(name, "none"))).stem,
-    "readme": lambda row, name: README_NAMES[str(row.case[name])],
     "gradients": lambda row, name: SENT[str(row.case[name])][0],
     "updated": lambda row, name: SENT[str(row.case[name])][1],
     "sent": lambda row, name: SENT[str(row.case[name])][2],

@@ -6,19 +6,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tables import kept
+from tables import WORDS, kept
 from trainstep.report.tables import Table, text_table
 
-KINDS = {
-    "kill": "a rank is killed",
-    "power": "a host loses its power",
-    "pull": "a host's cable is pulled",
-    "hang": "a rank hangs in user code",
-    "slow": "a rank is 9 s late",
-    "full": "the disk is full",
-    "flip": "a bit of a checkpoint flips",
-    "two": "a second trainer comes",
-}
+KINDS = WORDS["faults"]
 COLUMNS = (
     *("fault", "came", "schemes", "what was said, once", "made again, at most", "lost", "said after (s)"),
     "going on after (s)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from tables import results, where
+from tables import WORDS, results, where
 from trainstep.base.stats import WITHIN_RUN
 from trainstep.report.columns import ratio_cell
 from trainstep.report.numbers import NONE, number
@@ -16,14 +16,7 @@ from trainstep.rows.records import by_case
 NAME, OURS = "h200-fused", "ours"
 KEPT = ("rope", "rope-in-place", "linear-cross-entropy")
 DROPPED = ("rms-norm", "add-rms-norm", "swiglu", "adamw")
-NAMES = {
-    "eager": "eager",
-    "compiled": "compiled",
-    "torch-fused": "torch's fused AdamW",
-    "chunked": "our chunked loss",
-    "liger": "Liger",
-    "liger-float32": "Liger, summed in float32",
-}
+NAMES = WORDS["fused"]
 """What the page calls the implementations, in its order."""
 
 

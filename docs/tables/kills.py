@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from tables import kept
+from tables import WORDS, kept
 from trainstep.report.tables import Table, text_table
 
-KINDS = {
-    "INT": "Ctrl-C",
-    "TERM": "SIGTERM",
-    "HUP": "SIGHUP",
-    "KILL": "SIGKILL",
-    "STOP+CONT": "stopped, goes on",
-    "closed output": "closed output",
-}
+KINDS = WORDS["kills"]
 
 
 def kills_table() -> Table:

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables import beginning, kept, origin
+from tables import DECLARED, beginning, kept, origin
 from trainstep.report.tables import Table, text_table
 
-COMMANDS = [
-    "analyze",
-    "profile",
-    "dtypes",
-    "timeline",
-    "residuals",
-    "checkpointing",
-    "peaks",
-    "bench step",
-    "bench parallel",
-    "plan",
-]
+COMMANDS = DECLARED["models"]["commands"]
 
 
 def _kept() -> tuple[str, dict[str, dict[str, Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from tables import RESULTS, results, setting, where
+from tables import RESULTS, WORDS, results, setting, where
 from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel.ratios import ratios_alike, time_ratio
 from trainstep.report import columns
@@ -44,13 +44,7 @@ def parallel_ratios() -> Table:
     return tabulate("parallel-ratios", f"Each pair in one run; {where(every)}", wanted, found)
 
 
-HYBRID_RUNS: Mapping[str, str] = {
-    "h200-parallel-hybrid-averaged-4gpus": "means averaged between rows",
-    "h200-parallel-hybrid-4gpus": "among all ranks",
-    "h200-parallel-hybrid-blocks-4gpus": "among all ranks",
-    "h200-parallel-hybrid-by-two-4gpus": "among all ranks",
-    "h200-parallel-hybrid-eager-4gpus": "among all ranks",
-}
+HYBRID_RUNS = WORDS["hybrid-ratios"]
 """How gradients went in each: before and since they go among all ranks of a host at once."""
 
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from examples import feed_forward
-from tables import RESULTS, results
+from tables import RESULTS, WORDS, results
 from tables.predicted import BESIDE, checked
 from trainstep.plan import machine
 from trainstep.plan.communication import Link, collective_seconds
@@ -226,28 +226,22 @@ def plan_rates() -> Table:
     products = [ATTAINABLE[precision] for precision in ("fp32", "tf32", "bf16")]
     wide, fp32 = (TILES[name] for name in ("wide", "fp32"))
     slower = [speed for _, _, speed in (*wide, *fp32) if speed < 1]
-    sources = {
-        "rate of products, per precision": f"ceiling rows of a calibration; else {min(products)} to {max(products)} of "
-        "the datasheet, as on an H200",
-        "rate of a copy": f"the same; else {ATTAINABLE['copy']} of the datasheet",
-        "the optimizer's fraction of a copy's rate": "the best step of the calibration; else "
-        f"{OPTIMIZER_FRACTION['adamw-foreach']} (foreach), {OPTIMIZER_FRACTION['adamw-fused']} (fused)",
-        "launching a block, forward and backward": "steps of the calibration whose forward was bound by launching; "
-        "else not counted",
-        "launching a whole step of a strategy": "rows of `bench parallel` in a calibration; else not counted",
-        "bytes between products": "counted by operator, see plan/roofline.py; compiled code: one pass per fused region",
-        "tiles and the speed of smaller ones": f"assumed: {wide[0][0]} × {wide[0][1]} (16-bit, TF32), {fp32[0][0]} × "
-        f"{fp32[0][1]} (float32), and smaller at {min(slower)} to {max(slower)}",
-        "fused attention": f"{FUSED_ATTENTION} of the rate of products, assumed from long sequences on an H200",
-        "links": f"collective fit rows of a calibration; else {ATTAINABLE['link']} of the datasheet's NVLink or PCIe "
-        f"and {machine.LINK_OVERHEAD_S * 1e6:.0f} µs a call",
-        "slowed by hidden communication": f"{machine.INTERFERENCE} of its time, from data parallel training on two "
-        "H200s",
-        "memory for tensors": "what the driver of a calibration's device reports, else the device's in hardware.py; "
-        f"less {RESERVED_BYTES / machine.GIB:.0f} GiB for the CUDA context and the libraries, an assumption",
-        "network": f"--network-gb-s and {machine.NETWORK_OVERHEAD_S * 1e6:.0f} µs a call, or collectives that "
-        "were measured between hosts",
+    fields = {
+        "least_rate": min(products),
+        "most_rate": max(products),
+        "foreach": OPTIMIZER_FRACTION["adamw-foreach"],
+        "fused": OPTIMIZER_FRACTION["adamw-fused"],
+        "wide": f"{wide[0][0]} × {wide[0][1]}",
+        "narrow": f"{fp32[0][0]} × {fp32[0][1]}",
+        "least_tile": min(slower),
+        "most_tile": max(slower),
+        "attention": FUSED_ATTENTION,
+        "link_us": machine.LINK_OVERHEAD_S * 1e6,
+        "interference": machine.INTERFERENCE,
+        "reserved": RESERVED_BYTES / machine.GIB,
+        "network_us": machine.NETWORK_OVERHEAD_S * 1e6,
     }
+    sources = {part: text.format(**ATTAINABLE, **fields) for part, text in WORDS["plan-rates"].items()}
     return text_table("plan-rates", "Rates that seconds are computed from", ("part", "comes from"), sources.items())
 
 

@@ -80,14 +80,14 @@ def headline() -> Table:
         since = NONE if half is None else as_times(after(half, accepted))
         tf32 = next(row for row in accepted if row.change == "TF32 matmuls")
         first_rows.append(first)
-        speedups = (in_times(each.speedup, each.speedup_low, each.speedup_high) for each in (again, last))
+        speedups = (in_times(each.speedup, each.speedup_low, each.speedup_high) for each in (last, again))
         error = f"{last.gradient_error:.2g} of {last.error_budget:.2g}"
         cells.append((size, *times, *speedups, as_times(after(tf32, accepted)), since, *peaks, error))
     wanted = (
         *("size", "fp32 without TF32, eager (ms)", "final configuration (ms)"),
-        *("faster, both in turns [95 %]", "product of the gains [95 %]"),
+        *("speed-up [95 %]", "drift check: both interleaved at the end [95 %]"),
         *("from TF32 [95 %]", "from bf16 autocast [95 %]"),
-        *("peak before (GiB)", "after (GiB)", "gradients off by, of allowed"),
+        *("peak before (GiB)", "after (GiB)", "relative gradient error, of its tolerance"),
     )
     caption = with_shapes("One step, batch 4, context 512", (size for size, *_ in cells))
     return text_table("headline-ladder", f"{caption}; {where(first_rows)}", wanted, cells)

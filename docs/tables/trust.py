@@ -233,7 +233,20 @@ def wrongs_table() -> Table:
     return text_table("planted-wrongs", f"How large each wrong is and who catches it; {place}", wanted, lines)
 
 
+def headline() -> Table:
+    """Sums of both tables for README.md."""
+    bugs, calls = planted_table().texts()[-1], false_call_table()
+    wanted = (
+        "injected bugs caught",
+        "correct variations rejected",
+        *(f"false alarms (%): {who}" for who in calls.columns[3:]),
+    )
+    line = (f"{bugs[3]} of {bugs[2]}", f"{bugs[7]} of {bugs[6]}", *calls.texts()[-1][3:])
+    return text_table("readme-trust", "Sums of all cases", wanted, [line])
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
+    "readme-trust": headline,
     "planted": planted_table,
     "planted-wrongs": wrongs_table,
     "aa-coverage": coverage_table,

@@ -231,7 +231,7 @@ MISTAKES = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text(enc
 def test_bad_input_is_one_line_with_the_remedy(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setattr("tyro._docstrings.get_field_docstring", lambda *_: None)  # half of the time
-    out = [] if words.startswith(("compare", "tune")) or "--out" in words else ["--out", str(tmp_path / "out")]
+    out = [] if words.startswith(("compare", "tune", "info")) or "--out" in words else ["--out", str(tmp_path / "out")]
     assert main_code([*shlex.split(words), *out]) == 2
     error = capsys.readouterr().err
     assert MISTAKES[words] in error
@@ -268,11 +268,6 @@ def test_debug_shows_the_traceback():
         main(["analyze", "--size", "huge", "--debug"])
 
 
-def test_the_old_name_of_changes_is_taken_with_a_hint(capsys):
-    assert main_code(["analyze", "--quick", "--rungs", "compiled blocks"]) == 2
-    assert "--rungs is gone: --changes has its place" in capsys.readouterr().err
-
-
 PRINTED = ["plan", "--size", "tiny", "--device", "H200"]
 
 
@@ -289,18 +284,6 @@ def test_a_launch_prints_its_answer_or_its_summary_or_nothing(tmp_path, capsys):
     assert json.loads(summary)["rows"] == len(read_records(tmp_path / "out" / "results.jsonl"))
     assert nothing == ""
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["schema"] == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ([*PRINTED, "--json", "--quiet"], "--json and --quiet are two ways to print one result"),
-        (["info", "--json"], "info makes no summary for --json; leave it out"),
-    ],
-)
-def test_one_way_of_output_that_the_command_has(words, why, capsys):
-    assert main_code(words) == 2
-    assert why in capsys.readouterr().err
 
 
 def test_the_version_is_told(capsys):

@@ -53,7 +53,7 @@ def parse(words: Sequence[str]) -> Common:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the command and exit with its code; the README has the table of them."""
+    """Run the command and exit with its code; docs/commands.md has the table of them."""
     with steady_outputs() as out, _leaving_at_once():
         code = _run(sys.argv[1:] if words is None else words)
         out.flush()

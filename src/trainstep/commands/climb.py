@@ -13,7 +13,6 @@ from trainstep.base.errors import UsageError
 from trainstep.base.files import aside, is_replaceable
 from trainstep.base.guards import StopSignals, code_of
 from trainstep.commands.output import CASE_FAILED, console_for_output, show_report
-from trainstep.report.columns import ratio_cell
 from trainstep.rows import BASELINE, PATCHED, ChangeRow
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def climb_script(
     from trainstep.ladder.single import Script
     from trainstep.observe.copying import Copies
     from trainstep.observe.rows import script_records
-    from trainstep.report.answer import Launch
+    from trainstep.report.answer import Launch, change_line
     from trainstep.rows.records import RecordWriter
 
     changes, command, time_left = chosen(all_changes("script"), names), leader.command, Budget.of(budget)
@@ -93,13 +92,13 @@ def climb_script(
         with StopSignals(raises=True), live:
             for row in ladder.climb():
                 writer.write(row)
-                console.print(_line(row))
+                console.print(change_line(row, row.reason or row.verdict))
             if patch is not None:
                 under_way.append(PATCHED)
                 patched, said = _patched(ladder, runner, patch)
                 if patched is not None:
                     writer.write(patched)
-                    console.print(_line(patched))
+                    console.print(change_line(patched, patched.reason or patched.verdict))
     except (Interrupted, KeyboardInterrupt) as error:
         is_interrupted, stop = True, next(iter(error.args), None)
         writer.write(runner.row(under_way[-1], {"status": "unsupported", "reason": "stopped", "verdict": "not tried"}))
@@ -121,12 +120,6 @@ def climb_script(
     if runner.judge is not None:
         return 0
     return runner.code if runner.code > 0 else CASE_FAILED
-
-
-def _line(row: ChangeRow) -> str:
-    """Line of a change that has ended."""
-    mark, gain, step = "✓" if row.accepted else "–", ratio_cell(row, "speedup").plain, row.step_ms or 0.0
-    return f" {mark} {row.change:<24} {step:>8.3g} ms   {gain:<19} {row.reason or row.verdict}"
 
 
 def _check_place(path: Path) -> None:

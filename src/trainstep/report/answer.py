@@ -25,7 +25,7 @@ from trainstep.report.subjects import run
 from trainstep.report.subjects.climbs import climbs, recommended_flags
 from trainstep.report.summary import cards
 from trainstep.report.verdict import Verdict, judge
-from trainstep.rows import HabitRow, ProfileRow, ScriptRow, StepRow
+from trainstep.rows import ChangeRow, HabitRow, ProfileRow, ScriptRow, StepRow
 from trainstep.rows.records import Row, of_kind
 
 LINES, WIDTH = 25, 80
@@ -206,14 +206,16 @@ def _changes(rows: Sequence[Row]) -> list[Text]:
     if climb is None:
         return []
     own = [row for row in climb.rows if row.step_ms or row.status != "ok"]
+    tried = [row for row in own if row.verdict != "not tried"]
     lines = [Text(f"   {'change':<26} {'step':>9}   {'speed-up [95% CI]':<19} verdict", "dim")]
-    for row in own:
-        mark = "✓" if row.accepted else "–"
-        step = in_ms(row.step_ms) if row.step_ms else "–"
-        gain = ratio_cell(row, "speedup").plain
-        told = f" {mark} {row.change:<26.26} {step:>9}   {gain:<19} {row.verdict or row.status}"
-        lines.append(Text(told, "green" if row.accepted else ""))
-    return lines
+    lines += [Text(change_line(row, row.verdict or row.status), "green" if row.accepted else "") for row in tried]
+    return [*lines, *[Text(f"   {len(own) - len(tried)} more not tried: -v", "dim")][: len(own) - len(tried)]]
+
+
+def change_line(row: ChangeRow, told: str | None) -> str:
+    """A change with its time, its speed-up and its verdict or reason."""
+    mark, gain = "✓" if row.accepted else "–", ratio_cell(row, "speedup").plain
+    return f" {mark} {row.change:<26.26} {in_ms(row.step_ms) if row.step_ms else '–':>9}   {gain:<19} {told}"
 
 
 def _tries(rows: Sequence[Row], found: Sequence[Finding], launch: Launch) -> list[Text]:

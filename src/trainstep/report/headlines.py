@@ -105,7 +105,7 @@ def _gain(climb: Climb, found: Sequence[Finding]) -> Headline:
 def _of_ladder(climb: Climb, found: Sequence[Finding]) -> str:
     """Interval, samples, drift and noise of a ladder's speed-up, in one line."""
     last, final, parts = climb.accepted[-1], climb.final, list[str]()
-    turns = " taken in turns" if last.in_turns else ""
+    turns = ", interleaved" if last.in_turns else ""
     samples = f"{number(last.n)} steps{turns}" if last.n is not None else ""
     speedup = ratio_cell(last, "speedup")
     if len(climb.accepted) > 1:
@@ -123,7 +123,7 @@ def _of_ladder(climb: Climb, found: Sequence[Finding]) -> str:
             which += ", as it should" if is_steady else ", so the machine changed"
         parts.append(which)
     if final is not None and final.speedup is not None:
-        parts.append(f"in turns with the first {ratio_cell(final, 'speedup').plain}")
+        parts.append(f"first and last interleaved at the end: {ratio_cell(final, 'speedup').plain}")
     parts += [] if drifts else ["no drift was checked"]
     return _sentence([*parts, *_noise(found, "changes"), *_quiet(climb.rows)])
 

@@ -170,13 +170,13 @@ _OUTCOMES = (
     ("kept", "accent", "accepted"),
     ("left", "hollow", "no clear gain, rejected"),
     ("slower", "hatched", "slower, rejected"),
-    ("failed", "cross", "wrong or could not run"),
+    ("failed", "cross", "failed the check or could not run"),
 )  # Outcome, swatch and words of the waterfall's key
 _OF_SCRIPT = (
     "The script itself is run for each change, or for several, which are made from outside on what was accepted. Its "
     "first update's gradients, its losses and its weights at the end are compared with the script as it is; allowed is "
-    "twice what random roundings do to the script, plus one rounding. What is wrong is not timed. Ratios are between "
-    "runs, which take turns; brackets are 95 % intervals."
+    "twice what random roundings do to the script, plus one rounding. A change that fails the check is not timed. "
+    "Ratios are between interleaved runs; brackets are 95 % intervals."
 )
 
 
@@ -197,8 +197,9 @@ def ladder(rows: Sequence[Row]) -> Section | None:
 
 def _of_steps(every: Sequence[Climb]) -> str:
     return (
-        f"One change at a time, each built from the same seed. {_checks(every)} A wrong or slower one is not built "
-        "upon. Speed-up is against the baseline, gain against what was accepted before; brackets are 95 % intervals."
+        f"One change at a time, each built from the same seed. {_checks(every)} Changes that fail the "
+        "check or are slower are rejected. Speed-up is against the baseline, gain against the changes accepted before; "
+        "brackets are 95 % intervals."
     )
 
 
@@ -440,12 +441,16 @@ _MOVED = (
 )
 
 
+CALLED = {"wrong": "failed the check", "unsupported": "not tried"}
+"""Status → the words for it."""
+
+
 def rejected(rows: Sequence[Row]) -> Iterator[Finding]:
     """The changes that were accepted nowhere, each by its last try, and why."""
     for climb in of_steps(rows):
         for row in {row.names[0]: row for row in climb.rows if row.change != BASELINE}.values():
             if row.status != "ok":
-                why, said = row.status.replace(" ", "-"), f" ({row.status}): {{reason}}"
+                why, said = row.status.replace(" ", "-"), f" ({CALLED.get(row.status, row.status)}): {{reason}}"
             elif row.verdict == "slower":
                 why, said = "slower", f" makes the step {1 / numeric(row.gain):.2f}× slower here"
             elif row.verdict == "inconclusive" and not row.accepted:
