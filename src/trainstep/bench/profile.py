@@ -34,6 +34,9 @@ from trainstep.step.casting import check_precision
 from trainstep.step.training_step import TrainingStep, build_step
 from trainstep.step.workload import WorkloadSource, resolve_device
 
+MANY_MODULES = 1_000
+"""Modules above which one step is profiled: 3,000 on a CPU make half a million events, which take seconds to read."""
+
 
 def ceiling_records(device: torch.device) -> Iterator[CeilingRow]:
     """A row per precision that the device has, with the rate of a large product, and one for a large copy."""
@@ -56,13 +59,13 @@ def profile_records(
     *,
     warmup: int = 3,
     steps: int = 10,
-    profiled_steps: int = 3,
+    profiled_steps: int | None = None,
     trace: Path | None = None,
 ) -> Iterator[Row]:
     """Rows of kind "profile" (one), "family", "attention piece", "kernel" and "timeline".
 
-    After the warm-up, `steps` are timed without the profiler, then `profiled_steps` recorded by it. Their trace is kept
-    at `trace` (`.json.gz`).
+    After the warm-up, `steps` are timed without the profiler, then `profiled_steps` recorded by it: without a number
+    three, or one of a model of more than `MANY_MODULES`. Their trace is kept at `trace` (`.json.gz`).
     """
     case, environment = case_columns(source, config), describe(resolve_device(config.device))
     found = attempt(partial(_measure, source, config, warmup, steps, profiled_steps, trace))
@@ -82,17 +85,13 @@ def _device_cases(
     profiles: Mapping[str, KernelProfile], case: Mapping[str, Any]
 ) -> Iterator[tuple[dict[str, Any], KernelProfile, dict[str, Scalar]]]:
     """Each device's case and profile, and how many devices there are; one alone is not named."""
-    several = len(profiles) > 1
+    devices = len(profiles) if len(profiles) > 1 else None
     for device, profile in profiles.items():
-        yield (
-            {**case, **({"device": device} if several else {})},
-            profile,
-            {"devices": len(profiles) if several else None},
-        )
+        yield ({**case, "device": device} if devices else dict(case)), profile, {"devices": devices}
 
 
 def _measure(
-    source: WorkloadSource, config: StepConfig, warmup: int, steps: int, profiled_steps: int, trace: Path | None
+    source: WorkloadSource, config: StepConfig, warmup: int, steps: int, profiled_steps: int | None, trace: Path | None
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, KernelProfile]]:
     """Milliseconds of the step without and with the profiler, in the same process, and what it recorded."""
     config.require_kernels()
@@ -106,7 +105,7 @@ def _measure(
             module=runner.step.module,
             device=clock,
             on_gpu=runner.step.device.type == "cuda",
-            steps=profiled_steps,
+            steps=profiled_steps or (1 if sum(1 for _ in runner.step.module.modules()) > MANY_MODULES else 3),
             trace=file,
             prepare_next=runner.prepare_next,
         )

@@ -60,8 +60,9 @@ class Profile(OneModel):
 
     warmup: int = 3
     """Steps before those that are timed without the profiler."""
-    profiled_steps: int = 3
-    """Steps that the profiler records, after as many of its own warm-ups as it needs."""
+    profiled_steps: int | None = None
+    """Steps that the profiler records, after as many of its own warm-ups as it needs: by default 3, or 1 of a model of
+    more than 1,000 modules."""
     nvtx: FlagCreatePairsOff[bool] = False
     """Only run the steps, with their ranges announced to NVTX and the profiled ones between cudaProfilerStart and Stop:
     what runs under nsys or ncu."""
@@ -72,7 +73,7 @@ class Profile(OneModel):
     default has a new folder for each launch."""
 
     def run(self) -> int:
-        if self.steps < 1 or self.profiled_steps < 1 or self.warmup < 0:
+        if min(self.steps, 3 if self.profiled_steps is None else self.profiled_steps) < 1 or self.warmup < 0:
             raise UsageError(
                 f"steps is {self.steps}, profiled-steps {self.profiled_steps}, warmup {self.warmup}; expected at least "
                 "one step of each kind, and no negative warm-up"
@@ -90,7 +91,7 @@ class Profile(OneModel):
         if self.nvtx:
             from trainstep.bench.profile import run_nvtx
 
-            run_nvtx(source, self.own_step(source), warmup=self.warmup, steps=self.profiled_steps)
+            run_nvtx(source, self.own_step(source), warmup=self.warmup, steps=self.profiled_steps or 3)
             return 0
         with self.in_folder(source.name) as own:
             return run_and_report(own._records(source), own.out, f"profile of {source.name}")

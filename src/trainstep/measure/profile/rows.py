@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -300,7 +301,7 @@ def _fitted(bars: list[_Bar], most: int) -> tuple[list[_Bar], float | None]:
     longest = max((bar.end for bar in bars), default=0.0) - min((bar.start for bar in bars), default=0.0)
     used: list[float] = []
     for levels, limit in ((_ALIKE[:2], _VISIBLE * longest), (_ALIKE, 2 * longest)):
-        length = 1.0
+        length = 2.0 ** max(0, math.ceil(math.log2(max(longest, 1) / most)) - 1)  # no page shows shorter ones
         while len(bars) > most and length < limit:
             for alike in levels:
                 if len(bars) > most:
