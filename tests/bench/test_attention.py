@@ -12,7 +12,7 @@ from trainstep.attention.scoring import Scoring
 from trainstep.base.errors import UsageError
 from trainstep.base.stats import ratio_of_rounds
 from trainstep.bench import turns
-from trainstep.bench.attention import AttentionTurns, run_cases
+from trainstep.bench.attention import AttentionTurns
 from trainstep.bench.cases import GRIDS, LISTS, AttentionCase, grid_cases, listed_cases, named_grid
 from trainstep.check.verdict import Part, Verdict
 from trainstep.rows import AttentionRow
@@ -25,7 +25,7 @@ def test_no_time_for_a_wrong_answer(monkeypatch):
         return attention_eager(q, k, v, Scoring(is_causal, 1.01 / math.sqrt(q.shape[-1])))
 
     monkeypatch.setattr(bench, "attention", wrong_scale)
-    (row,) = run_cases([SMALL], device="cpu", warmup=1, passes=1)
+    (row,) = AttentionTurns("cpu").run([SMALL], warmup=1, passes=1)
     assert row.status == "wrong"
     assert "o in the worst row off by" in row.reason
     assert row.o_error > row.o_allowed > 0
@@ -37,7 +37,7 @@ def test_no_time_where_one_row_of_one_gradient_is_wrong(monkeypatch):
     planted = WRONG["a row of dq zero"]
     monkeypatch.setattr(bench, "attention", lambda q, k, v, *, is_causal, window, impl: planted.implementation(q, k, v))
     case = dataclasses.replace(SMALL, heads=4, seq=128)
-    (row,) = run_cases([case], device="cpu", warmup=1, passes=1)
+    (row,) = AttentionTurns("cpu").run([case], warmup=1, passes=1)
     assert row.status == "wrong"
     assert row.reason.startswith("dq in the worst row off by 0.")
     assert not any(f"{right} in" in row.reason for right in ("o", "dk", "dv"))
@@ -53,7 +53,7 @@ def test_the_rows_of_a_shape_come_before_the_next_shape_starts(monkeypatch):
 
     monkeypatch.setattr(AttentionTurns, "_in_turns", measured)
     cases = [dataclasses.replace(SMALL, seq=seq, impl=impl) for seq in (16, 32) for impl in ("sdpa", "flash-triton")]
-    rows, seen = run_cases(cases, device="cpu", warmup=1, passes=3, rounds=3), []
+    rows, seen = AttentionTurns("cpu").run(cases, warmup=1, passes=3, rounds=3), []
     for row in rows:
         seen.append((row.kind, row.seq, list(started)))
     first, second = [16], [16, 32]
@@ -64,7 +64,7 @@ def test_the_rows_of_a_shape_come_before_the_next_shape_starts(monkeypatch):
 
 
 def test_a_row_has_times_rates_memory_and_errors():
-    (row,) = run_cases([SMALL], device="cpu", warmup=1, passes=8)
+    (row,) = AttentionTurns("cpu").run([SMALL], warmup=1, passes=8)
     assert row.status == "ok", row.reason
     assert row.values["n"] == len(row.samples["both"]) == 8
     assert row.values["both_ms"] == pytest.approx(row.values["forward_ms"] + row.values["backward_ms"], rel=0.5)
@@ -91,7 +91,7 @@ def test_the_same_bits_every_time_is_a_case_of_its_own(monkeypatch):
     monkeypatch.setattr(bench, "attention", drifting)
     case = dataclasses.replace(SMALL, deterministic="yes")
     cases = [SMALL, case, dataclasses.replace(case, impl="flash-reference")]
-    free, same, moved = run_cases(cases, device="cpu", warmup=1, passes=2)
+    free, same, moved = AttentionTurns("cpu").run(cases, warmup=1, passes=2)
     assert (free.status, same.status) == ("ok", "ok")
     assert "deterministic" not in free.case, "as in rows of before it was a case"
     assert same.case["deterministic"] == "yes"
@@ -106,12 +106,12 @@ def test_the_same_bits_every_time_is_a_case_of_its_own(monkeypatch):
 
 def test_a_window_is_a_case_of_its_own():
     cases = [dataclasses.replace(SMALL, impl="eager", window=window) for window in (0, 5, 64)]
-    whole, longer, window = run_cases(cases, device="cpu", warmup=1, passes=2)
+    whole, longer, window = AttentionTurns("cpu").run(cases, warmup=1, passes=2)
     assert [(row.status, row.window) for row in (whole, longer, window)] == [("ok", None), ("ok", None), ("ok", 5)]
     assert "window" not in whole.case, "as in rows of before there were windows"
     pairs = sum(min(query + 1, 5) for query in range(64))
     assert window.forward_tflops * window.values["forward_ms"] == pytest.approx(2 * 2 * 4 * 16 * pairs / 1e9, rel=0.05)
-    (refused,) = run_cases([dataclasses.replace(SMALL, window=5)], device="cpu", warmup=1, passes=2)
+    (refused,) = AttentionTurns("cpu").run([dataclasses.replace(SMALL, window=5)], warmup=1, passes=2)
     assert refused.status == "unsupported"
 
 
@@ -122,7 +122,7 @@ def test_without_a_gpu_our_kernels_name_the_interpreter(monkeypatch, changes):
     monkeypatch.setattr(
         bench, "check", lambda implementation, shape, *_, **__: implementation(*[torch.empty(shape, device="meta")] * 3)
     )
-    (row,) = run_cases([case], device="cpu", warmup=1, passes=1)
+    (row,) = AttentionTurns("cpu").run([case], warmup=1, passes=1)
     assert row.status == "unsupported"
     assert "TRITON_INTERPRET=1" in row.reason, "within what a row keeps of an error"
 
@@ -139,7 +139,7 @@ def test_implementations_of_a_shape_are_timed_in_turns(monkeypatch):
     other = dataclasses.replace(SMALL, seq=32)
     impls = ("sdpa", "eager", "flash-triton")
     cases = [dataclasses.replace(case, impl=impl) for impl in impls for case in (SMALL, other)]
-    rows = list(run_cases(cases, device="cpu", warmup=1, passes=7, rounds=3))
+    rows = list(AttentionTurns("cpu").run(cases, warmup=1, passes=7, rounds=3))
     assert [(row.impl, row.seq, row.status) for row in rows] == [
         (impl, seq, "unsupported" if impl == "flash-triton" else "ok") for seq in (64, 32) for impl in impls
     ], "shape by shape, and no ratio to ours, which did not run"
@@ -173,7 +173,7 @@ def test_ours_stands_beside_each_other_by_rounds():
 
 def test_compilation_is_counted_and_kept_out_of_the_passes():
     case = dataclasses.replace(SMALL, impl="eager-compiled", seq=32)
-    (row,) = run_cases([case], device="cpu", warmup=1, passes=7)
+    (row,) = AttentionTurns("cpu").run([case], warmup=1, passes=7)
     if row.status == "unsupported":
         pytest.skip(row.reason)
     assert row.status == "ok", row.reason
@@ -193,7 +193,7 @@ def test_a_compilation_during_the_timed_passes_is_counted(monkeypatch):
 
     monkeypatch.setattr(bench, "attention", compiled_anew)
     case = dataclasses.replace(SMALL, impl="eager-compiled")  # an implementation whose memory is not followed on a CPU
-    (row,) = run_cases([case], device="cpu", warmup=1, passes=2)
+    (row,) = AttentionTurns("cpu").run([case], warmup=1, passes=2)
     assert row.status == "ok", row.reason
     assert row.compilations == 1
     assert row.recompilations_timed == 3, "one in the warm-up, one in each pass"
@@ -224,7 +224,7 @@ def test_the_cache_is_overwritten_before_each_pass(monkeypatch):
     monkeypatch.setattr(bench, "check", lambda *_, **__: Verdict(parts={f"{name} all": Part() for name in bench.NAMES}))
     case = dataclasses.replace(SMALL, impl="eager-compiled")  # whose memory is not followed on a CPU
     with order:
-        list(run_cases([case], device="cpu", warmup=1, passes=3))
+        list(AttentionTurns("cpu").run([case], warmup=1, passes=3))
     assert order.events == [12345, "forward"] * 4
 
 
@@ -247,7 +247,7 @@ def test_the_cache_is_overwritten_on_a_gpu():
 
 def test_what_cannot_run_here_is_a_row():
     cases = [dataclasses.replace(SMALL, impl=impl) for impl in ("flash-triton", "sdpa-cudnn", "flash-attn", "sdpa")]
-    rows = list(run_cases(cases, device="cpu", warmup=1, passes=1))
+    rows = list(AttentionTurns("cpu").run(cases, warmup=1, passes=1))
     assert [row.status for row in rows] == ["unsupported"] * 3 + ["ok"]
     assert "NVIDIA" in rows[0].reason
     assert rows[0].values["predicted_peak_gib"] > 0
@@ -298,13 +298,13 @@ def test_impossible_cases(axes):
 @pytest.mark.parametrize(("warmup", "passes", "rounds"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_nothing_to_run(warmup, passes, rounds):
     with pytest.raises(UsageError, match="expected at least one of each"):
-        list(run_cases([SMALL], device="cpu", warmup=warmup, passes=passes, rounds=rounds))
+        list(AttentionTurns("cpu").run([SMALL], warmup=warmup, passes=passes, rounds=rounds))
 
 
 @pytest.mark.gpu
 def test_long_sequences_need_memory_linear_in_their_length():
     cases = [AttentionCase("flash-triton", heads=1, seq=seq, head_dim=128) for seq in (16384, 32768)]
-    short, long = run_cases(cases, device="cuda", warmup=1, passes=2)
+    short, long = AttentionTurns("cuda").run(cases, warmup=1, passes=2)
     assert short.status == long.status == "ok", (short.reason, long.reason)
     for row in (short, long):
         assert row.values["before_backward_gib"] == pytest.approx(row.values["predicted_before_backward_gib"], rel=0.02)

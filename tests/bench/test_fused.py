@@ -12,7 +12,7 @@ from trainstep.base.config import SIZES, ModelConfig, StepConfig
 from trainstep.base.errors import UnsupportedError, UsageError
 from trainstep.base.operators import FUSED, Fused
 from trainstep.bench.cases import FUSED_AXES, FUSED_SHAPES, FusedCase, fused_cases
-from trainstep.bench.fused import FusedTurns, require_small, run_cases
+from trainstep.bench.fused import FusedTurns, require_small
 from trainstep.check import fused as checks
 from trainstep.fused import eager
 from trainstep.measure.profile.kernels import kernel_family
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def rows(*cases, count=2, rounds=1):
-    return list(run_cases(cases, device="cpu", warmup=1, passes=count, rounds=rounds))
+    return list(FusedTurns("cpu").run(cases, warmup=1, passes=count, rounds=rounds))
 
 
 def checked(entry, implementation):
@@ -160,7 +160,7 @@ def test_ours_stands_beside_each_other() -> None:
 
 def test_nothing_to_run() -> None:
     with pytest.raises(UsageError, match="expected at least one of each"):
-        list(run_cases([ROPE], device="cpu", warmup=0, passes=1))
+        list(FusedTurns("cpu").run([ROPE], warmup=0, passes=1))
 
 
 def test_rows_are_shown_with_their_section() -> None:

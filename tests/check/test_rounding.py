@@ -253,25 +253,13 @@ def test_a_row_that_has_no_gradient_has_no_error():
     assert q.grad.isfinite().all()
 
 
-def test_fused_attention_in_16_bits_is_left_to_its_results():
-    q, k, v = (torch.randn(1, 1, 8, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_fused_attention_of_other_types_is_left_to_its_results(dtype):
+    q, k, v = (torch.randn(1, 1, 8, 4, dtype=dtype, requires_grad=True) for _ in range(3))
     plain = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).sum(), q)[0]
     with RandomRounding("fp32", 0):
         drawn = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).sum(), q)[0]
     assert torch.equal(plain, drawn)
-
-
-def test_a_single_number_moves_in_every_twelfth_drawing():
-    """By chance a loss in bf16 may not have moved in twenty drawings, and no error of it was then allowed."""
-    number = torch.tensor(1.5)
-    moved = []
-    for seed in range(24):
-        with RandomRounding("fp32", seed):
-            moved.append([float(number * 1) - 1.5 for _ in range(3)])
-    of_each = list(zip(*moved, strict=True))
-    assert [sum(move > 0 for move in moves) for moves in of_each] == [1, 1, 1]
-    assert [sum(move < 0 for move in moves) for moves in of_each] == [1, 1, 1]
-    assert len({moves.index(max(moves)) for moves in of_each}) == 3, "not all of them at once"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -311,28 +299,12 @@ def test_products_in_float32_are_off_by_what_summing_one_by_one_costs(terms):
     assert 0.7 * own < random < 2.5 * own, "no order of summation is worse than one by one"
 
 
-@pytest.mark.parametrize("dim", [1, 2])
-def test_convolutions_are_products_too(dim):
-    make = (torch.nn.Conv1d, torch.nn.Conv2d)[dim - 1](3, 8, 3)
-    x = torch.randn(4, 3, *[10] * dim)
-
-    def gradients(context):
-        with context:
-            make(x).square().sum().backward()
-        found = [parameter.grad for parameter in make.parameters()]
-        make.zero_grad()
-        return found
-
-    plain = gradients(contextlib.nullcontext())
-    for one, other in zip(plain, gradients(RandomRounding("fp32", 0)), strict=True):
-        assert 1e-8 < float((one - other).norm() / one.norm()) < 1e-5
-
-
-def test_convolutions_err_by_their_multiplications():
+@pytest.mark.parametrize(("make", "size"), [(torch.nn.Conv1d, (400,)), (torch.nn.Conv2d, (5, 400))])
+def test_convolutions_err_by_their_multiplications(make, size):
     """Outputs, gradients of inputs and of weights; two inputs of different size, of which neither sets the other's."""
-    x = (torch.randn(2, 3, 400) * torch.tensor([1.0, 1000.0])[:, None, None]).requires_grad_()
-    layer = torch.nn.Conv1d(3, 8, 5, bias=False)
-    do = torch.randn(2, 8, 396)
+    x = (torch.randn(2, 3, *size) * torch.tensor([1.0, 1000.0]).view(2, *[1] * (1 + len(size)))).requires_grad_()
+    layer = make(3, 8, 5, bias=False)
+    do = torch.randn(2, 8, *(each - 4 for each in size))
 
     def results():
         out = layer(x)
@@ -343,8 +315,10 @@ def test_convolutions_err_by_their_multiplications():
         with RandomRounding("fp32", seed):
             noise.append([a.double() - b for a, b in zip(results(), plain, strict=True)])
     for index, each in enumerate(plain):
-        size = torch.maximum(each.square().mean(-1, keepdim=True).sqrt(), each.abs())
-        expected = 2**-24 * one_rounding() * math.sqrt(do.numel() * 3 * 5 / each.numel() / 2) * size
+        typical = torch.maximum(each.square().mean(-1, keepdim=True).sqrt(), each.abs())
+        expected = (
+            2**-24 * one_rounding() * math.sqrt(do.numel() * layer.weight[0].numel() / each.numel() / 2) * typical
+        )
         for part in range(2):
             found = rms(torch.stack([own[index][part] for own in noise]) / expected[part])
             assert found == pytest.approx(1, rel=0.12), (index, part)
@@ -424,13 +398,3 @@ def test_a_mode_that_was_left_draws_for_nobody():
     with RandomRounding("fp32", 0) as rounding:
         assert rounding in DRAWING
     assert rounding not in DRAWING
-
-
-def test_fused_attention_of_other_types_is_left_alone():
-    values = torch.full((HEAD_DIM,), 3.0, dtype=torch.float64)
-    q, k = torch.zeros(2, 3, QUERIES, HEAD_DIM).double(), torch.ones(2, 3, KEYS, HEAD_DIM).double()
-    q.requires_grad_()
-    with RandomRounding("fp32", 0):
-        output = F.scaled_dot_product_attention(q, k, values.expand(2, 3, KEYS, -1))
-        (found,) = torch.autograd.grad(output.sum(), q)
-    assert rms(found) < 1e-12

@@ -43,7 +43,7 @@ def formula(query, key, value, mask=None, is_causal=False, scale=None):
     return scores.masked_fill(~sees, 0.0).softmax(-1) * sees @ value
 
 
-@pytest.mark.parametrize("most", [2**26, HEADS * QUERIES * KEYS, 3 * HEADS * KEYS])
+@pytest.mark.parametrize("most", [2**26, HEADS * QUERIES * KEYS, 3 * HEADS * KEYS, KEYS])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("device", FORMS)
 def test_it_gives_what_attention_is(device, case, most, monkeypatch):

@@ -15,13 +15,21 @@ from trainstep.step.workload import Workload, WorkloadSource
 pytestmark = pytest.mark.usefixtures("small_pool")
 
 
-def test_a_plain_step_that_does_not_fit_leaves_the_first_that_does_as_the_reference():
+def without_room(when, model=PLAIN.model, built=None):
+    """The plain workload, which runs out of memory in steps of which `when` says so; `built` gets their forms."""
+
     def build(step):
-        if step.attention == "eager":
+        if built is not None:
+            built.append((step.attention, step.precision, step.checkpointing))
+        if when(step):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return PLAIN.build(step)
 
-    judge = StepCheck(WorkloadSource("big", build), BASE)
+    return WorkloadSource("big", build, model)
+
+
+def test_a_plain_step_that_does_not_fit_leaves_the_first_that_does_as_the_reference():
+    judge = StepCheck(without_room(lambda step: step.attention == "eager", None), BASE)
     for change in ({"attention": "sdpa"}, {"attention": "sdpa", "optimizer": "adamw-fused"}):
         verdict = judge.judge(dataclasses.replace(BASE, **change))
         assert (verdict.is_right, verdict.notes.get("not_in_float32")) == (True, None), "it is in float32 itself"
@@ -63,12 +71,7 @@ def test_where_the_plain_step_does_not_fit_the_same_with_blocks_computed_again_i
     """Fused attention was: its own roundings are inside one operator, where no random ones reach, and ours was called
     wrong for them."""
 
-    def build(step):
-        if step.attention == "eager" and step.checkpointing == "none":
-            raise torch.OutOfMemoryError("no room")
-        return PLAIN.build(step)
-
-    judge = StepCheck(WorkloadSource("long", build, PLAIN.model), BASE)
+    judge = StepCheck(without_room(lambda step: step.attention == "eager" and step.checkpointing == "none"), BASE)
     verdict = judge.judge(dataclasses.replace(BASE, attention="sdpa", precision="bf16", checkpointing="selective"))
     assert verdict.is_right
     reference = judge.reference
@@ -127,12 +130,7 @@ def test_experts_get_the_same_tokens_where_the_reference_computes_blocks_again()
 def test_where_the_plain_step_fits_with_the_step_s_checkpointing_alone_that_is_the_reference():
     """A step in bf16 was its own reference here, too."""
 
-    def build(step):
-        if step.checkpointing != "selective":
-            raise torch.OutOfMemoryError("no room")
-        return PLAIN.build(step)
-
-    judge = StepCheck(WorkloadSource("deep", build, PLAIN.model), BASE)
+    judge = StepCheck(without_room(lambda step: step.checkpointing != "selective"), BASE)
     verdict = judge.judge(dataclasses.replace(BASE, checkpointing="selective", precision="bf16"))
     assert verdict.is_right
     assert (judge.reference.config.precision, judge.reference.config.checkpointing) == ("fp32", "selective")
@@ -150,29 +148,17 @@ def test_a_plain_step_that_has_fused_attention_is_no_other_one():
 
 
 def test_a_form_that_did_not_fit_is_not_tried_for_the_next_step():
-    built = []
-
-    def build(step):
-        built.append((step.attention, step.precision))
-        if step.precision == "fp32" or step.optimizer == BASE.optimizer:
-            raise torch.OutOfMemoryError("no room")
-        return PLAIN.build(step)
-
-    judge = StepCheck(WorkloadSource("larger", build, PLAIN.model), BASE)
+    is_large, built = lambda step: step.precision == "fp32" or step.optimizer == BASE.optimizer, []
+    judge = StepCheck(without_room(is_large, built=built), BASE)
     half = dataclasses.replace(BASE, attention="sdpa", precision="bf16")
     with pytest.raises(torch.OutOfMemoryError):
         judge.judge(half)
     assert judge.judge(dataclasses.replace(half, optimizer="adamw-fused")).is_right
-    assert built.count(("eager", "fp32")) == 2, "as it is, and with blocks computed again"
+    assert [each[:2] for each in built].count(("eager", "fp32")) == 2, "as it is, and with blocks computed again"
 
 
 def test_a_form_in_float32_that_does_not_fit_is_said():
-    def build(step):
-        if step.attention == "sdpa" and step.precision == "fp32":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return PLAIN.build(step)
-
-    judge = StepCheck(WorkloadSource("big", build), BASE)
+    judge = StepCheck(without_room(lambda step: step.attention == "sdpa" and step.precision == "fp32", None), BASE)
     found = judge.judge(dataclasses.replace(BASE, attention="sdpa", precision="bf16"))
     assert found.is_right
     assert found.float32 is None
@@ -181,12 +167,8 @@ def test_a_form_in_float32_that_does_not_fit_is_said():
 
 
 def test_where_only_16_bits_fit_it_is_said_why_nothing_was_judged_in_float32():
-    def build(step):
-        if step.precision != "bf16-pure":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return PLAIN.build(step)
-
-    judge, narrow = StepCheck(WorkloadSource("big", build), BASE), dataclasses.replace(BASE, precision="bf16-pure")
+    judge = StepCheck(without_room(lambda step: step.precision != "bf16-pure", None), BASE)
+    narrow = dataclasses.replace(BASE, precision="bf16-pure")
     for _ in range(2):
         verdict = judge.judge(narrow)
         assert verdict.is_right

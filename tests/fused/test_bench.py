@@ -5,7 +5,7 @@ import pytest
 from tests.fused.places import DEVICE, HERE
 from trainstep.base.operators import FUSED
 from trainstep.bench.cases import FusedCase
-from trainstep.bench.fused import run_cases
+from trainstep.bench.fused import FusedTurns
 
 pytestmark = HERE
 
@@ -13,7 +13,7 @@ pytestmark = HERE
 @pytest.mark.parametrize("operator", FUSED)
 def test_ours_is_right(operator) -> None:
     cases = [FusedCase(impl, operator, "tiny", "fp32") for impl in ("eager", "ours") if impl in FUSED[operator].forms]
-    found = list(run_cases(cases, device=DEVICE, warmup=1, passes=1))
+    found = list(FusedTurns(DEVICE).run(cases, warmup=1, passes=1))
     rows = [row for row in found if row.kind == "fused operator"]
     assert {row.status for row in rows} == {"ok"}, [row.reason for row in rows]
     if DEVICE == "cpu":

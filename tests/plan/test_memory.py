@@ -8,7 +8,7 @@ import torch
 
 from trainstep.base.config import SIZES, ModelConfig, StepConfig
 from trainstep.base.errors import UnsupportedError
-from trainstep.bench.attention import run_cases
+from trainstep.bench.attention import AttentionTurns
 from trainstep.bench.cases import AttentionCase
 from trainstep.measure.memory import parameter_bytes, residuals, step_memory
 from trainstep.plan.memory import block_bytes, eager_memory, flash_memory, peak_bytes, static_bytes
@@ -168,7 +168,7 @@ def test_where_there_is_no_formula(settings):
 @pytest.mark.parametrize(("seq", "head_dim"), [(64, 8), (256, 16), (48, 64)])
 def test_eager_memory_is_exact(causal, seq, head_dim):
     case = AttentionCase("eager", batch=2, heads=3, seq=seq, head_dim=head_dim, causal=causal, dtype="fp32")
-    (row,) = run_cases([case], device="cpu", warmup=1, passes=1)
+    (row,) = AttentionTurns("cpu").run([case], warmup=1, passes=1)
     assert row.values["before_backward_gib"] == row.values["predicted_before_backward_gib"]
     if head_dim < seq:  # else the gradients' own reductions weigh more than a score matrix
         assert row.values["peak_gib"] == row.values["predicted_peak_gib"]
@@ -188,7 +188,7 @@ def test_a_hand_count_of_one_attention_call():
 @pytest.mark.parametrize(("impl", "dtype"), [("eager", "fp32"), ("flash-triton", "bf16")])
 def test_attention_memory_on_a_gpu(impl, dtype, causal):
     case = AttentionCase(impl, batch=2, heads=2, seq=2048, head_dim=64, causal=causal, dtype=dtype)
-    (row,) = run_cases([case], device="cuda", warmup=1, passes=1)
+    (row,) = AttentionTurns("cuda").run([case], warmup=1, passes=1)
     assert row.values["before_backward_gib"] == pytest.approx(row.values["predicted_before_backward_gib"], rel=0.01)
     assert row.values["peak_gib"] == pytest.approx(row.values["predicted_peak_gib"], rel=0.02)
 

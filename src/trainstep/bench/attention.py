@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 
@@ -100,13 +100,6 @@ class AttentionTurns(Turns[AttentionCase]):
 
     def around(self, case: AttentionCase) -> AbstractContextManager[None]:
         return deterministic(case.is_deterministic)
-
-
-def run_cases(
-    cases: Iterable[AttentionCase], *, device: str, warmup: int, passes: int, rounds: int = 1
-) -> Iterator[AttentionRow | AttentionRatioRow]:
-    """`Turns.run` of these cases."""
-    return AttentionTurns(device).run(cases, warmup=warmup, passes=passes, rounds=rounds)
 
 
 def _require_small(case: AttentionCase) -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict
 from typing import cast
 
@@ -91,13 +91,6 @@ class FusedTurns(Turns[FusedCase]):
                 torch.autograd.grad(found, leaves, upstream)
 
         return step
-
-
-def run_cases(
-    cases: Iterable[FusedCase], *, device: str, warmup: int, passes: int, rounds: int = 1
-) -> Iterator[FusedRow | FusedRatioRow]:
-    """`Turns.run` of these cases."""
-    return FusedTurns(device).run(cases, warmup=warmup, passes=passes, rounds=rounds)
 
 
 def require_small(case: FusedCase, device: torch.device) -> None:

@@ -100,15 +100,8 @@ def _measure(
     plain = time_steps(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
     with tempfile.TemporaryDirectory() as folder, _pieces(config):
         file = trace or Path(folder) / "trace.json.gz"
-        profiled = record_steps(
-            runner.run,
-            module=runner.step.module,
-            device=clock,
-            on_gpu=runner.step.device.type == "cuda",
-            steps=profiled_steps or (1 if sum(1 for _ in runner.step.module.modules()) > MANY_MODULES else 3),
-            trace=file,
-            prepare_next=runner.prepare_next,
-        )
+        recorded = profiled_steps or (1 if sum(1 for _ in runner.step.module.modules()) > MANY_MODULES else 3)
+        profiled = record_steps(runner.run, clock, recorded, file, runner.step.module, runner.prepare_next)
         with collection_paused():
             profiles = profiles_of(read_chrome_trace(file), _lists(runner.step))
     return phase_samples(plain), phase_samples(profiled), profiles
@@ -128,14 +121,8 @@ def run_nvtx(source: WorkloadSource, config: StepConfig, *, warmup: int, steps: 
         raise UsageError("NVTX ranges are for GPU profilers, and this would run on the CPU; use a machine with a GPU")
     runner = BatchedStep(build_step(source, config))
     with _pieces(config):
-        return run_under_nvtx(
-            runner.run,
-            module=runner.step.module,
-            device=device_clock(device),
-            warmup=warmup,
-            steps=steps,
-            prepare_next=runner.prepare_next,
-        )
+        clock, module = device_clock(device), runner.step.module
+        return run_under_nvtx(runner.run, clock, warmup, steps, module, runner.prepare_next)
 
 
 def records_from_file(path: Path) -> Iterator[Row]:

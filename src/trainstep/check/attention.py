@@ -111,7 +111,8 @@ def check(
     k, dk, v, dv = (_in_groups(tensor, 1) for tensor in (k, dk, v, dv))
     found = _errors((q, k, v, do), lambda chunk: (o[chunk], dq[chunk], dk[chunk], dv[chunk]), is_causal, window)
 
-    plain = _plain_errors(max(heads, -(-BUDGET_ROWS // seq)), group, seq, head_dim, dtype, device, is_causal, window)
+    rows = max(heads, -(-BUDGET_ROWS // seq)), group, seq, head_dim
+    plain = _plain_errors(rows, dtype, device, is_causal, window)
     single = PRECISIONS["fp32"].unit_roundoff  # all implementations sum in float32
     terms = seq if window is None else window  # of the longest sum over keys or queries
     summation = accumulated_rounding(single, max(terms, head_dim))
@@ -161,16 +162,11 @@ def _extreme(count: int, dimensions: int) -> float:
 
 @functools.cache
 def _plain_errors(
-    heads: int,
-    group: int,
-    seq: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    is_causal: bool,
-    window: int | None,
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, is_causal: bool, window: int | None
 ) -> Found:
-    """The errors of the eager formula, chunk by chunk, at half the length while that does not fit."""
+    """The errors of the eager formula on inputs of `shape` (heads of keys, group, seq, head_dim), chunk by chunk, at
+    half the length while that does not fit."""
+    heads, group, seq, head_dim = shape
 
     def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention_eager(q, k, v, Scoring(is_causal, 1 / math.sqrt(head_dim), window))
@@ -181,12 +177,12 @@ def _plain_errors(
 
     if seq <= BUDGET_LENGTH:
         try:
-            shape = (heads, group, seq, head_dim)
             inputs = random_inputs(shape, dtype, device, seed=1, kv_heads=1)
             return _errors(inputs, of_chunk, is_causal, window)
         except torch.OutOfMemoryError:
             pass  # leave the handler first, so that what the failed attempt allocated is free
-    return _plain_errors(heads, group, min(seq // 2, BUDGET_LENGTH), head_dim, dtype, device, is_causal, window)
+    shorter = heads, group, min(seq // 2, BUDGET_LENGTH), head_dim
+    return _plain_errors(shorter, dtype, device, is_causal, window)
 
 
 def _differentiate(implementation: Implementation, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Four:

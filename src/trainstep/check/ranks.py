@@ -203,9 +203,8 @@ class _Trial:
     def gradients(self, precision: PrecisionName, most: int) -> Deviation | None:
         """In the first pass, the one numbered `most` or the step of two parts, whichever uses most of what is allowed;
         None but on rank 0."""
-        unfused = (
-            StepConfig().optimizer
-        )  # a fused SGD, which has no sharding strategy for FSDP2's DTensors, shows no more
+        # A fused SGD, which has no sharding strategy for FSDP2's DTensors, shows no more.
+        unfused = StepConfig().optimizer
         form = (precision == "fp32" and self.case.float32) or self.case.config
         config = dataclasses.replace(form, precision=precision, optimizer=unfused)
         case = dataclasses.replace(self.case, config=config)

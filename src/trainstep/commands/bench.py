@@ -195,7 +195,7 @@ class BenchAttention(Common):
     """Folder for results.jsonl, tables/ and report.html. The default has a new folder for each launch."""
 
     def run(self) -> int:
-        from trainstep.bench.attention import OURS, run_cases
+        from trainstep.bench.attention import OURS, AttentionTurns
         from trainstep.measure.step import is_interpreted
         from trainstep.step.workload import resolve_device
 
@@ -209,7 +209,7 @@ class BenchAttention(Common):
             usual = INTERPRETED if is_ours and is_interpreted(resolve_device(self.device)) else {}
             cases = grid_cases(axes_of({**usual, **self.axes}, AttentionCase()))
         times = {"warmup": self.warmup, "passes": self.passes, "rounds": self.rounds}
-        records = run_cases(cases, device=self.device, **times)
+        records = AttentionTurns(self.device).run(cases, **times)
         with self.in_folder() as own:
             return run_and_report(records, own.out, "bench attention", total=len(cases))
 
@@ -237,14 +237,14 @@ class BenchFused(Common):
     """Folder for results.jsonl, tables/ and report.html. The default has a new folder for each launch."""
 
     def run(self) -> int:
-        from trainstep.bench.fused import run_cases
+        from trainstep.bench.fused import FusedTurns
         from trainstep.measure.step import is_interpreted
         from trainstep.step.workload import resolve_device
 
         usual = FUSED_INTERPRETED if is_interpreted(resolve_device(self.device)) else FUSED_AXES
         cases = fused_cases(axes_of({**usual, **self.axes}, FusedCase()))
         times = {"warmup": self.warmup, "passes": self.passes, "rounds": self.rounds}
-        records = run_cases(cases, device=self.device, **times)
+        records = FusedTurns(self.device).run(cases, **times)
         with self.in_folder() as own:
             return run_and_report(records, own.out, "bench fused", total=len(cases))
 

@@ -26,7 +26,7 @@ from trainstep.attention.tuned import Tile
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.base.errors import UnsupportedError
 from trainstep.base.precision import PrecisionName
-from trainstep.bench.attention import run_cases
+from trainstep.bench.attention import AttentionTurns
 from trainstep.bench.cases import AttentionCase
 from trainstep.commands.cli import parse
 from trainstep.measure.step import BatchedStep
@@ -324,7 +324,7 @@ OURS = AttentionCase("flash-triton", heads=2, seq=40, head_dim=16, dtype="fp32")
 
 
 def measured(*cases: AttentionCase) -> list[Row]:
-    return list(run_cases(cases, device="cpu", warmup=1, passes=2))
+    return list(AttentionTurns("cpu").run(cases, warmup=1, passes=2))
 
 
 @pytest.mark.parametrize("changes", [{}, {"dtype": "fp16"}, {"causal": "no", "heads": 0}, {"window": 9, "batch": 2}])
@@ -352,7 +352,7 @@ def test_no_pass_is_begun_that_takes_minutes(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_without_sizes_the_command_takes_tiny_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[list[AttentionCase]] = []
-    monkeypatch.setattr("trainstep.bench.attention.run_cases", lambda cases, **_: seen.append(cases) or [])
+    monkeypatch.setattr(AttentionTurns, "run", lambda turns, cases, **_: seen.append(cases) or [])
     for words in ([], ["--seq", "4096"], ["--impl", "sdpa"], ["--grid", "flash"]):
         parse(["bench", "attention", *words, "--device", "cpu", "--out", str(tmp_path)]).run()
     usual, given, other, named = seen

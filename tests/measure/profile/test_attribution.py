@@ -30,15 +30,8 @@ def profiled(tmp_path, source: WorkloadSource | None = None, *, lists: Lists = U
     step = build_step(source or builtin_source("toy", MODEL), config)
     batch = step.next_batch()
     with pieces_announced(lambda piece: announce("attention", piece)):
-        record_steps(
-            lambda phase: step(batch, phase=phase),
-            module=step.module,
-            device=CpuClock(),
-            on_gpu=False,
-            steps=STEPS,
-            trace=tmp_path / "trace.json.gz",
-            prepare_next=lambda: None,
-        )
+        trace = tmp_path / "trace.json.gz"
+        record_steps(lambda phase: step(batch, phase=phase), CpuClock(), STEPS, trace, step.module)
     return profile_of(read_chrome_trace(tmp_path / "trace.json.gz"), lists)
 
 

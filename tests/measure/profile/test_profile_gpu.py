@@ -35,14 +35,9 @@ def test_kernels_are_where_they_belong(tmp_path, settings):
         step(batch)
 
     def profiled():
+        trace = tmp_path / "trace.json.gz"
         return record_steps(
-            lambda phase: step(batch, phase=phase),
-            module=step.module,
-            device=device_clock(step.device),
-            on_gpu=True,
-            steps=STEPS,
-            trace=tmp_path / "trace.json.gz",
-            prepare_next=lambda: None,
+            lambda phase: step(batch, phase=phase), device_clock(step.device), STEPS, trace, step.module
         )
 
     if settings["attention"] == "eager":

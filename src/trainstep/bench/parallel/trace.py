@@ -50,20 +50,13 @@ def traced_step(build: Callable[[], TrainingStep], process: Process, file: Path)
     for _ in range(WARMUP):
         step(batch)
     with tempfile.TemporaryDirectory() as folder:
-        timing = record_steps(
-            lambda phase: step(batch, phase=phase),
-            module=None,
-            device=device_clock(process.device),
-            on_gpu=process.device.type == "cuda",
-            steps=1,
-            trace=file if process.rank == 0 else Path(folder) / "trace.json.gz",
-            prepare_next=lambda: None,
-        )
+        trace = file if process.rank == 0 else Path(folder) / "trace.json.gz"
+        timing = record_steps(lambda phase: step(batch, phase=phase), device_clock(process.device), 1, trace)
     if process.rank != 0:
         return None
-    trace = read_chrome_trace(file)
-    profile = profile_of(trace)
-    return TracedStep(profile, phases_of(trace, profile), timing.samples[-1].wall_ms)
+    read = read_chrome_trace(file)
+    profile = profile_of(read)
+    return TracedStep(profile, phases_of(read, profile), timing.samples[-1].wall_ms)
 
 
 def phases_of(trace: Trace, profile: KernelProfile) -> dict[str, Span]:

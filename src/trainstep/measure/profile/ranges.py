@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from trainstep.base.config import PhaseContext, together
 from trainstep.base.files import aside
 from trainstep.measure.memory import module_calls
-from trainstep.measure.timing import DeviceClock, Timing, time_steps
+from trainstep.measure.timing import CpuClock, DeviceClock, Timing, time_steps
 from trainstep.step.blocks import is_called
 
 AnnouncedKind = Literal["step", "phase", "module", "attention"]
@@ -148,28 +148,22 @@ def _compiled_announced(module: nn.Module, name: str) -> Iterator[None]:
 
 
 def record_steps(
-    step: Step,
-    *,
-    module: nn.Module | None,
-    device: DeviceClock,
-    on_gpu: bool,
-    steps: int,
-    trace: Path,
-    prepare_next: Callable[[], object],
-) -> Timing:
+    step: Step, device: DeviceClock, steps: int, trace: Path, module: nn.Module | None = None,
+    prepare_next: Callable[[], object] = lambda: None,
+) -> Timing:  # fmt: skip
     """Run `step` under torch.profiler with its ranges announced, write the trace, and return the profiled timing.
 
     Args:
-        module: whose submodules are announced, and the shapes of operators' arguments recorded; None does without
-            both, which makes the profiler's own cost smaller.
-        on_gpu: whether kernels are recorded; else the operators stand for them.
+        device: on a GPU kernels are recorded; else the operators stand for them.
         steps: recorded steps, after `WARMUP` that are not.
         trace: the file to write, `.json.gz`: Perfetto (ui.perfetto.dev) and chrome://tracing open it.
+        module: whose submodules are announced, and the shapes of operators' arguments recorded; None does without
+            both, which makes the profiler's own cost smaller.
         prepare_next: called after each step.
     """
     with (
         modules_announced(module) if module is not None else nullcontext(),
-        profiler_of_steps(steps, trace, on_gpu=on_gpu, shapes=module is not None) as profiler,
+        profiler_of_steps(steps, trace, on_gpu=not isinstance(device, CpuClock), shapes=module is not None) as profiler,
     ):
 
         def after_step(_: object) -> None:
@@ -183,7 +177,8 @@ def profiler_of_steps(steps: int, trace: Path, *, on_gpu: bool, shapes: bool) ->
     """A profiler that records `steps` steps after `WARMUP` and writes their trace; `step` is called after each.
 
     Args:
-        steps, trace, on_gpu: as `record_steps` has them.
+        steps, trace: as `record_steps` has them.
+        on_gpu: whether kernels are recorded; else the operators stand for them.
         shapes: whether the shapes of operators' arguments are recorded.
     """
     if not on_gpu:  # torch 2.13's profiler says on stderr when it starts and stops; where a GPU is, it may say more
@@ -214,7 +209,7 @@ def _all_threads() -> _ExperimentalConfig | None:
 
 
 def run_under_nvtx(
-    step: Step, *, module: nn.Module, device: DeviceClock, warmup: int, steps: int, prepare_next: Callable[[], object]
+    step: Step, device: DeviceClock, warmup: int, steps: int, module: nn.Module, prepare_next: Callable[[], object]
 ) -> Timing:
     """Run `step` with its ranges and operators announced to NVTX, `steps` times between cudaProfilerStart and Stop."""
     taken = itertools.count(1)
