@@ -272,6 +272,14 @@ def test_gradients_are_taken_off_the_module_and_sparse_ones_are_dense():
     assert torch.equal(taken.by_name["weight"], expected)
 
 
+def test_a_sketch_has_a_product_with_random_signs_for_each_row_and_vectors_as_they_are():
+    signs = Gradients(1.0, {"m": torch.eye(50)}).sketched().by_name["m"]
+    assert set(signs.tolist()) == {-1.0, 1.0}
+    found, given = drawn().sketched().by_name, drawn().by_name
+    assert torch.equal(found["matrix"], given["matrix"] @ signs)
+    assert all(torch.equal(found[name], given[name]) for name in ("vector", "one"))
+
+
 @pytest.mark.parametrize(("loss", "gradient"), [(math.nan, 1.0), (1.0, math.inf)])
 def test_what_is_not_finite_is_no_reference(loss, gradient):
     with pytest.raises(UsageError, match=r"in fp32, the loss of the first batch is .*look at the batch"):

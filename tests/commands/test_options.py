@@ -47,10 +47,10 @@ def test_training_flags_change_what_the_file_says(run_toml):
     assert parse(["train", "--size", "tiny", "--no-tensorboard"]).run_config().train == TrainConfig(tensorboard=False)
 
 
-def first_argument_of(monkeypatch, module, function, words):
-    """The first argument that a command calls `function` with."""
+def argument_of(monkeypatch, module, function, words):
+    """The argument that a command calls `function` with."""
     taken = []
-    monkeypatch.setattr(f"trainstep.{module}.{function}", lambda first, *_, **__: taken.append(first) or [])
+    monkeypatch.setattr(f"trainstep.{module}.{function}", lambda *given, **_: taken.append(given[-1]) or [])
     with pytest.raises(SystemExit):
         main(words)
     return taken[0]
@@ -59,7 +59,7 @@ def first_argument_of(monkeypatch, module, function, words):
 def test_a_plan_has_a_size_and_a_step_of_its_own(run_toml, tmp_path, monkeypatch):
     def planned(*words):
         out = ["--out", str(tmp_path / "out")]
-        return first_argument_of(monkeypatch, "plan.rows", "plan_records", ["plan", *words, *out])
+        return argument_of(monkeypatch, "plan.rows", "plan_records", ["plan", *words, *out])
 
     usual = StepConfig(precision="bf16", attention="sdpa", optimizer="adamw-fused")
     request = planned()
@@ -75,11 +75,11 @@ def test_a_plan_has_a_size_and_a_step_of_its_own(run_toml, tmp_path, monkeypatch
 def test_grids_take_what_is_not_given_from_the_file_or_the_named_grid(run_toml, tmp_path, monkeypatch):
     out = ["--out", str(tmp_path / "out")]
     words = ["bench", "attention", "--grid", "flash", "--seq", "128", "--dtype", "bf16"]
-    cases = first_argument_of(monkeypatch, "bench.attention", "run_cases", [*words, *out])
+    cases = argument_of(monkeypatch, "bench.attention.AttentionTurns", "run", [*words, *out])
     assert {(case.seq, case.heads, case.dtype) for case in cases} == {(128, 1, "bf16")}
     assert {case.head_dim for case in cases} == {16, 32, 64, 128}
     assert len(cases) == 4 * 8
-    (case,) = first_argument_of(monkeypatch, "bench.attention", "run_cases", ["bench", "attention", *out])
+    (case,) = argument_of(monkeypatch, "bench.attention.AttentionTurns", "run", ["bench", "attention", *out])
     assert case == AttentionCase()
     taken = []
     monkeypatch.setattr("trainstep.bench.memory.peak_records", lambda _, configs, __: taken.extend(configs) or [])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -56,11 +57,9 @@ class AttentionTurns(Turns[AttentionCase]):
         return lambda q, k, v: attention(q, k, v, is_causal=case.is_causal, window=case.reach, impl=case.impl)
 
     def verdict(self, case: AttentionCase, implementation: Implementation) -> Verdict:
-        dtype, bits = DTYPES[case.dtype], case.is_deterministic
-        return check(
-            implementation, case.shape, dtype, self.device, is_causal=case.is_causal, window=case.reach,
-            is_deterministic=bits,
-        )  # fmt: skip
+        asked: dict[str, Any] = {"is_causal": case.is_causal, "window": case.reach}
+        asked["is_deterministic"] = case.is_deterministic
+        return check(implementation, case.shape, DTYPES[case.dtype], self.device, **asked)
 
     def errors(self, verdict: Verdict) -> dict[str, Scalar]:
         return {f"{each}_error": verdict.parts[f"{each} all"].error for each in NAMES} | super().errors(verdict)
@@ -79,7 +78,24 @@ class AttentionTurns(Turns[AttentionCase]):
         return {**_memory_values(implementation, case, self.device), "package": package}
 
     def predicted(self, case: AttentionCase) -> Mapping[str, Scalar]:
-        return _predicted(case, self.device)
+        """Predictions of the formulas for the case's memory, for the implementations they describe."""
+        sizes = (case.batch, max(case.heads, 1), case.seq, case.head_dim, DTYPES[case.dtype].itemsize)
+        if case.impl == "eager":
+            memory = eager_memory(*sizes, is_causal=case.is_causal, on_gpu=self.device.type == "cuda")
+        elif case.impl == "flash-triton":
+            from trainstep.attention.flash import sums_dq_in_any_order  # here: it loads Triton
+
+            q = torch.empty((0, case.head_dim), dtype=DTYPES[case.dtype], device=self.device)
+            on_hopper = self.device.type == "cuda" and case.reach is None
+            with deterministic(case.is_deterministic):
+                memory = flash_memory(*sizes, sums_dq=on_hopper and sums_dq_in_any_order(q))
+        else:
+            return {}
+        return {
+            "predicted_before_backward_gib": memory.before_backward / GIB,
+            "predicted_peak_gib": memory.peak / GIB,
+            "score_matrices_at_peak": memory.score_matrices,
+        }
 
     def rates(self, case: AttentionCase, name: str, milliseconds: float) -> Mapping[str, Scalar]:
         sizes = (case.batch, max(case.heads, 1), case.seq, case.seq, case.head_dim)
@@ -130,25 +146,4 @@ def _memory_values(implementation: Implementation, case: AttentionCase, device: 
     return {
         "before_backward_gib": (peaks.after["forward"] - peaks.before) / GIB,
         "peak_gib": (passes - peaks.before) / GIB,
-    }
-
-
-def _predicted(case: AttentionCase, device: torch.device) -> dict[str, Scalar]:
-    """Predictions of the formulas for the case's memory, for the implementations they describe."""
-    sizes = (case.batch, max(case.heads, 1), case.seq, case.head_dim, DTYPES[case.dtype].itemsize)
-    if case.impl == "eager":
-        memory = eager_memory(*sizes, is_causal=case.is_causal, on_gpu=device.type == "cuda")
-    elif case.impl == "flash-triton":
-        from trainstep.attention.flash import sums_dq_in_any_order  # here: it loads Triton
-
-        q = torch.empty((0, case.head_dim), dtype=DTYPES[case.dtype], device=device)
-        on_hopper = device.type == "cuda" and case.reach is None
-        with deterministic(case.is_deterministic):
-            memory = flash_memory(*sizes, sums_dq=on_hopper and sums_dq_in_any_order(q))
-    else:
-        return {}
-    return {
-        "predicted_before_backward_gib": memory.before_backward / GIB,
-        "predicted_peak_gib": memory.peak / GIB,
-        "score_matrices_at_peak": memory.score_matrices,
     }

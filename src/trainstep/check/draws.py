@@ -88,13 +88,13 @@ class Draws:
         )
 
 
-def still_gradients(step: TrainingStep, batch: Any) -> Gradients:
+def still_gradients(step: TrainingStep, batch: Any, number: int = 0) -> Gradients:
     """Loss and gradients of a batch in eval mode, which a dropout of the author's own looks at."""
     # Batch normalisation has another formula there, and cuDNN's recurrent kernels have no backward.
     still = [each for each in step.module.modules() if each.training and not isinstance(each, (_NormBase, nn.RNNBase))]
     for each in still:
         each.training = False
-    found = gradients_at(step, batch)
+    found = gradients_at(step, batch, number)
     for each in still:
         each.training = True
     return found

@@ -69,6 +69,14 @@ class Gradients:
         """‖g‖² of each."""
         return {name: norm(each) ** 2 for name, each in self.by_name.items()}
 
+    def sketched(self) -> Gradients:
+        """The same, on the host, each row of a matrix by one number: its product with random signs, the same for all
+        rows. Of rows that differ by E that is off by ‖E‖ in the root mean square."""
+        products = {
+            name: as_rows(each) @ _signs(each) if each.dim() > 1 else each for name, each in self.by_name.items()
+        }
+        return replace(self, by_name=copied_to_host(products))
+
     def check_finite(self, precision: str, *, trained: bool = False) -> None:
         """Raise UsageError where the loss or a gradient, computed in `precision`, is not finite.
 
@@ -84,6 +92,11 @@ class Gradients:
                 f"in {precision}, the loss of {which} is {self.loss:.4g}{where}: there is nothing to hold other "
                 f"settings against; look at {look}"
             )
+
+
+def _signs(gradient: Tensor) -> Tensor:
+    count = as_rows(gradient).shape[1]
+    return (torch.randint(2, (count,), generator=torch.Generator().manual_seed(count)) * 2.0 - 1).to(gradient.device)
 
 
 @dataclass(frozen=True)

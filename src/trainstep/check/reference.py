@@ -6,6 +6,11 @@ cent of all and a mistake in them is hard to see; there with another batch, as a
 Its gradients are taken in float64 where the model runs in it, so that float32's own error is measured too; else
 float32's stand in. What the pass makes of buffers goes with them. Both updates of the optimizer are taken here as well.
 
+A mistake may also be in some passes alone, or in rows that few batches reach. So `PASSES` further batches are looked at
+with the initial weights, each by a sketch (`Gradients.sketched`): gradients of them all would take too much memory. The
+sketches are held against the roundings of the first place, scaled with the gradients. Where that does not show a pass
+to be right, its reference is computed in full (`at`), with roundings of its own.
+
 How far another precision may be off is measured, not assumed: the plain step in that precision, and the same with
 roundings drawn at random (`RandomRounding`). Where the plain step is further off than its roundings explain, something
 is wrong with it, and the random ones alone set the budget.
@@ -14,6 +19,7 @@ is wrong with it, and the random ones alone set the budget.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -33,14 +39,19 @@ from trainstep.check.updates import take_updates
 from trainstep.check.verdict import Deviation
 from trainstep.measure.outcome import Failure, attempt
 from trainstep.step.batches import fingerprint, map_tensors
+from trainstep.step.batches import tensors_of as contents_of
 from trainstep.step.casting import autocast_dtype, cast_parameters
 from trainstep.step.randomness import from_seed, generator_states
 from trainstep.step.training_step import TrainingStep, build_step, uncompiled
-from trainstep.step.weights import copied_to_host, load, tensors_of
+from trainstep.step.weights import copied_to_host, load, load_buffers, tensors_of
 from trainstep.step.workload import WorkloadSource, resolve_device
 
 TRAINED_STEPS = 10
 """Updates before the second place."""
+PASSES = 16
+"""Further passes: more than a dozen, so that what goes wrong after ten, or in every tenth, is among them."""
+LOOKED_AT = 128
+"""Batches among which these are chosen, where rows have no gradient otherwise."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +88,8 @@ class _Measured:
     """The same, and what the precision itself is off by where that is no more than roundings explain."""
 
 
-Differentiate = Callable[[TrainingStep, Any], Gradients]
-"""Loss and gradients of a batch, with the step's weights as they are."""
+Differentiate = Callable[..., Gradients]
+"""Loss and gradients of a step's batch, with its weights as they are, and the number of the pass."""
 Places = Callable[[TrainingStep], Iterable[Any]]
 """Takes a step from place to place, and yields the batch there."""
 
@@ -115,30 +126,27 @@ class Reference:
     ) -> None:
         self.source, self.config, self.differentiate = source, config, differentiate
         step = build_step(source, config)
-        states, batches = [], []
-        plain: list[Gradients] = []
+        plain: list[Place] = []
         for batch in places(step):
-            states.append(copied_to_host(tensors_of(step.module)))
-            batches.append(map_tensors(batch, lambda tensor: tensor.to("cpu", copy=True)))
+            state, kept = copied_to_host(tensors_of(step.module)), _on_host(batch)
             found = differentiate(step, batch)
             found.check_finite(config.precision, trained=bool(plain))
-            plain.append(found.on_host())
+            plain.append(Place(state, kept, found.on_host()))
         del step, batch, found
         self._unsteady: frozenset[str] = frozenset()
-        self.batches_differ = self._build_again(places, states[0], batches[0], plain[0])
+        self.batches_differ = self._build_again(places, plain[0])
         """True if a second build gets other batches."""
-        plain = [self._steady(each) for each in plain]
-        self.draws_numbers = plain[0].drew
+        plain = [dataclasses.replace(each, gradients=self._steady(each.gradients)) for each in plain]
+        self.draws_numbers = plain[0].gradients.drew
         """True if a step of the model draws from torch's generators."""
-        exact = self._exact(states, batches, plain)
+        exact = self._exact(plain)
         self.is_exact = exact is not None
         """True if the gradients are float64's."""
-        chosen = plain if exact is None else exact
-        self.places = [Place(*each) for each in zip(states, batches, chosen, strict=True)]
+        self.places = exact or plain
         self._measured: dict[tuple[PrecisionName, bool], list[_Measured]] = {}
         self._from_zero: dict[PrecisionName, Mapping[str, Tensor]] = {}
 
-    def _build_again(self, places: Places, state: Mapping[str, Tensor], batch: Any, known: Gradients) -> bool:
+    def _build_again(self, places: Places, known: Place) -> bool:
         """True if the same workload, built once more, comes to the first place with another batch.
 
         Raises:
@@ -146,52 +154,42 @@ class Reference:
         """
         step = build_step(self.source, self.config)
         own = next(iter(places(step)))
-        check_same_weights(state, tensors_of(step.module))
-        again = self.differentiate(step, step.place(batch))
-        check_same_gradients(known, again, self.config.precision)
-        self._unsteady = unlike(known.buffers, again.buffers, max(REPEATS, one_rounding(self.config.precision)))
-        return fingerprint(own) != fingerprint(batch)
+        check_same_weights(known.state, tensors_of(step.module))
+        again, first = self.differentiate(step, step.place(known.batch)), known.gradients
+        check_same_gradients(first, again, self.config.precision)
+        self._unsteady = unlike(first.buffers, again.buffers, max(REPEATS, one_rounding(self.config.precision)))
+        return fingerprint(own) != fingerprint(known.batch)
 
-    def _at(self, step: TrainingStep, batch: Any) -> Gradients:
-        """Gradients and buffers that are compared, there."""
-        return self._steady(self.differentiate(step, step.place(batch)))
+    def _at(self, step: TrainingStep, place: Place) -> Gradients:
+        """Gradients and buffers that are compared, there, which the step is brought to."""
+        load(step.module, place.state)
+        return self._steady(self.differentiate(step, step.place(place.batch)))
 
     def _steady(self, found: Gradients) -> Gradients:
         """The same without buffers that a second build changes otherwise."""
         return dataclasses.replace(found, buffers=found.buffers.without(self._unsteady)) if self._unsteady else found
 
-    def _exact(
-        self, states: Sequence[Mapping[str, Tensor]], batches: Sequence[Any], plain: Sequence[Gradients]
-    ) -> list[Gradients] | None:
+    def _exact(self, plain: Sequence[Place]) -> list[Place] | None:
         """The same in float64, with every block computed again where memory asks for that; None where it has no such
         form here."""
         for checkpointing in dict.fromkeys((self.config.checkpointing, EVERY_BLOCK)):
             config = dataclasses.replace(self.config, checkpointing=checkpointing)
-            found = attempt(partial(self._in_float64, config, states, batches, plain))
-            if not isinstance(found, Failure):
-                return found
-            if found.status != "out of memory":
-                return None
+            found = attempt(partial(self._in_float64, config, plain))
+            if not isinstance(found, Failure) or found.status != "out of memory":
+                return None if isinstance(found, Failure) else found
         return None
 
-    def _in_float64(
-        self,
-        config: StepConfig,
-        states: Sequence[Mapping[str, Tensor]],
-        batches: Sequence[Any],
-        plain: Sequence[Gradients],
-    ) -> list[Gradients] | None:
-        """The gradients of each place; None where the model computes something else in float64."""
+    def _in_float64(self, config: StepConfig, plain: Sequence[Place]) -> list[Place] | None:
+        """Each place with its gradients in float64; None where the model computes something else there."""
         step = build_step(self.source, config)
         step.module.double()
         found = []
-        for state, batch, known in zip(states, batches, plain, strict=True):
-            double = map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
-            load(step.module, state)
-            exact = self._at(step, double)
-            if not compare(exact, known, Rounding(), FLOAT32_AT_MOST).is_right:
+        for place in plain:
+            double = map_tensors(place.batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+            exact = self._at(step, dataclasses.replace(place, batch=double))
+            if not compare(exact, place.gradients, Rounding(), FLOAT32_AT_MOST).is_right:
                 return None
-            found.append(exact.on_host())
+            found.append(dataclasses.replace(place, gradients=exact.on_host()))
         return found
 
     @cached_property
@@ -211,9 +209,45 @@ class Reference:
         return self._from_zero[precision]
 
     @cached_property
+    def further(self) -> list[tuple[Any, Gradients]]:
+        """Batches of further passes with the initial weights, and sketches of their gradients. Where rows have none in
+        the places, batches come first that may reach other rows than those before."""
+        step, found = build_step(self.source, self.config), list[tuple[Any, Gradients]]()
+        self.differentiate(step, step.next_batch())  # a pass goes before, as in the steps that are compared
+        seen, are_missing = set[Any](), bool(self._unseen([]))
+        for left in range(LOOKED_AT, 0, -1):
+            batch = step.next_batch()
+            known, seen = len(seen), seen | _rows_of(batch)
+            if are_missing and len(seen) == known and left > PASSES - len(found):
+                continue
+            load_buffers(step.module, self.places[0].state)
+            sketch = self._steady(self.differentiate(step, batch, len(found) + 1)).sketched()
+            if math.isfinite(sum([sketch.loss, *sketch.squares.values()])):
+                found.append((_on_host(batch), sketch))
+            if len(found) == PASSES:
+                break
+        return found
+
+    def resembles(self, found: Gradients, number: int, precision: PrecisionName) -> bool:
+        """True if the sketch of a further pass is as near as the first place's roundings, which were measured, explain.
+        Where it is not, `at` decides."""
+        expected, first = self.further[number][1], self.places[0].gradients
+        larger = math.sqrt(sum(expected.squares.values()) / (sum(first.squares.values()) or 1.0))
+        plain = self._measured[precision, False][0].most.times(max(1.0, larger))
+        return self._within(self._steady(found).sketched(), expected, precision, plain).is_right
+
+    def at(self, number: int) -> Reference:
+        """The reference of a further pass in full, as its only place."""
+        places, differentiate = self.further[number][:1], partial(self.differentiate, number=number + 1)
+        return Reference(self.source, self.config, lambda step: map(step.place, places), differentiate)
+
+    @cached_property
     def unseen(self) -> str:
-        """Rows of matrices that have no gradient in any place, such as a rare token's, in words."""
-        several = [place.gradients.rows for place in self.places]
+        """Rows of matrices that have no gradient in any pass, such as a rare token's, in words."""
+        return self._unseen([sketch.by_name for _, sketch in self.further])
+
+    def _unseen(self, further: Iterable[Mapping[str, Tensor]]) -> str:
+        several = [*(place.gradients.rows for place in self.places), *further]
         names = [name for name, rows in several[0].items() if len(rows) > 1]
         none = {name: torch.stack([rows[name] == 0 for rows in several if name in rows]).all(0) for name in names}
         return ", ".join(
@@ -246,7 +280,8 @@ class Reference:
             found = found.on_host()  # what is measured needs room for two more
             self._measured[form] = self._measure(*form)
         known, device = self._measured[form], resolve_device(self.config.device)
-        while not (deviation := self._within(found.on(device), place, precision, known[place].most)).is_right:
+        expected = self.places[place].gradients
+        while not (deviation := self._within(found.on(device), expected, precision, known[place].most)).is_right:
             if known[place].draws >= MORE_DRAWS:
                 is_other = precision != self.config.precision
                 return self._with_plain(deviation, found, place, form, known[place]) if is_other else deviation
@@ -259,9 +294,7 @@ class Reference:
     ) -> Deviation:
         """Deviation of the step, with a note whether the plain step in this precision has it too, within its own
         roundings."""
-        step = self._rounded_step(*form)
-        load(step.module, self.places[place].state)
-        plain = self._at(step, self.places[place].batch)
+        plain = self._at(self._rounded_step(*form), self.places[place])
         if not compare(found, plain, known.random, one_rounding(form[0])).is_right:
             return deviation
         return dataclasses.replace(deviation, note=f"so is the plain step in {form[0]}, {OWN_ARITHMETIC}")
@@ -273,10 +306,10 @@ class Reference:
         of_each = zip(self.places, casts, strict=True)
         return [self._draw(step, place, _Measured(0, none, cast, none)) for place, cast in of_each]
 
-    def _within(self, found: Gradients, place: int, precision: PrecisionName, plain: Rounding) -> Deviation:
+    def _within(self, found: Gradients, expected: Gradients, precision: PrecisionName, plain: Rounding) -> Deviation:
         if precision == "fp32":
             plain = plain.times(FLOAT32_LOSES)
-        return compare(found, self.places[place].gradients, plain, one_rounding(precision))
+        return compare(found, expected, plain, one_rounding(precision))
 
     def _rounded_step(self, precision: PrecisionName, narrow_weights: bool) -> TrainingStep:
         step = build_step(self.source, dataclasses.replace(self.config, precision=precision))
@@ -287,9 +320,7 @@ class Reference:
     def _draw(self, step: TrainingStep, place: Place, known: _Measured) -> _Measured:
         """The same from `DRAWS` random roundings, or from twice as many as before."""
         draws = min(2 * known.draws, MORE_DRAWS) or DRAWS
-        load(step.module, place.state)
-        plain = self._at(step, place.batch)
-        random = known.random
+        plain, random = self._at(step, place), known.random
         for seed in range(known.draws, draws):
             random = Rounding.most([random, Rounding.between(self._drawn(step, place, seed), plain)])
         precision = step.config.precision
@@ -302,8 +333,7 @@ class Reference:
     def _drawn(self, step: TrainingStep, place: Place, seed: int) -> Gradients:
         """Gradients of one random rounding."""
         with uncompiled(), RandomRounding(step.config.precision, seed):
-            load(step.module, place.state)
-            return self._at(step, place.batch)
+            return self._at(step, place)
 
     def _narrowing(self) -> list[Rounding]:
         """Roundings of the weights alone in each place, computed as the reference is.
@@ -313,12 +343,24 @@ class Reference:
         found = []
         step = build_step(self.source, self.config)
         for place in self.places:
-            load(step.module, place.state)
-            with torch.no_grad():
-                for parameter in step.module.parameters():
-                    parameter.copy_(parameter.to(torch.bfloat16))
-            found.append(Rounding.between(self._at(step, place.batch), place.gradients))
+            narrow = {name: place.state[name].to(torch.bfloat16) for name, _ in step.module.named_parameters()}
+            narrowed = dataclasses.replace(place, state={**place.state, **narrow})
+            found.append(Rounding.between(self._at(step, narrowed), place.gradients))
         return found
+
+
+def _on_host(batch: Any) -> Any:
+    """A copy of the batch in the host's memory."""
+    return map_tensors(batch, lambda tensor: tensor.to("cpu", copy=True))
+
+
+def _rows_of(batch: Any) -> set[Any]:
+    """Keys by which a batch may reach rows: shapes, and whole numbers such as tokens, by the place of their tensor."""
+    found = set[Any]()
+    for place, tensor in enumerate(contents_of(batch)):
+        numbers = [] if tensor.is_floating_point() or tensor.is_complex() else tensor.unique().tolist()
+        found |= {(place, tensor.shape), *((place, number) for number in numbers)}
+    return found
 
 
 OWN_ARITHMETIC = "with nothing else changed: by the model's own arithmetic there, or torch's"

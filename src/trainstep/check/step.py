@@ -13,7 +13,9 @@ A step that updates in backward is judged in a backward pass that spoils what it
 makes in one.
 
 Gradients are compared with the initial weights before the step is timed, and again with trained weights afterwards, in
-the very step that was timed.
+the very step that was timed. Before it is timed, `PASSES` further passes over other batches are compared, by sketches,
+and in full where these do not show that they are right: a gradient that is missing in every tenth pass, or of a rare
+token alone, shows there.
 
 A model with dropout has other gradients under other masks. Every computation starts from one seed, which gives eager
 code of one precision the same masks. Compiled code draws other numbers, so it is compiled once more for the check, with
@@ -47,7 +49,7 @@ from trainstep.check.updates import compare_updates, named, take_updates
 from trainstep.check.verdict import Deviation, Part, Verdict
 from trainstep.measure.outcome import Failure, attempt
 from trainstep.step.training_step import TrainingStep, build_step
-from trainstep.step.weights import load
+from trainstep.step.weights import load, load_buffers
 from trainstep.step.workload import WorkloadSource
 
 Compared = Literal["as it is", "with eager code's random numbers", "without dropout", "in eval mode"]
@@ -60,6 +62,8 @@ WITH_FUSED_ATTENTION = "the plain step with PyTorch's fused attention"
 FITTING = "the first step that fits"
 """Name of the reference where the plain step does not fit."""
 OTHER_BATCHES = "other ones in every build; gradients are compared on the reference's"
+MOST_UNLIKE = 3
+"""Passes of a step that are compared in full, at most, where sketches do not show that they are right."""
 START, TRAINED = 0, 1
 """The places of a `Reference`."""
 
@@ -241,7 +245,21 @@ class StepCheck:
         return found, compared
 
     def _hold(self, step: TrainingStep, reference: Reference, place: int) -> Deviation:
-        return reference.compare(self._gradients(step, reference, place), place, step.config.precision)
+        found = reference.compare(self._gradients(step, reference, place), place, step.config.precision)
+        return self._hold_further(step, reference, found) if place == START and found.is_right else found
+
+    def _hold_further(self, step: TrainingStep, reference: Reference, found: Deviation) -> Deviation:
+        """Deviation of the first further pass that is wrong, or else what was found."""
+        in_backward, precision, unlike = step.updates_in_backward, step.config.precision, 0
+        for number, (batch, _) in enumerate(reference.further):
+            load_buffers(step.module, reference.places[START].state)
+            with nullcontext() if in_backward is None else in_backward.on(lambda parameters: None):
+                own = reference.differentiate(step, step.place(batch), number + 1)
+            if unlike < MOST_UNLIKE and not reference.resembles(own, number, precision):
+                unlike += 1
+                if not (wrong := reference.at(number).compare(own, 0, precision)).is_right:
+                    return dataclasses.replace(wrong, note=f"in pass {number + 2}, with the initial weights")
+        return found
 
     def _gradients(self, step: TrainingStep, reference: Reference, place: int) -> Gradients:
         is_own = place == START and not reference.batches_differ  # its own data first
@@ -269,9 +287,12 @@ class StepCheck:
         """The same with dropout off on both sides, while what each would have dropped is compared; and whether the step
         draws random numbers all the same."""
         with without_dropout() as seen:
-            gradients = self._gradients(self._build(config, reference, place), reference, place)
+            step = self._build(config, reference, place)
+            gradients = self._gradients(step, reference, place)
             own = dict(seen.elements)
             found = reference.compare(gradients, place, config.precision)
+            if place == START and found.is_right:
+                found = self._hold_further(step, reference, found)
         with without_dropout() as seen:
             self._gradients(self._build(reference.config, reference, place), reference, place)
         is_eager = all(each.compile == "off" and each.precision != "fp16" for each in (config, reference.config))
@@ -282,8 +303,7 @@ class StepCheck:
         """The same in eval mode on both sides, which switches a dropout of the author's own off."""
         with without_dropout():
             self._still = self._still or Reference(self.source, self.reference.config, differentiate=still_gradients)
-            step = self._build(config, self._still, place)
-            return self._still.compare(self._gradients(step, self._still, place), place, config.precision)
+            return self._hold(self._build(config, self._still, place), self._still, place)
 
     def _update(self, step: TrainingStep) -> Part:
         reference, entry = self.reference, PRECISIONS[step.config.precision]

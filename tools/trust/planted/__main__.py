@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from tests.workers import Workers
-from tools.trust.planted import attention, buffers, dropping, parallel, right, step, train
+from tools.trust.planted import attention, buffers, dropping, parallel, passes, right, step, train
 from trainstep.base.advice import Line
 from trainstep.base.config import StepConfig
 from trainstep.bench.step import StepCase, run_cases
@@ -41,7 +41,9 @@ from trainstep.step.workload import WorkloadSource
 ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "docs" / "results" / "planted.json"
 BASE, WRONG = step.BASE, step.WRONG | buffers.WRONG
-RIGHT = right.RIGHT | dropping.RIGHT
+IN_FLOAT32 = dropping.WRONG | passes.WRONG
+"""Wrongs that float32 shows, whatever the precision."""
+RIGHT = right.RIGHT | dropping.RIGHT | passes.RIGHT
 SOME = 6
 """Every so manieth planted step is put through the commands themselves."""
 Found = tuple[bool, float | None]
@@ -131,8 +133,8 @@ def steps() -> Iterator[Case]:
         found = StepCheck(source, base).judge(config)
         return not found.is_right, of_verdict(found)
 
-    for what, both in (WRONG | dropping.WRONG).items():
-        only_in = {} if what in dropping.WRONG else {"bf16": step.in_bf16_alone(both)}  # float32 shows how a step drops
+    for what, both in (WRONG | IN_FLOAT32).items():
+        only_in = {} if what in IN_FLOAT32 else {"bf16": step.in_bf16_alone(both)}
         for precision, planted in ({"fp32": both} | only_in).items():
             yield Case("step", what, precision, True, functools.partial(wrong, both, planted))
     for what, (source, base, change) in RIGHT.items():

@@ -54,14 +54,23 @@ class Planted:
         return replace(self.plain, build=build)
 
 
-def gradient(names: str, factor: float, rows: slice = slice(None)) -> Callable[[Workload], None]:
-    """The gradient of parameters whose name has `names` in it, times a factor; of some rows alone."""
+def gradient(
+    names: str, factor: float, rows: slice = slice(None), when: Callable[[int], bool] = lambda number: True
+) -> Callable[[Workload], None]:
+    """The gradient of parameters whose name has `names` in it, times a factor; of some rows alone, and after passes of
+    forward with gradients for whose number, from 1, `when` says so."""
 
     def apply(workload: Workload) -> None:
-        found = [parameter for name, parameter in workload.module.named_parameters() if names in name]
+        number, found = 0, [each for name, each in workload.module.named_parameters() if names in name]
+
+        def count(*_: Any) -> None:
+            nonlocal number
+            number += torch.is_grad_enabled()
+
         assert found, names
+        workload.module.register_forward_pre_hook(count)
         for parameter in found:
-            parameter.register_hook(functools.partial(_scaled, factor=factor, rows=rows))
+            parameter.register_hook(lambda grad: _scaled(grad, factor, rows) if when(number) else grad)
 
     return apply
 
@@ -156,23 +165,6 @@ def first_unseen(mask: Tensor) -> Tensor:
     """No query but the first sees the first key."""
     mask[1:, 0] = False
     return mask
-
-
-def late(apply_after: int = 10) -> Callable[[Workload], None]:
-    """The gradients of one block times 1.5, once forward has run ten times with gradients."""
-
-    def apply(workload: Workload) -> None:
-        calls = 0
-
-        def count(*_: Any) -> None:
-            nonlocal calls
-            calls += torch.is_grad_enabled()
-
-        workload.module.register_forward_pre_hook(count)
-        for parameter in workload.module.blocks[1].parameters():  # type: ignore[union-attr, index]
-            parameter.register_hook(lambda grad: grad * 1.5 if calls > apply_after else grad)
-
-    return apply
 
 
 def loss(change: Callable[[Tensor], Tensor]) -> Callable[[Workload], Workload]:
