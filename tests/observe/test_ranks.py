@@ -38,4 +38,6 @@ def test_the_late_rank_is_told_by_what_it_did_before_the_others_waited(tmp_path)
     (finding,) = late_ranks(rows)
     assert (finding.id, finding.figures["rank"], finding.figures["phase"]) == ("ranks.late", 1, "loss")
     assert last.latest_share > 0.8
+    for said in ("(rank 0)\n", "torchrun … -m trainstep run --ladder --patch fix.diff python"):
+        assert said in ended.stdout + ended.stderr
     assert ended.stderr.count("Written to") == 1, "one rank writes the report"

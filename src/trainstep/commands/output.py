@@ -242,8 +242,10 @@ def show_report(
         say(why, to_stderr=console.stderr or not is_shown)
     if rows and unwritten is None:
         launch = replace(launch, written=f"Written to {out}: {', '.join(files.values())}")
+    launch = replace(launch, more="") if how == "verbose" else launch
     for line in answer(rows, found, launch, console.width) if rows and is_shown else ():
-        console.print(line)
+        if how != "verbose" or not line.plain.endswith(": -v"):  # what is left out stands below then
+            console.print(line)
     if how == "verbose":
         _show_tables(rows, found, console, kinds)
     if how == "json":

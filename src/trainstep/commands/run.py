@@ -203,9 +203,8 @@ class Run(Common):
         place: Place = "cuda" if any(row.on_gpu for row in of_kind(rows, ScriptRow)) else "cpu"
         named = command.words[: len(command.words) - len(command.arguments)]
         words = shlex.join([Path(named[0]).name, *named[1:]]) + " …" * bool(command.arguments)  # which may hold secrets
-        prove = f"trainstep run --ladder --patch fix.diff {words}"
-        if rank.world_size > 1:
-            prove = f"torchrun … -m trainstep run --ladder --patch fix.diff {words.partition(' ')[2]}"
+        launcher = "torchrun … -m " if rank.world_size > 1 else ""
+        prove = f"{launcher}trainstep run --ladder --patch fix.diff {words}"
         changes = [each for each in all_changes("script") if each.needs_nothing]
         tries = [Try(each.line.code, each.expected.get(place, 1.0), each.phase) for each in changes]
         machine = next((busy(row.load, cores(), row.cpu_share) for row in of_kind(rows, ScriptRow)), "")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from trainstep.base.errors import printable
-from trainstep.report.blocks import Breakdown, Card, span, told_apart
+from trainstep.report.blocks import Breakdown, span, told_apart
 from trainstep.report.breakdown import breakdown
 from trainstep.report.columns import ratio_cell
 from trainstep.report.findings import Finding
@@ -63,6 +63,7 @@ class Launch:
     machine: str = ""  # how busy the machine was
     prove: str = ""  # the command that proves what to try
     tries: Sequence[Try] = ()
+    more: str = "-v prints tables"
 
 
 def answer(rows: Sequence[Row], found: Sequence[Finding], launch: Launch, width: int = WIDTH) -> list[Text]:
@@ -154,6 +155,7 @@ def _step(row: ScriptRow | StepRow | ProfileRow) -> list[Text]:
         parts += [f"{number(rate)} steps/s", *([f"{number(numeric(samples) * rate)} samples/s"] if samples else [])]
     peak = row.values.get("peak_gib")
     parts += [f"peak {gib(peak)}"] if peak is not None else []
+    parts += [f"(rank {row.rank})"] if isinstance(row, ScriptRow) and (row.world_size or 1) > 1 else []
     return [Text(f" {'   '.join(parts)}")]
 
 
@@ -226,27 +228,20 @@ def _tries(rows: Sequence[Row], found: Sequence[Finding], launch: Launch) -> lis
         return [Text(f" {'In your code' if at == 0 else '':<14}{row.code}") for at, row in enumerate(there) if row.code]
     chosen, script = cards(rows, found, ()), next(iter(run.first_rank(rows)), None)
     asked = [each for each in (chosen.cards if chosen else ()) if each.action]
-    tried = {each.action: (_where(each), f"up to {each.gain:.1f}×" if each.gain else each.figure) for each in asked}
+    gains = {each.action: f"{each.gain:.1f}×" if each.gain else f"−{each.figure}" for each in asked}
+    tried = {each.action: ((_PLACE.search(each.sentence) or [""])[0], f"up to {gains[each.action]}") for each in asked}
     for each in launch.tries if script is not None else ():
         share = run.share_of(script, each.phase) if script is not None and each.phase else 1.0
         most = min(each.expected, 1 / (1 - share)) if share < 1 else each.expected
         if most >= LEAST_GAIN and each.code not in tried:
             tried[each.code] = ("", f"about {most:.1f}×")
-    lines = [Text(f" {'Try':<67}expected", "bold")] * bool(tried)
+    lines = [Text(f" {'Try':<63}expected", "bold")] * bool(tried)
     for place, (code, (where, gain)) in enumerate(list(tried.items())[:MOST_TRIED], start=1):
-        code = f"{code}   {where}" if len(code) + len(where) < 60 else code
-        lines.append(Text.assemble(f"  {place}  {_short(code, 62):<62} ", (gain, "green")))
+        code = f"{code}   {where}" if len(code) + len(where) < 56 else code
+        shown = Text(code)
+        shown.truncate(58, overflow="ellipsis", pad=True)
+        lines.append(Text.assemble(f"  {place}  ", shown, " ", (gain, "green")))
     return lines
-
-
-def _where(card: Card) -> str:
-    """The first line of code in the card's sentence."""
-    place = _PLACE.search(card.sentence)
-    return place[0] if place else ""
-
-
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _overhead(script: ScriptRow | None, found: Sequence[Finding], launch: Launch) -> list[Text]:
@@ -259,7 +254,7 @@ def _overhead(script: ScriptRow | None, found: Sequence[Finding], launch: Launch
     elif script is not None:
         parts.append(f"{sum(each.id.startswith('waits.') for each in found) or 'no'} sync points")
     machine = [Text(f" {launch.machine}")] if launch.machine else []
-    return [Text(f" {' · '.join([*parts, '-v prints tables'])}"), *machine]
+    return [Text(f" {' · '.join(filter(None, [*parts, launch.more]))}"), *machine]
 
 
 def _findings(found: Iterable[Finding], rows: Sequence[Row], width: int, room: int) -> list[Text]:
@@ -277,7 +272,7 @@ def _findings(found: Iterable[Finding], rows: Sequence[Row], width: int, room: i
         more = place + 1 < len(ordered)
         if len(lines) + len(wrapped) + more > room:
             left = len(ordered) - place
-            return [*lines, Text(f" {left} more findings: -v", "dim")] if room > len(lines) else lines
+            return [*lines, Text(f" {left} more finding{'s' * (left > 1)}: -v", "dim")] if room > len(lines) else lines
         lines += [Text(f" {'•' if at == 0 else ' '} {text}") for at, text in enumerate(wrapped)]
     return lines
 
