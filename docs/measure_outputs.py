@@ -29,16 +29,17 @@ OUTPUTS = {
 def main() -> None:
     """Run each in a terminal's width, and keep its lines with the machine, the date and the commit."""
     environment = describe(torch.device("cpu"))
-    own = os.environ | {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "80"}
+    own = os.environ | {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as name:
         shutil.copytree(ROOT / "examples", Path(name) / "examples")
         for block, words in OUTPUTS.items():
             command = [sys.executable, *LAUNCH, *words.split()]
             done = subprocess.run(command, cwd=name, env=own, stderr=subprocess.PIPE, encoding="utf-8", check=True)
-            answer = done.stderr[done.stderr.rindex(" trainstep run") :].rstrip()  # below the progress
+            answer = done.stderr[done.stderr.rindex("\n trainstep run") + 1 :].rstrip()  # below the progress
             patches = [f"$ cat {each.name}\n{each.read_text('utf-8')}" for each in Path(name).glob("*.diff")]
             told = "\n".join([f"$ trainstep {words}\n", f"{answer}\n", *patches])
-            cell = {"text": told} | {each: environment[each] for each in ("device", *SAID_OF)}
+            cell = {"text": told, "device": f"{environment['device']}, one thread"}
+            cell |= {each: environment[each] for each in SAID_OF}
             keep(RESULTS / "outputs.json", block, cell, (*OUTPUTS, "picture"))
 
 

@@ -60,7 +60,7 @@ def _output(name: str) -> str:
         return f"![{cell['text']}](docs/report.png)\n"
     parts = cell["text"].strip().split("\n\n")
     if short:
-        parts = [part for part in parts if part.startswith("$ t") or "×" in part or "fix.diff" in part.splitlines()[-1]]
+        parts = [part for part in parts if part.startswith("$ t") or "×" in part]
     return "\n\n".join([f"```console\n# {cell['device']}, {origin([cell])}\n{parts[0]}", *parts[1:]]) + "\n```\n"
 
 

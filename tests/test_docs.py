@@ -136,7 +136,7 @@ DEFINITIONS = {
     "fused.md": ("logits of at most 1.25 GiB at a time",),
     "memory.md": ("(20 MiB, made for the test)", "the command took 9 s of one CPU core"),
     "profile.md": ("more than 2% of kernel time", "2.5 times that backward"),
-    "summary.md": ("whose true loss is 5 % or less", "a side that differ by 1 %", "a loss of 10 % failed"),
+    "summary.md": ("whose true loss is 5 % or less", "a side that differ by 1 %", "A loss of 10 % failed"),
     "trust.md": (
         "95 % interval by order statistics",
         "a little wider than 95 % would be",

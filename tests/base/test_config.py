@@ -1,4 +1,6 @@
 import dataclasses
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -126,24 +128,14 @@ def test_toml_starts_from_a_size(tmp_path):
     assert resolve_size(str(path)) == loaded.model
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[model]\nwidth = 3\n", r"\[model\]: unknown key 'width'"),
-        ("[model]\nd_model = 'wide'\n", "expected a value of type int"),
-        ("[model]\nd_model = true\n", "expected a value of type int"),
-        ("[model]\nnum_heads = 7\n", "does not divide into 7 heads"),
-        ("[step]\nprecision = 'fp8'\n", "'fp8'; expected one of 'fp32'"),
-        ("[step]\nseed = -1\n", "seed is -1; expected 0 or more"),
-        ("step = 3\n", r"step is 3; expected a table, written \[step\]"),
-        ("[training]\n", "unknown table or key 'training'"),
-        ("[model\n", "cannot read the configuration"),
-    ],
-)
-def test_bad_toml(tmp_path, text, message):
+BAD = tomllib.loads(Path(__file__).with_name("bad.toml").read_text("utf-8"))["bad"]
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_toml(tmp_path, text):
     path = tmp_path / "bad.toml"
     path.write_text(text)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=BAD[text]):
         load_toml(path)
 
 

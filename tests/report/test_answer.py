@@ -21,7 +21,6 @@ LAUNCH = Launch(
     prove="trainstep run --ladder --patch fix.diff python train.py",
     tries=[Try("model.compile()", 1.17), Try("AdamW(…, fused=True)", 1.2, "optimizer"), Try("third()", 1.15)],
 )
-NAMED = "h200-analyze-large h200-memory h200-attention-peers h200-parallel-4gpus h200-profile-2.7B h200-fit cpu-dtypes"
 ROWS = {
     "a script": [replace(script(data=42.0, forward=50.0, optimizer=8.0), peak_gib=0.0121, samples_per_step=8.0)],
     "a GPU's": [*waits(50.0), again(30), habit(1.0)],
@@ -31,7 +30,7 @@ ROWS = {
     "an analysis": sample.cpu_analysis(),
     "an analysis on a GPU": sample.h200_analysis(),
     "a failure": [replace(script(), times={}, status="failed", reason="no step of it could be timed" * 9)],
-    **{name: read_records(RESULTS / f"{name}.jsonl") for name in f"{NAMED} h200-collectives h200-plan-4gpus".split()},
+    **{path.stem: read_records(path) for path in sorted(RESULTS.glob("*.jsonl"))},
 }
 
 

@@ -136,9 +136,11 @@ def test_the_first_every_tenth_and_validated_updates_are_lines():
     rows = [ROW | {"step": step} for step in range(1, 31)]
     rows[14] |= {"validation_loss": 2.75, "utilisation": 0.415}
     lines = shown(rows).splitlines()
-    assert [line.split()[1] for line in lines] == ["1", "10", "15", "20", "30"]
-    assert lines[0].endswith("loss 2.5000  learning rate 3.00e-04  gradient norm 1.250  12,346 tokens/s")
-    assert lines[2].endswith("utilisation 41.5 %  validation loss 2.7500")
+    assert [line.split()[1] for line in lines] == ["1", "10", "15", "loss", "20", "30"]
+    assert lines[0] == "update     1  loss 2.5000  lr 3.00e-04  norm 1.25  12,346 tokens/s"
+    assert lines[2].endswith("  42 % util")
+    assert lines[3].strip() == "validation loss 2.7500"
+    assert max(map(len, lines)) <= 80
 
 
 def test_on_a_terminal_there_is_a_bar_too():

@@ -172,28 +172,28 @@ class StepConfig:
     context: Annotated[int, CASE, FIXED] = 512
     """Tokens per sequence."""
     precision: Annotated[PrecisionName, CASE, FORM] = "fp32"
-    """fp32; tf32 (fp32 storage, TF32 matmuls); bf16 or fp16 autocast over fp32 weights (fp16 with a gradient scaler);
-    bf16-pure (weights, gradients and optimizer state in bf16). A workload whose weights come in bf16 is by default
-    measured as it is, as bf16-pure; every other precision then trains a float32 copy of its weights."""
+    """fp32; tf32 (fp32 storage, TF32 matmuls); bf16 or fp16 autocast over fp32 weights; bf16-pure (weights, gradients
+    and optimizer state in bf16). A workload whose weights come in bf16 is by default measured as bf16-pure. Every
+    other precision then trains a float32 copy of its weights."""
     compile: Annotated[CompileMode, CASE, FORM, RESUMABLE] = "off"
-    """torch.compile: off; each block on its own (blocks); the same, where backward computes again what costs no
-    product, such as norms, so that less is kept (blocks-recompute); or the whole model."""
+    """torch.compile: off, each block on its own (blocks), or the whole model. With blocks-recompute, backward
+    recomputes norms and other operations without matmuls, so that less is kept."""
     graph: Annotated[Literal["off", "step"], CASE, FORM, RESUMABLE] = "off"
     """CUDA graphs: off, or the step, whose kernels the host then launches at once (on a GPU, with batches of one
     shape). Of use where launches set the pace."""
     attention: Annotated[AttentionImpl, CASE, FORM, RESUMABLE] = "eager"
     """Attention implementation (our models). An explicit choice never falls back to another."""
     loss: Annotated[LossImpl, CASE, FORM, FIXED, RESUMABLE] = "dense"
-    """Cross-entropy: dense (all logits at once), chunked (head and loss over slices of tokens, recomputed in backward,
-    so that the logits never exist in full) or fused (so too, but with the gradients computed in forward, by our kernel:
-    nothing is computed twice; on a GPU)."""
+    """Cross-entropy: dense (all logits at once), chunked or fused, which never hold the logits in full. Chunked
+    computes head and loss over slices of tokens, which backward recomputes. Fused takes our kernel on a GPU, with the
+    gradients in forward."""
     fused: Annotated[FusedParts, CASE, FORM, FIXED, RESUMABLE] = "none"
-    """Operations that our fused operators compute in place of plain ones (our models, on a GPU): rope (the rotary
-    positions of queries and keys, in one pass)."""
+    """Fused operators in place of plain ones (our models, on a GPU): rope (the rotary positions of queries and keys, in
+    one pass)."""
     checkpointing: Annotated[str, CASE, RESUMABLE] = "none"
-    """Activations kept for backward: none (no checkpointing: all of them), every-1 (only the input of every block,
-    which runs again in backward), selective (results of matrix products and attention), @FILE (what the file says of
-    each block; trainstep memory --fit writes one)."""
+    """Saved tensors: none (no checkpointing, all are saved), every-1 (the input of every block, which runs again in
+    backward), selective (results of matmuls and attention), or @FILE. A file has a policy for each block, as
+    trainstep memory --fit writes it."""
     optimizer: Annotated[OptimizerImpl, CASE, FORM] = "adamw-foreach"
     """AdamW updating lists of tensors (foreach), AdamW in fused kernels, or plain SGD."""
     learning_rate: Annotated[float, FIXED] = 3e-4

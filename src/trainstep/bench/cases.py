@@ -243,14 +243,14 @@ class CollectiveCase:
     dtype: ElementDtype = "fp32"
     """Type of the elements."""
     size_mb: float = 100.0
-    """Megabytes (10^6 bytes) of the full tensor: what is reduced or sent, or comes out of a gather."""
+    """Megabytes (10^6 bytes) of the full tensor, which is reduced or sent, or comes out of a gather."""
     tensors: int = 1
-    """Tensors of equal sizes that the payload is divided into: one call is given all of them, as training's calls are
-    the gradients of a bucket. Gloo packs them for the journey."""
+    """Tensors of equal sizes that the payload is divided into. One call takes all of them, as training's calls take the
+    gradients of a bucket. Gloo packs them for the journey."""
     groups: Grouping = "one"
     """one: the first ranks, the others waiting. rows and columns: all ranks, in groups of world-size that do the same
-    at once; rows are of consecutive ranks, as those that divide a replica of a model, columns of ranks as far apart as
-    can be, as those that average what replicas have."""
+    at once. Rows are consecutive ranks, as those that divide a replica. Columns are ranks as far apart as can be, as
+    those that average over replicas."""
 
     @property
     def elements(self) -> int:

@@ -112,7 +112,7 @@ class BenchAb(_StepCases):
     """Compare the values of one flag by runs of their own: several fresh processes per value, in random order."""
 
     aa: FlagCreatePairsOff[bool] = False
-    """Compare a case with itself: what is then called faster or slower is false. No flag has several values."""
+    """Compare a case with itself. A difference that is then found is false. No flag has several values."""
     width: float = 0.02
     """Stop when the 95 % interval of the ratio is narrower than this share of it."""
     max_runs: int = 20

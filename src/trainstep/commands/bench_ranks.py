@@ -90,7 +90,7 @@ class BenchParallel(OneModel):
     """Further values of --compile: every scheme is measured with each of them too, in the same run, and held against
     the same one process."""
     rounds: int = 3
-    """Rounds: each scheme is built and timed so often, in turns, in an order drawn anew each time; ratios to torch's
+    """Rounds: each scheme is built and timed so often, interleaved, in an order drawn anew each time. Ratios to torch's
     count a round as one sample from 3 up."""
     trace: FlagCreatePairsOff[bool] = False
     """Also record one step of each scheme with the profiler after timing: the report then draws them one below the

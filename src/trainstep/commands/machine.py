@@ -38,7 +38,7 @@ class Tune(Common):
     what: Positional[Literal["attention"]] = "attention"
     """Name of the operation to tune."""
     part: commas(Literal["tiles", "choice"]) = ("tiles", "choice")  # type: ignore[valid-type]
-    """tiles: the configurations of our kernels; choice: what impl=auto stands for."""
+    """tiles: the configurations of our kernels; choice: the implementation that impl=auto takes."""
     head_dim: commas(int) = (16, 32, 64, 128, 256)  # type: ignore[valid-type]
     """Features per head to measure."""
     dtype: commas(Literal["bf16", "fp16", "fp32", "tf32"]) = ("bf16", "fp32", "tf32")  # type: ignore[valid-type]

@@ -248,7 +248,7 @@ class Common(ABC):
     json: FlagCreatePairsOff[bool] = False
     """Print the summary as one line of JSON on standard output, in place of the answer."""
     quiet: FlagCreatePairsOff[bool] = False
-    """Print nothing but errors; files are written as ever."""
+    """Print errors alone. Files are written as ever."""
     has_summary = True  # of a launch, for --json; no field
     debug: FlagCreatePairsOff[bool] = False
     """Show the traceback of an error, and of every case that fails."""

@@ -43,7 +43,7 @@ class Plan(Common):
     """TOML file with [model] and [step] tables, as defaults for the flags; by default a step in bf16 with fused
     attention and fused optimizer."""
     device: str | None = None
-    """Name of a known GPU, or a part of it that only one has, as H200 (the default, where there is no calibration)."""
+    """Name of a known GPU, or a part of it that only one has, as H200, the default without a calibration."""
     calibration: commas(Path) = ()  # type: ignore[valid-type]
     """Results measured on the GPU: results.jsonl of `trainstep analyze`, `bench collectives`, `bench step`. Their rates
     take the place of the datasheet's, and those of collectives between hosts that of --network-gb-s. Rows of

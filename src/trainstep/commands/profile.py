@@ -64,8 +64,8 @@ class Profile(OneModel):
     """Steps that the profiler records, after as many of its own warm-ups as it needs: by default 3, or 1 of a model of
     more than 1,000 modules."""
     nvtx: FlagCreatePairsOff[bool] = False
-    """Only run the steps, with their ranges announced to NVTX and the profiled ones between cudaProfilerStart and Stop:
-    what runs under nsys or ncu."""
+    """Only run the steps, with their ranges announced to NVTX and the profiled ones between cudaProfilerStart and Stop,
+    under nsys or ncu."""
     from_: Annotated[Path | None, arg(name="from")] = None
     """Read a trace instead of running anything: an nsys SQLite export, or torch.profiler's JSON (also gzipped)."""
     out: Path = Path("results/profile")

@@ -25,7 +25,7 @@ TrainFlags: Any = flags_of(TrainConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class Train(AnyModel):
-    """Train a model of ours on text or token ids, or a --workload on its own batches, alone or under torchrun; started
+    """Train a model of ours on text or token ids, or a --workload on its own batches, alone or under torchrun. Started
     again, it goes on where it was."""
 
     has_summary = False

@@ -88,8 +88,8 @@ def answer(rows: Sequence[Row], found: Sequence[Finding], launch: Launch, width:
     elif first:
         head += _beside(first[0].figure.plain, "bold green", first[0].says, width)
         head += _wrapped(first[0].detail, width)[:2]
-    elif found:
-        head += _wrapped(found[0].sentence, width, "bold")
+    else:
+        head += _wrapped(found[0].sentence if found else f"{len(cases)} results", width, "bold")
         found = found[1:]
     tries, prove = _tries(rows, found, launch), list[Text]()
     if launch.prove and script is not None and judged and judged[0].word != "TOO-FEW-STEPS":

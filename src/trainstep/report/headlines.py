@@ -207,7 +207,7 @@ def _profile(profile: ProfileRow, records: Sequence[Row]) -> Headline:
     if profile.idle_share is not None:
         stats.append(("Device idle", f"{profile.idle_share:.0%}", "without the profiler"))
     if profile.matmul_share_step is not None:
-        stats.append(("Matrix products", f"{profile.matmul_share_step:.0%}", "of the kernel time"))
+        stats.append(("Matmuls", f"{profile.matmul_share_step:.0%}", "of the kernel time"))
     told = f"{told_apart(profile, profiles)}: " if len(profiles) > 1 else ""
     profiled = [] if profile.profiled_n is None else [f"{number(profile.profiled_n)} steps under the profiler"]
     cost = [] if profile.profiler_cost is None else [f"the profiler cost {profile.profiler_cost:.0%} of the step"]

@@ -56,9 +56,8 @@ class TrainConfig:
     log_every: int = 10
     """Updates between two lines on the terminal; files have every one."""
     scheme: TrainScheme = "auto"
-    """single (one process), ddp (every rank has all; gradients are averaged), sharded-optimizer (gradients and
-    optimizer state in slices), fsdp (weights too), hsdp (the same in each of several replicas); auto: ddp on several
-    ranks, else single."""
+    """single (one process), ddp (every rank has all), sharded-optimizer (gradients and optimizer state in slices), fsdp
+    (weights too), hsdp (fsdp in each of several replicas). auto: ddp on several ranks, else single."""
     replicas: int = 0
     """Replicas of hsdp, each sharded over consecutive ranks; 0: one on each host, or two on a single host."""
     blocks_per_group: int = 1

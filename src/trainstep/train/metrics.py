@@ -184,16 +184,15 @@ class Show:
 
 
 def as_line(row: Mapping[str, Any]) -> str:
-    parts = [f"update {row['step']:>6}", f"loss {row['loss']:.4f}"]
-    parts += [f"learning rate {row['learning_rate']:.2e}"] if row["learning_rate"] is not None else []
-    parts.append(f"gradient norm {row['gradient_norm']:.3f}")
+    parts = [f"update {row['step']:>5}", f"loss {row['loss']:.4f}"]
+    parts += [f"lr {row['learning_rate']:.2e}"] if row["learning_rate"] is not None else []
+    parts.append(f"norm {row['gradient_norm']:.3g}")
     speed = row["tokens_per_s"]
     parts.append(f"{row['step_ms']:.4g} ms" if speed is None else f"{speed:,.0f} tokens/s")
     if row["utilisation"] is not None:
-        parts.append(f"utilisation {100 * row['utilisation']:.1f} %")
-    if row["validation_loss"] is not None:
-        parts.append(f"validation loss {row['validation_loss']:.4f}")
-    return "  ".join(parts)
+        parts.append(f"{100 * row['utilisation']:.0f} % util")
+    validated = "" if row["validation_loss"] is None else f"\n{'':14}validation loss {row['validation_loss']:.4f}"
+    return "  ".join(parts) + validated
 
 
 def as_summary(record: TrainRow) -> str:

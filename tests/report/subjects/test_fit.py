@@ -38,7 +38,7 @@ def test_a_fit_is_told_with_its_prediction_and_how_to_repeat_it():
         "budget_gib": 7.0, "peak_gib": 6.9, "predicted_gib": 6.8, "predicted_ms": 104.0, "prediction_error": -0.014,
         "time_error": 0.04, "blocks_kept": 3, "blocks_again": 5, "step_ms": 100.0, "host_gib": 1.5,
     }  # fmt: skip
-    assert said.sentence.endswith("1.50 GiB in host memory. --checkpointing @fit.json repeats it.")
+    assert said.sentence.endswith("1.50 GiB are in host memory. --checkpointing @fit.json repeats it.")
 
 
 def test_what_does_not_fit_is_no_fit():
@@ -51,14 +51,14 @@ def test_what_does_not_fit_is_no_fit():
     ("peak", "time", "said"),
     [
         (0.029, 0.069, None),
-        (-0.031, 0.0, "off by 3.1% of the peak."),
-        (0.0, 0.071, "off by 7.1% of the time."),
-        (0.04, -0.08, "off by 4.0% of the peak and 8.0% of the time."),
+        (-0.031, 0.0, "misses by 3.1% of the peak."),
+        (0.0, 0.071, "misses by 7.1% of the time."),
+        (0.04, -0.08, "misses by 4.0% of the peak and 8.0% of the time."),
     ],
 )
 def test_predictions_that_are_off(peak, time, said):
     _, *found = fit_findings([replace(FIT, prediction_error=peak, time_error=time)])
-    assert [each.sentence for each in found] == ([f"The prediction of the chosen step is {said}"] if said else [])
+    assert [each.sentence for each in found] == ([f"The prediction of the chosen step {said}"] if said else [])
 
 
 def test_a_choice_that_was_not_shown_to_be_the_best():

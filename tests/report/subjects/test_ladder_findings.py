@@ -66,7 +66,7 @@ def test_times_that_belie_the_speed_up_are_said_to_be_of_different_moments(ms, a
     assert times_agree(climb_of(BASELINE, top)) is agree
     (told,) = found([BASELINE, top], "gain")
     assert (f": 1,000 ms → {ms:,.0f} ms" in told.sentence) is agree
-    moved = f"the machine changed: the first took 1,000 ms when it was tried, the last {ms:,.0f} ms), with loss"
+    moved = f"The machine changed: the first took 1,000 ms when it was tried, the last {ms:,.0f} ms. Loss"
     assert (moved in told.sentence) is not agree
 
 

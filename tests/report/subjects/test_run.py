@@ -39,7 +39,7 @@ def test_what_a_step_takes_and_waits_for_is_told_by_sums():
         "far longer for their batch than most, as where workers bring batches in bursts."
     )
     (bound,) = said(run.data_bound, BURSTS)
-    assert bound.startswith("A step waits 16.0 ms on average for its batch, 94% of it: more workers")
+    assert bound.startswith("A step waits 16.0 ms on average for its batch, 94% of it. Try more workers")
 
 
 def test_even_steps_are_told_by_their_median():
@@ -61,7 +61,7 @@ def test_one_slow_step_is_no_burst_of_batches():
     assert phases.startswith("A step takes 2.50 ms (mean of 24; the median is 1.50 ms): forward 80%")
     assert "bursts" not in phases
     (bound,) = said(run.data_bound, SLOW_ONCE)
-    assert bound.startswith("A step waits 0.500 ms on average for its batch, 20% of it: more workers")
+    assert bound.startswith("A step waits 0.500 ms on average for its batch, 20% of it. Try more workers")
 
 
 @pytest.mark.parametrize(("last", "expected"), [(2.4, False), (2.6, True)])

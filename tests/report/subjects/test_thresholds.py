@@ -227,10 +227,10 @@ def test_a_twentieth_more_time_is_a_difference(ms, words):
 @pytest.mark.parametrize(
     ("fewer", "gb_s", "why"),
     [
-        (2.0, 80.0, "it is bound by memory"),  # as many FLOPs in its time as half the scores' rate
+        (2.0, 80.0, "bandwidth-bound ("),  # as many FLOPs in its time as half the scores' rate
         (1.9, 80.0, None),
-        (40.0, 60.0, "it is bound by memory"),
-        (40.0, 59.0, "its arithmetic is not what takes the time"),
+        (40.0, 60.0, "bandwidth-bound ("),
+        (40.0, 59.0, "its arithmetic does not take that long"),
     ],
 )
 def test_softmax_is_bound_by_memory_from_three_fifths_of_a_copy_s_rate(fewer, gb_s, why):

@@ -164,8 +164,8 @@ def peak_findings(records: Sequence[Row]) -> list[Finding]:
     phase = max(peaks, key=peaks.__getitem__)
     state = "" if step.optimizer_state_gib == 0 else ", optimizer state"
     said = (
-        "Memory peaks in {phase} at {peak_gib:gib}; {at_rest_gib:gib} of that is there before the step "
-        f"(weights{state} and the batch), {transient:.0%} comes and goes with it"
+        "Memory peaks in {phase} at {peak_gib:gib}. {at_rest_gib:gib} of that is there before the step "
+        f"(weights{state} and the batch). {transient:.0%} comes and goes with it"
     )
     figures: dict[str, Scalar] = {"peak_gib": step.peak_gib, "at_rest_gib": step.at_rest_gib, "phase": phase}
     owners, parts = _owners(step, phase, records)
@@ -173,7 +173,8 @@ def peak_findings(records: Sequence[Row]) -> list[Finding]:
     if owners:
         figures |= {"owners": tuple(row.owner for row in owners)}
         names = listed(["allocations without a known owner" if row.owner == "unknown" else row.owner for row in owners])
-        said += f": {literal(names)} {'makes' if names in ('optimizer state', 'batch') else 'make'} up most of the peak"
+        verb = "makes" if names in ("optimizer state", "batch") else "make"
+        said += f". {names[0].upper()}{literal(names[1:])} {verb} up most of the peak"
         remedies = list(dict.fromkeys(each for row in owners for each in _remedies(row.owner, parts, step, phase)))
     elif 1 - transient > MOST:
         said += ": most of it stays"
@@ -183,10 +184,11 @@ def peak_findings(records: Sequence[Row]) -> list[Finding]:
     without = max((peak for name, peak in peaks.items() if name != phase), default=0.0)
     if phase == "optimizer" and step.optimizer in UNFUSED_OPTIMIZER and 1 - without / step.peak_gib >= WORTH:
         remedies, figures["without_gib"] = [FUSED_OPTIMIZER], without  # what is there at rest is there without it too
-        said += "; the other phases peak at {without_gib:gib}"
+        said += ". The other phases peak at {without_gib:gib}"
     results = {each: _results(records, _TRIED.get(each, "nothing"), step.workload) for each in remedies}
     remedies = tuple(each for each in remedies if not results[each])
-    said += f", so {listed(remedies, 'or')} {'shrinks' if len(remedies) == 1 else 'shrink'} it." if remedies else "."
+    those = listed(remedies, "or") if remedies else ""
+    said += f". {those[0].upper()}{those[1:]} {'shrinks' if len(remedies) == 1 else 'shrink'} it." if remedies else "."
     proof = {change: peaks for each in results.values() for change, peaks in each.items()}
     if proof:
         told = [
@@ -279,7 +281,7 @@ def owner_findings(records: Sequence[Row]) -> list[Finding]:
     figures: dict[str, Scalar] = {f"share of {owner}": share for owner, share in shares.items()}
     part = next(((row, share) for row, share in own if row.owner == "activations" and not row.is_total), None)
     if part is not None:
-        said += "; of the activations, those of {part} are the most ({share of the part:.0%} of the peak)"
+        said += ". Activations of {part} are the most ({share of the part:.0%} of the peak)"
         figures |= {"part": owner_part(part[0]), "share of the part": part[1]}
     said += "."
     largest = next(iter(belonging(records, AllocationRow, step)), None)

@@ -81,8 +81,8 @@ def _found(study: Sequence[FitRow], row: FitRow) -> Iterator[Finding]:
         "step_ms": row.times["step"].median,
         "host_gib": row.host_gib,
     }
-    sent = ", {host_gib:gib} in host memory" if row.host_gib else ""
-    updated = ", the optimizer updating in backward, so no gradients clipped or added up" * bool(row.update_in_backward)
+    sent = " {host_gib:gib} are in host memory." if row.host_gib else ""
+    updated = " Updates run in backward, so no gradients are clipped or added up." * bool(row.update_in_backward)
     predicted = "predicted {predicted_gib:gib} and {predicted_ms:ms}"
     # A choice that does not fit is no choice: nothing else is said of it.
     if row.peak_gib > row.budget_gib:
@@ -91,7 +91,7 @@ def _found(study: Sequence[FitRow], row: FitRow) -> Iterator[Finding]:
         return
     said = (
         f"The step fits {{budget_gib:gib}}: it peaks at {{peak_gib:gib}} and takes {{step_ms:ms}} ({predicted}), "
-        f"{{blocks_kept}} blocks kept and {{blocks_again}} computed again{sent}{updated}. "
+        f"with {{blocks_kept}} blocks kept and {{blocks_again}} recomputed.{sent}{updated} "
     )
     yield found("fit.fits", said + literal(f"--checkpointing @{row.policy} repeats it."), **figures)
     if (row.gap or 0) > PROVEN:
@@ -103,7 +103,7 @@ def _found(study: Sequence[FitRow], row: FitRow) -> Iterator[Finding]:
     parts = ["{peak_off:.1%} of the peak"] * (peak_off > PEAK_AGREES)
     parts += ["{time_off:.1%} of the time"] * (time_off > TIME_AGREES)
     if parts:
-        said = f"The prediction of the chosen step is off by {listed(parts)}."
+        said = f"The prediction of the chosen step misses by {listed(parts)}."
         yield found("fit.prediction-off", said, peak_off=peak_off, time_off=time_off)
     yield from _beside_others(study, row)
 
@@ -120,17 +120,17 @@ def _beside_others(study: Sequence[FitRow], row: FitRow) -> Iterator[Finding]:
     ratio = ratio_of_medians(best.samples["step"], row.samples["step"])
     figures = {"other_ms": best.times["step"].median, "step_ms": row.times["step"].median, "speedup": ratio.value}
     named = literal(best.form)
-    same = f"Of the policies that treat all blocks alike, the fastest that fits is {named} with {{other_ms:ms}}"
+    same = f"The fastest policy that fits and treats all blocks alike is {named} with {{other_ms:ms}}"
     if ratio.interval is None:
-        said = f"{same}; the chosen step takes {{step_ms:ms}}. Too few steps were timed to rank them."
+        said = f"{same}. The chosen step takes {{step_ms:ms}}. Too few steps were timed to rank them."
         yield found("fit.beside", said, **figures)
         return
     figures |= {"speedup_low": ratio.interval.low, "speedup_high": ratio.interval.high}
     interval = f"({columns.INTERVAL} {{speedup_low:.2f}}–{{speedup_high:.2f}})"
     if 1 in ratio.interval:
-        yield found("fit.beside", f"{same}; these samples show no difference to the chosen step {interval}.", **figures)
+        yield found("fit.beside", f"{same}. These samples show no difference to the chosen step {interval}.", **figures)
         return
-    said = f"{same}; the chosen step is {{speedup:.2f}} times as fast as that {interval}."
+    said = f"{same}. The chosen step is {{speedup:.2f}} times as fast as that {interval}."
     if ratio.value < 1:
         said += literal(f" Take that one here: --checkpointing {best.form}.")
     yield found("fit.beside", said, **figures)

@@ -183,13 +183,13 @@ def _matmuls(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) ->
     forward, step = profile.matmul_share_forward, profile.matmul_share_step
     if forward is not None and step is not None:
         said = (
-            "Matrix products take {forward_share:share} of the kernel time in forward and {step_share:share} in the "
+            "Matmuls take {forward_share:share} of the kernel time in forward and {step_share:share} in the "
             f"whole {'step' if profile.has_steps is not False else 'trace'}, fused attention not counted."
         )
         yield found("kernels.matmuls", said, forward_share=forward, step_share=step)
     elif step is None and profile.undecided_share:
         said = (
-            "The share of matrix products is unknown: neither operators nor names tell what {undecided_share:share} of "
+            "The share of matmuls is unknown: neither operators nor names tell what {undecided_share:share} of "
             "the kernel time computes."
         )
         yield found("kernels.matmuls-unknown", said, undecided_share=profile.undecided_share)
@@ -225,13 +225,13 @@ def _softmax(own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
     if fewer < AS_SMALL * ratio:  # as slow as its arithmetic is small
         return [found("kernels.softmax", f"{said}.", fewer_flop=fewer, faster=ratio)]
     copy = next((row.gb_s for row in of_kind(records, CeilingRow) if row.operation == "copy"), None)
-    end, figures = advised("; a fused attention removes it.", records, "kernels.softmax", softmax.workload)
+    end, figures = advised(". Fused attention removes it.", records, "kernels.softmax", softmax.workload)
     rate, is_bound = "", False
     if softmax.main_gb_s and copy:
-        rate = " (it moves {gb_s:n} GB/s, {of_copy:.0%} of a large copy here)"
+        rate = " ({gb_s:n} GB/s, {of_copy:.0%} of a large copy)"
         figures |= {"gb_s": softmax.main_gb_s, "of_copy": softmax.main_gb_s / copy}
         is_bound = softmax.main_gb_s >= MEMORY_BOUND * copy
-    why = "it is bound by memory" if is_bound else "its arithmetic is not what takes the time"
+    why = "bandwidth-bound" if is_bound else "its arithmetic does not take that long"
     said += f": {why}{rate}{end}"
     ms = sum(row.ms or 0.0 for row in every if row.piece == "softmax" and row.phase != "step") or None
     claim = Claim("Softmax takes long for its arithmetic", ("pieces",), ms, action=advice.FUSED_ATTENTION)
@@ -293,7 +293,7 @@ def _idle(profile: ProfileRow, records: Sequence[Row]) -> list[Finding]:
     if profile.compile in (None, "off"):
         end, figures = advised(end, records, "kernels.idle", profile.workload)
     said = (
-        "The device has nothing to do for {idle_share:share} of the step ({idle_ms:ms} of {step_ms:ms}, without the "
+        "The device is idle for {idle_share:share} of the step ({idle_ms:ms} of {step_ms:ms}, without the "
         f"profiler): the host launches more slowly than the kernels run{end}"
     )
     figures |= {"idle_share": profile.idle_share, "idle_ms": profile.idle_ms, "step_ms": profile.step_ms}
@@ -364,9 +364,9 @@ _CROSS_ENTROPY = advice.Line("F.cross_entropy(logits.flatten(0, -2), targets.fla
 _MATH_FORM = "aten::_scaled_dot_product_attention_math"
 _ATTENTION = {
     "attention-written-out": (
-        "Attention is written out",
+        "Attention is unfused",
         advice.FUSED_ATTENTION,
-        "Attention is written out in {modules:list}: products, mask and softmax are kernels of their own there, and "
+        "Attention is unfused in {modules:list}: products, mask and softmax are kernels of their own there, and "
         "take {share:.0%} of the kernel time. F.scaled_dot_product_attention(q, k, v, attn_mask=mask) computes the "
         "same in one kernel, without a score matrix in memory. Leave attn_mask out if you have no mask. Write "
         "is_causal=True in its place only if your mask is causal. A boolean attn_mask is True where a query may look.",
@@ -438,11 +438,11 @@ def _cross_entropy(profile: ProfileRow, kernels: Sequence[KernelRow]) -> list[Fi
     if share < FORMULA or not is_mean or not operators & _GATHERED or is_other:
         return []
     said = (
-        "Cross-entropy is written out: the loss and its backward take {share:.0%} of the kernel time, over tensors "
+        "Cross-entropy is unfused: the loss and its backward take {share:.0%} of the kernel time, over tensors "
         f"as large as the logits. {_CROSS_ENTROPY.code} makes two passes over them where classes are their last "
         "dimension, and cannot overflow or take the logarithm of zero."
     )
-    claimed, ms = "Cross-entropy is written out", _of_kernels(profile, share)
+    claimed, ms = "Cross-entropy is unfused", _of_kernels(profile, share)
     claim = Claim(claimed, _KERNELS, ms, action=_CROSS_ENTROPY)
     return [found("formulas.cross-entropy-written-out", said, claim, modules=(_LOSS,), share=share)]
 

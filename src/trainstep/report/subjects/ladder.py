@@ -417,12 +417,12 @@ def _gain(climb: Climb, rows: Sequence[Row]) -> Finding:
             known |= later
     set_by = {id(row): names for row, names in zip(climb.accepted[1:], climb.settings, strict=True)}
     unchecked = tuple(row.change for row in there if "optimizer" in set_by[id(row)] and row.update_error is None)
-    what = "loss and gradients" if last.update_error is None else "loss, gradients and updates"
+    what = "Loss and gradients" if last.update_error is None else "Loss, gradients and updates"
     said = (
-        f"{names[0].upper()}{names[1:]}{said}, with {what} within the error budget (gradients off by "
-        "{gradient_error:.1g} of {error_budget:.1g} allowed)"
+        f"{names[0].upper()}{names[1:]}{said}. {what} pass the check: relative gradient error {{gradient_error:.1g}} "
+        "(tolerance {error_budget:.1g})"
     )
-    said += "; the updates of {unchecked:list} were not checked." if unchecked else "."
+    said += ". The updates of {unchecked:list} were not checked." if unchecked else "."
     known |= {"gradient_error": numeric(last.gradient_error), "error_budget": numeric(last.error_budget)}
     known |= {"before_ms": first.step_ms, "after_ms": last.step_ms}
     known |= {"peak_before_gib": first.peak_gib, "peak_after_gib": last.peak_gib}
@@ -435,10 +435,7 @@ def _faster(saved_ms: float) -> Claim:
     return Claim(said, ("ladder",), ms=saved_ms, is_part=False, severity="aside")
 
 
-_MOVED = (
-    ", each change in turns with what was accepted before it (between them the machine changed: the first took "
-    "{before_ms:ms} when it was tried, the last {after_ms:ms})"
-)
+_MOVED = ". The machine changed: the first took {before_ms:ms} when it was tried, the last {after_ms:ms}"
 
 
 CALLED = {"wrong": "failed the check", "unsupported": "not tried"}

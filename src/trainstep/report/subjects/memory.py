@@ -65,7 +65,7 @@ def prediction_findings(records: Sequence[Row]) -> list[Finding]:
         said = f"The plan predicts {count} to within {max(worst, 1e-4):.2%}."
         return [found("memory.predicted", said, **figures)]
     said = (
-        f"The plan is off by more than {AGREES:.0%} for {{over}} of {{peaks}} measured peaks, at worst by "
+        f"The plan misses by more than {AGREES:.0%} for {{over}} of {{peaks}} measured peaks, at worst by "
         f"{{worst:.1%}} ({_told(row, 'context', 'precision', 'checkpointing')}); for small models the CUDA libraries' "
         "own workspaces, which it leaves out, are that large."
     )
@@ -82,8 +82,8 @@ def uncompiled_findings(records: Sequence[Row]) -> list[Finding]:
     if not count:
         return []
     said = (
-        "The workload compiles code of its own. Where its memory was followed, that code ran eagerly, because compiled "
-        "code allocates out of sight: the peaks of {count} measurements are those of eager code, times are not."
+        "The workload compiles code of its own. Measurements of memory ran that code eagerly, because compiled code "
+        "allocates out of sight. The peaks of {count} measurements are those of eager code, times are not."
     )
     return [found("memory.uncompiled", said, count=count)]
 

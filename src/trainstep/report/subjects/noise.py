@@ -64,8 +64,8 @@ def unsteady(rows: Sequence[Row]) -> Iterator[Finding]:
         # The worst row decides the advice: wild times ask for another run, wide ones for more steps.
         worst, name, times = max(wide, key=lambda each: each[0])
         said = (
-            f"Unsteady times in {{rows}} of {{of}} {many}: their 95 % intervals span more than {NOISY_INTERVAL:.0%} of "
-            "the median, at worst {low_ms:ms} to {high_ms:ms} around {ms:ms} ({worst}). "
+            f"Unsteady times in {{rows}} of {{of}} {many}: 95 % intervals span more than {NOISY_INTERVAL:.0%} of the "
+            "median. The widest is {low_ms:ms} to {high_ms:ms} around {ms:ms} ({worst}). "
         )
         said += (
             "Something else may have run; measure again before believing them."
@@ -108,8 +108,8 @@ def throttled(rows: Sequence[Row]) -> Iterator[Finding]:
 
 def measured_again(rows: Sequence[Row]) -> list[Finding]:
     """Changes that were timed for longer than was asked for."""
-    again = tuple(row.change for row in changes(rows) if (row.attempts or 1) > 1)
-    said = "Timed for longer than asked, since the first samples left a gain open: {changes:n}."
+    again = tuple(dict.fromkeys(row.change for row in changes(rows) if (row.attempts or 1) > 1))
+    said = "Timed for longer than asked, since the first samples left a gain open: {changes:list}."
     return [found("noise.measured-again", said, changes=again)] if again else []
 
 
@@ -125,7 +125,7 @@ def drift(rows: Sequence[Row]) -> Iterator[Finding]:
             "end of the ladder. "
         )
         said += (
-            "Gains are of steps taken in turns; times of different changes are no more certain than that."
+            "Gains are of interleaved steps. Times of different changes are no more certain than that."
             if in_turns
             else "Speed-ups are no more certain than that; run again on a quieter machine."
         )

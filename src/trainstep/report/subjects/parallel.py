@@ -207,7 +207,7 @@ def host_findings(records: Sequence[Row]) -> list[Finding]:
     latest = max(late, key=lambda row: row.times["issue"].median)
     compiling = "Compiled blocks, more" if any(row.compile == "off" for row in late) else "More"
     said = (
-        "The host sets the pace of {schemes}: the GPU comes to the update when the host does ({latest}: launched in "
+        "Launch-bound: {schemes}. The GPU comes to the update when the host does ({latest}: launched in "
         f"{{issue_ms:ms}}, of a step of {{step_ms:ms}}). {compiling} tokens per GPU, or host cores of each rank’s own "
         "(taskset, torchrun’s --numa-binding) help; faster links will not."
     )

@@ -126,7 +126,7 @@ def _fastest(rows: Sequence[PlanRow]) -> Finding:
     if best.tokens_per_s is None or best.utilisation is None:  # the batch of a user's step does not tell
         speed = "{step_ms:ms} a step"
     devices = "one GPU" if best.gpus == 1 else "{gpus:,} GPUs"
-    said = f"Predicted: of what fits, {{strategy}} is fastest on {devices}, with {speed}. What limits it: {{limit}}."
+    said = f"Predicted: of what fits, {{strategy}} is fastest on {devices}, with {speed}. Limit: {{limit}}."
     figures = {"tokens_per_s": best.tokens_per_s, "utilisation": best.utilisation, "step_ms": best.step_ms}
     claim = Claim("Predicted: {strategy} is fastest of what fits", ("plan",), best.step_ms, is_part=False)
     return found("plan.fastest", said, claim, strategy=best.strategy, gpus=best.gpus, limit=best.limit, **figures)

@@ -315,8 +315,8 @@ def data_bound(rows: Sequence[Row]) -> Iterator[Finding]:
         if share >= DATA_BOUND:
             where = " (the loader at {loader})" if row.loader else ""
             said = (
-                f"A step waits {{data_ms:ms}} on average for its batch{where}, {{share:share}} of it: more workers in "
-                "the DataLoader, or less work per sample, would shorten it by up to that."
+                f"A step waits {{data_ms:ms}} on average for its batch{where}, {{share:share}} of it. Try "
+                "more workers in the DataLoader, or less work per sample."
             )
             if row.worker_start:
                 said += " Lines in workers of this start method were not looked into."
@@ -422,7 +422,7 @@ def compiled_again(rows: Sequence[Row]) -> Iterator[Finding]:
         if not row.rank and (row.last_step or 0) > 1:
             from_line = f" (called from {row.from_line})" if row.from_line else ""
             said = (
-                f"What {{line}}{from_line} calls was compiled {{compilations:n}} times, the last time in step "
+                f"The call at {{line}}{from_line} was compiled {{compilations:n}} times, the last time in step "
                 "{last_step:n}, because: {reason}"
             )
             known: dict[str, Scalar] = {"compilations": row.compilations, "last_step": row.last_step}

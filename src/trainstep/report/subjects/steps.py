@@ -126,7 +126,7 @@ def phase_findings(rows: Sequence[Row]) -> list[Finding]:
         chunked, recomputes = step.loss == "chunked", step.checkpointing not in (None, "selective")
         under = " and ".join(["with checkpointing"] * recomputes + ["with a chunked loss"] * chunked)
         said += (
-            " Backward takes {backward_over_forward:.1f}× forward, where the matrix products alone would make it "
+            " Backward takes {backward_over_forward:.1f}× forward, where matmuls alone would make it "
             f"{{expected_backward_over_forward:.2g}}×{f' {under}' if under else ''}: look there first (memory "
             "spilling, a slow backward kernel, or a forward bound by launches)."
         )
@@ -172,14 +172,14 @@ def utilisation(rows: Sequence[Row]) -> list[Finding]:
     figures: dict[str, Scalar] = {"achieved_tflops": step.achieved_tflops, "ceiling_tflops": ceiling, "share": share}
     claim, seen, whole = Claim(), ("ceilings", "phases"), step.step_ms or 0.0
     if share < PRODUCTS_SET_PACE:
-        judgement, judged = "low", "most of the step is not matrix products at full speed."
-        said = "Most of the step is not matrix products at full speed"
+        judgement, judged = "low", "most of the step is not matmuls at full speed."
+        said = "Most of the step is not matmuls at full speed"
         claim = Claim(said, seen, ms=(1 - share) * whole, severity="aside")
     elif share > 1:
         judgement, judged = "beyond", "more than can be, so the machine was slower when the large product was measured."
     else:
-        judgement, judged = "high", "the matrix products set the pace"
-        claim = Claim("Matrix products set the pace", seen, ms=share * whole)
+        judgement, judged = "high", "matmuls set the pace"
+        claim = Claim("Matmuls set the pace", seen, ms=share * whole)
         entry = PRECISIONS.get(str(step.precision))  # None for one that only another version knows
         is_wide, end = entry is not None and not entry.is_half, "."
         if is_wide:
@@ -188,8 +188,8 @@ def utilisation(rows: Sequence[Row]) -> list[Finding]:
             figures |= gains
         judged += end
     said = (
-        "The step reaches {achieved_tflops:n} TFLOP/s, {share:.0%} of what a large "
-        f"{literal(str(step.precision))} matrix product reaches on this device ({{ceiling_tflops:n}} TFLOP/s): {judged}"
+        "The step reaches {achieved_tflops:n} TFLOP/s, {share:.0%} of a large "
+        f"{literal(str(step.precision))} matmul’s rate on this device ({{ceiling_tflops:n}} TFLOP/s): {judged}"
     )
     return [found(f"utilisation.{judgement}", said, claim, **figures)]
 
