@@ -88,8 +88,8 @@ def require_device(name: str) -> DeviceSpec:
     if len(matches) == 1:
         return matches[0]
     found = "matches more than one device" if matches else "is not a known device"
-    names = ", ".join(spec.name for spec in matches or DEVICES.values())
-    raise UsageError(f"{name!r} {found}; expected one of: {names}")
+    names = ", ".join(f"'{spec.name}'" for spec in matches or DEVICES.values())
+    raise UsageError(f"{name!r} {found}; expected a part that only one of these has: {names}")
 
 
 def free_host_bytes() -> int:

@@ -128,8 +128,7 @@ def _check_place(path: Path) -> None:
     Raises:
         UsageError: another file is there, such as the script itself, or nothing can be.
     """
-    is_folder_open = path.parent.is_dir() and os.access(path.parent, os.W_OK)
-    if not is_folder_open or path.is_dir() or not is_replaceable(path):
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)) or path.is_dir() or not is_replaceable(path):
         raise UsageError(f"--patch is {path}, where no file can be written; expected one in a folder that is there")
     if path.exists() and path.stat().st_size:
         with path.open("rb") as file:

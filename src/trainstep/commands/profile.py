@@ -56,7 +56,7 @@ class Analyze(Climbed):
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(OneModel):
-    """Take a training step apart: its kernels by phase, module and family, and what profiling itself cost."""
+    """Take a training step apart, or a trace of another program (--from): kernels by phase, module and family."""
 
     warmup: int = 3
     """Steps before those that are timed without the profiler."""

@@ -57,7 +57,7 @@ class Train(AnyModel):
             return 0
         by = outcome.stopped_by
         why = by.name if by else "another rank was told to stop"
-        show.line(f"{why}: stopped after update {outcome.step}, which is saved; start again to go on")
+        show.line(f"{why}: stopped after update {outcome.step}, which is saved; start again with the same flags")
         return code_of(by) if by is signal.SIGINT else 0
 
     def _draw_page(self, show: Show) -> None:

@@ -184,9 +184,8 @@ def _bars(made: Breakdown | None, script: ScriptRow | None, width: int) -> list[
     if script is not None:  # as the verdict has them, by sums over all steps
         shares |= {name: run.share_of(script, phase) for phase, name in run.PHASES.items() if name in phases}
     shown = {name: ms for name, ms in phases.items() if shares[name] >= LEAST_SHARE}
-    longest, place = max(shown.values(), default=0.0), ""
-    if script is not None and script.loader:
-        place = script.loader.partition(",")[0]
+    longest = max(shown.values(), default=0.0)
+    place = (script.loader or "").partition(",")[0] if script is not None else ""
     most = max(10, min(40, width - 60))
     lines = []
     for name, ms in list(shown.items())[:MOST_BARS]:

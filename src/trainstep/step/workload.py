@@ -39,6 +39,9 @@ def call_with_first(module: nn.Module, batch: Any) -> Any:
     return module(batch[0])
 
 
+EXPECTED = "a trainstep.Workload(module=…, batches=…, loss=…, optimizer=…)"
+
+
 @dataclass
 class Workload:
     """A model to train and everything a step of it needs.
@@ -215,7 +218,7 @@ def _build_from_factory(spec: str, factory: Factory, step: StepConfig) -> Worklo
         raise UsageError(f"--workload {spec}: the factory failed: {_last_line(error)}") from error
     if not isinstance(workload, Workload):
         kind = type(workload).__name__
-        raise UsageError(f"--workload {spec}: the factory returned a {kind}, expected a trainstep.Workload")
+        raise UsageError(f"--workload {spec}: the factory returned a {kind}, expected {EXPECTED}")
     if not PRECISIONS[step.precision].is_stored_half:
         # Precision is applied from outside: trained weights of another dtype would be measured under a false name.
         for name, parameter in workload.module.named_parameters():

@@ -119,8 +119,7 @@ def _beside_others(study: Sequence[FitRow], row: FitRow) -> Iterator[Finding]:
     best = min(others, key=lambda each: each.times["step"].median)
     ratio = ratio_of_medians(best.samples["step"], row.samples["step"])
     figures = {"other_ms": best.times["step"].median, "step_ms": row.times["step"].median, "speedup": ratio.value}
-    named = literal(best.form)
-    same = f"The fastest policy that fits and treats all blocks alike is {named} with {{other_ms:ms}}"
+    same = f"The fastest policy that fits and treats all blocks alike is {literal(best.form)} with {{other_ms:ms}}"
     if ratio.interval is None:
         said = f"{same}. The chosen step takes {{step_ms:ms}}. Too few steps were timed to rank them."
         yield found("fit.beside", said, **figures)

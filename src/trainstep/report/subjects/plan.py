@@ -10,7 +10,7 @@ from trainstep.base.config import CASE, settings_with
 from trainstep.report import columns
 from trainstep.report.blocks import Section, section
 from trainstep.report.columns import Cell, Column, value_cell
-from trainstep.report.findings import Claim, Finding, found
+from trainstep.report.findings import Claim, Finding, found, literal
 from trainstep.report.numbers import NONE, number, numeric
 from trainstep.report.tables import Table, TableRow, define, page_table
 from trainstep.rows import PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
@@ -126,7 +126,9 @@ def _fastest(rows: Sequence[PlanRow]) -> Finding:
     if best.tokens_per_s is None or best.utilisation is None:  # the batch of a user's step does not tell
         speed = "{step_ms:ms} a step"
     devices = "one GPU" if best.gpus == 1 else "{gpus:,} GPUs"
-    said = f"Predicted: of what fits, {{strategy}} is fastest on {devices}, with {speed}. Limit: {{limit}}."
+    names = ("batch", "context", "precision", "checkpointing")
+    case = literal(", ".join(f"{name} {best.case[name]}" for name in names if best.case.get(name)))
+    said = f"Predicted ({case}): of what fits, {{strategy}} is fastest on {devices}, with {speed}. Limit: {{limit}}."
     figures = {"tokens_per_s": best.tokens_per_s, "utilisation": best.utilisation, "step_ms": best.step_ms}
     claim = Claim("Predicted: {strategy} is fastest of what fits", ("plan",), best.step_ms, is_part=False)
     return found("plan.fastest", said, claim, strategy=best.strategy, gpus=best.gpus, limit=best.limit, **figures)
