@@ -40,14 +40,14 @@ def results(name: str, kind: type[AnyRow]) -> list[AnyRow]:
 
 
 def as_checked_today(row: Row) -> Row:
-    """A change that failed an earlier float32 check but passes today's tolerance, as not tried; others as they are."""
+    """A change that an earlier float32 check rejected within today's tolerance, as not tried; others as they are."""
     told = re.fullmatch(r"in float32, \S+ off by ([\d.e-]+) of ([\d.e-]+)", row.reason)
     if not isinstance(row, ChangeRow) or told is None or str(row.environment["date"]) > "2026-11-23":
         return row
     error, allowed = map(float, told.groups())
-    if error > allowed * FLOAT32_LOSES / FLOAT32_LOST:
+    if error > (today := allowed * FLOAT32_LOSES / FLOAT32_LOST):
         return row
-    reason = f"failed the float32 check of that day ({error:.2g}, tolerance {allowed:.2g}) and passes today's"
+    reason = f"failed the float32 check of that day ({error:.2g}, tolerance {allowed:.2g}, today's {today:.2g})"
     return dataclasses.replace(row, status="unsupported", verdict="not tried", reason=reason)
 
 
