@@ -296,8 +296,7 @@ def test_where_the_plain_formula_does_not_fit_a_shorter_length_sets_the_budget(m
 
     monkeypatch.setattr(module, "attention_eager", eager)
     monkeypatch.setattr(module, "BUDGET_LENGTH", 80)
-    shape = (1, 2, 200, 16)
-    assert check(causal, shape, torch.bfloat16, CPU, is_causal=True).is_right
+    assert check(causal, (1, 2, 200, 16), torch.bfloat16, CPU, is_causal=True).is_right
     assert [each[-2] for each in plain_runs] == [80, 40]
 
 

@@ -279,7 +279,8 @@ class Counting(nn.Module):
         return self.linear(x) * (1 + self.calls)
 
 
-def test_every_drawing_begins_with_the_buffers_of_its_place():
+def test_every_drawing_begins_with_the_buffers_of_its_place(monkeypatch):
+    monkeypatch.setattr(Reference, "at", None)  # sketches show that further passes begin with them too
     found = verdict_of(source_of(Counting), precision="bf16")
     assert found.is_right
     assert found.gradients.gradient_allowed < 0.05, "one call more would be a budget of a half"
