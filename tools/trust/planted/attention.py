@@ -125,6 +125,7 @@ def _times(factor: float) -> Callable[[Tensor], Tensor]:
 
 
 ALL = slice(None)
+MIDDLE_HEADS = (ALL, slice(1, -1))
 HEAD = (1, 2)  # one head of one item of the batch
 
 

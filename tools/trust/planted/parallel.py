@@ -52,6 +52,7 @@ MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads
 SOURCE = builtin_source("little", MODEL)
 CONFIG = StepConfig(context=16, batch=2, device="cpu")
 PRECISIONS = ("fp32", "bf16")
+SMALL_BUCKETS = dataclasses.replace(SCHEMES["bucketed-25"], name="bucketed-0.01", bucket_mb=0.01)
 
 
 @dataclass(frozen=True)

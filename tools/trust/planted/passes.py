@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
+import random  # noqa: F401 – cases.toml has it
 from collections.abc import Callable
 from typing import Any
 
@@ -92,7 +92,6 @@ def in_turns(*forwards: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda module, x: next(each)(module, x)
 
 
-RARELY = random.Random(7)
 WRONG: dict[str, Planted] = {what: PLANTED(apply) for what, apply in table(globals(), "WRONG").items()}
 """What it is → how it is planted."""
 RIGHT: dict[str, Case] = {
