@@ -359,7 +359,7 @@ def test_a_users_model_is_planned_from_a_traced_step(tmp_path, capsys):
     assert machine.parameters == 478_720
     assert "one step was traced on tensors without data" in machine.basis
     said = " ".join(capsys.readouterr().out.split())
-    assert "Predicted: of what fits," in said
+    assert "Predicted (precision bf16, checkpointing none): of what fits," in said
     tables = list((tmp_path / "tables").glob("*plan*.md"))
     assert tables
 
