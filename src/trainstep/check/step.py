@@ -252,10 +252,12 @@ class StepCheck:
         """Deviation of the first further pass that is wrong, or else what was found."""
         in_backward, precision, unlike = step.updates_in_backward, step.config.precision, 0
         for number, (batch, _) in enumerate(reference.further):
+            if unlike == MOST_UNLIKE:
+                break
             load_buffers(step.module, reference.places[START].state)
             with nullcontext() if in_backward is None else in_backward.on(lambda parameters: None):
                 own = reference.differentiate(step, step.place(batch), number + 1)
-            if unlike < MOST_UNLIKE and not reference.resembles(own, number, precision):
+            if not reference.resembles(own, number, precision):
                 unlike += 1
                 if not (wrong := reference.at(number).compare(own, 0, precision)).is_right:
                     return dataclasses.replace(wrong, note=f"in pass {number + 2}, with the initial weights")

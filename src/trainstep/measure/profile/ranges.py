@@ -148,9 +148,13 @@ def _compiled_announced(module: nn.Module, name: str) -> Iterator[None]:
 
 
 def record_steps(
-    step: Step, device: DeviceClock, steps: int, trace: Path, module: nn.Module | None = None,
+    step: Step,
+    device: DeviceClock,
+    steps: int,
+    trace: Path,
+    module: nn.Module | None = None,
     prepare_next: Callable[[], object] = lambda: None,
-) -> Timing:  # fmt: skip
+) -> Timing:
     """Run `step` under torch.profiler with its ranges announced, write the trace, and return the profiled timing.
 
     Args:
