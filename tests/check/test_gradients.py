@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainstep.base.errors import UsageError
-from trainstep.base.tolerance import VACUOUS
+from trainstep.base.tolerance import VACUOUS, one_rounding
 from trainstep.check.gradients import Error, Gradients, Rounding, compare
 from trainstep.check.verdict import Deviation
 
@@ -44,6 +44,14 @@ def test_a_known_error():
     ))  # fmt: skip
     assert found.gradient == pytest.approx(0.1 * vector / every, rel=1e-5)
     assert found.scale == pytest.approx(0.1 * (vector / every) ** 2, rel=1e-5)
+
+
+def test_a_loss_of_float32_is_known_to_a_few_of_its_last_places():
+    """Where the plain loss is off by nothing, rounding of the number itself still is."""
+    last_place = one_rounding("fp32")
+    for off, is_right in ((2 * last_place, True), (8 * last_place, False)):
+        found = changed(drawn(), "one", torch.clone, loss=2.0 * (1 + off))
+        assert compare(found, drawn(), Rounding(), last_place).is_right is is_right
 
 
 @pytest.mark.parametrize("seed", range(10, 20))

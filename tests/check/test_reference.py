@@ -238,6 +238,8 @@ def test_more_is_drawn_while_the_roundings_do_not_explain_an_error(monkeypatch):
         return Gradients(found.loss, {name: each + size * signs[name] for name, each in found.by_name.items()})
 
     torch.manual_seed(0)
+    assert reference.compare(off(0.0), 0, "fp32").is_right
+    assert drawn == [], "float64 shows what float32 is off by"
     assert reference.compare(off(0.0), 0, "bf16").is_right
     assert drawn == 2 * [*range(DRAWS)], "in both places"
     assert not reference.compare(off(0.5), 0, "bf16").is_right
@@ -253,8 +255,8 @@ def test_no_more_is_drawn_than_explains_the_error(monkeypatch):
     reference = Reference(source_of(lambda: nn.Linear(32, 32)), CPU)
     draw, draws = reference._draw, []
 
-    def growing(step, place, known):
-        more = draw(step, place, known)
+    def growing(*asked):
+        more = draw(*asked)
         draws.append(more.draws)
         return dataclasses.replace(more, most=more.most.times({3: 0.0, 6: 0.01, 12: 1.0}[more.draws]))
 

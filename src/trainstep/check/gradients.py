@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.base.errors import UsageError
-from trainstep.base.tolerance import ROWS, headroom, larger
+from trainstep.base.tolerance import FLOAT32_ROUNDOFF, ROWS, headroom, larger
 from trainstep.check.buffers import NO_BUFFERS, Buffers, apart
 from trainstep.check.parts import as_rows, in_parts, norm
 from trainstep.check.verdict import Deviation
@@ -223,10 +223,12 @@ def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: f
         allowed = 2 * headroom(buffer.count) * plain.buffers.get(name, 0.0) + buffer.rounded(rounding)
         worst = max(worst, _share(buffer.error, allowed, buffer.change or 1.0, f"buffer {name}"), key=_nan_first)
     size, loss_size = math.sqrt(square), abs(reference.loss) or 1.0
+    # A loss is one number of float32: a plain one that is off by nothing is off by up to half of its last place.
+    usual_loss = max(plain.loss / loss_size, FLOAT32_ROUNDOFF)
     _, worst_error, worst_allowed, worst_name = worst
     return Deviation(
         loss=abs(found.loss - reference.loss) / loss_size,
-        loss_allowed=2 * headroom(1) * plain.loss / loss_size + rounding,
+        loss_allowed=2 * headroom(1) * usual_loss + rounding,
         gradient=math.sqrt(error_square) / size if size else math.inf,
         gradient_allowed=2 * math.sqrt(allowed_square) / size + rounding if size else 0.0,
         scale=abs(product / square) if square else 0.0,

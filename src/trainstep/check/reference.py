@@ -286,7 +286,8 @@ class Reference:
                 is_other = precision != self.config.precision
                 return self._with_plain(deviation, found, place, form, known[place]) if is_other else deviation
             found = found.on_host()
-            known[place] = self._draw(self._rounded_step(*form), self.places[place], known[place])
+            more = min(2 * known[place].draws, MORE_DRAWS) or DRAWS
+            known[place] = self._draw(self._rounded_step(*form), self.places[place], known[place], more)
         return deviation
 
     def _with_plain(
@@ -300,11 +301,13 @@ class Reference:
         return dataclasses.replace(deviation, note=f"so is the plain step in {form[0]}, {OWN_ARITHMETIC}")
 
     def _measure(self, precision: PrecisionName, narrow_weights: bool) -> list[_Measured]:
-        """Measure this precision's rounding in each place, by a few drawings."""
+        """Measure this precision's rounding in each place, by a few drawings; where float64 shows what it is off by
+        itself, by none until a step is further off."""
         casts = self._narrowing() if narrow_weights else [Rounding()] * len(self.places)
         step, none = self._rounded_step(precision, narrow_weights), Rounding()
+        draws = 0 if precision == self.config.precision and self.is_exact else DRAWS
         of_each = zip(self.places, casts, strict=True)
-        return [self._draw(step, place, _Measured(0, none, cast, none)) for place, cast in of_each]
+        return [self._draw(step, place, _Measured(0, none, cast, none), draws) for place, cast in of_each]
 
     def _within(self, found: Gradients, expected: Gradients, precision: PrecisionName, plain: Rounding) -> Deviation:
         if precision == "fp32":
@@ -317,9 +320,8 @@ class Reference:
             cast_parameters(step.module, torch.bfloat16)
         return step
 
-    def _draw(self, step: TrainingStep, place: Place, known: _Measured) -> _Measured:
-        """The same from `DRAWS` random roundings, or from twice as many as before."""
-        draws = min(2 * known.draws, MORE_DRAWS) or DRAWS
+    def _draw(self, step: TrainingStep, place: Place, known: _Measured, draws: int) -> _Measured:
+        """The same from this many random roundings."""
         plain, random = self._at(step, place), known.random
         for seed in range(known.draws, draws):
             random = Rounding.most([random, Rounding.between(self._drawn(step, place, seed), plain)])
