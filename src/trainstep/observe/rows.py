@@ -19,7 +19,7 @@ from trainstep.observe.keeping import keeping_lines
 from trainstep.observe.lines import shown_line
 from trainstep.observe.loaders import main_loader, most_used
 from trainstep.observe.log import ENDED, RankLog
-from trainstep.observe.sampling import BEFORE
+from trainstep.observe.sampling import BEFORE, UP_TO
 from trainstep.observe.steps import COMMUNICATION, COUNTS, DATA, Step
 from trainstep.rows import HabitRow, LineRow, RecompilationRow, ScriptRow, WaitRow, row_of
 from trainstep.rows.records import Row, Times, make_row, of_kind
@@ -248,27 +248,34 @@ def _wait_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[WaitRow]:
 
 
 def _line_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[LineRow]:
-    """A row for each line of the script's that had more than a hundredth of its phase's samples, the most first."""
+    """A row for each line of the script's that had more than a hundredth of its phase's samples, the most first. A line
+    most of whose samples came late is told as the one up to which code ran."""
     own_steps = [step for step in log.steps[1:] if not INSTRUMENTED & step.tags]
     later = [step for step in own_steps if not step.evaluations] or own_steps
     found: defaultdict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
+    late = Counter[tuple[str, str, str]]()
     for step in later:
         for number, count in step.seen.items():
             place, phase = log.lines[number], log.lines[number]["call"]
             line = f"{BEFORE * phase.startswith(BEFORE)}{shown_line(place['file'], place['line'])}"
-            found[phase.removeprefix(BEFORE)][line if place["file"] else "", place["function"]] += count
+            key = line if place["file"] else "", place["function"]
+            found[phase.removeprefix(BEFORE).removeprefix(UP_TO)][key] += count
+            late[phase.removeprefix(UP_TO), *key] += count * phase.startswith(UP_TO)
     loaders = log.facts.get("loaders", ())
     for worker in log.workers.values():
         if loaders and worker["loader"] == most_used(loaders)["line"]:
-            for file, line, function, count in worker["lines"]:
-                found[WORKERS][shown_line(file, line) if file else "", function] += count
+            for file, number, function, count, is_late in worker["lines"]:
+                key = shown_line(file, number) if file else "", function
+                found[WORKERS][key] += count
+                late[WORKERS, *key] += count * is_late
     for phase, lines in found.items():
         whole_ms = sum(step.host_ms.get(phase, 0.0) for step in later) / len(later) if later else 0.0
         for (line, function), count in lines.most_common():
             if line and count > LEAST_SEEN * lines.total():
                 share = count / lines.total()
                 ms = None if phase == WORKERS else share * whole_ms
-                known: dict[str, Any] = {"line": line, "phase": phase, "function": function}
+                only = UP_TO * (late[phase, line, function] > count / 2)
+                known: dict[str, Any] = {"line": only + line, "phase": phase, "function": function}
                 yield LineRow(**own, **known, seen=count, share=share, ms_per_step=ms)
 
 

@@ -5,9 +5,10 @@ The thread that takes them from the script's process runs no code of Python's: a
 no frame of ours, the interpreter is not given up within a sample, no frame and so no tensor outlives one, and no
 collection of garbage begins there.
 
-A sample needs the interpreter. Code of Python that runs for less than Python's switch interval (5 ms) keeps it until
-torch or the system gives it up, so its sample comes late. Where the next phase has begun meanwhile, its line is the
-call before which the code ran.
+A sample needs the interpreter. Code that keeps it for longer than Python's switch interval (5 ms) is asked to give it
+up, and is seen where it is; code of C, where it returns. Other code keeps it until torch or the system gives it up, and
+where that is soon over, for many times. So its sample comes late, at a line that may have done nothing but follow
+(`UP_TO`). Where the next phase has begun meanwhile, its line is the call before which the code ran.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ EVERY_S = 0.01
 KEPT = 2000  # samples that wait for the end of their step: of a longer one the last
 DEEPEST = 60  # frames of a stack, from the innermost
 BEFORE = "before "
-"""In front of the phase of code that was seen late."""
+"""In front of the phase of code that was seen when the next one had begun."""
+UP_TO = "up to "
+"""In front of the phase of a sample that came late, and of the line that most samples came to late."""
+WAKES_S = 5e-4  # A thread whose turn has come runs by then, where a core is free.
 NOWHERE = Place("", 0, "")
 AT, STACK = 3, 4
 """Places in a sample: the host's clock, and code and line of each frame, the innermost first."""
@@ -120,9 +124,15 @@ class SampledLines:
             now = bisect(times, at) - 1
             then = bisect(times, due) - 1 if due >= times[0] else now
             if then == now:
-                yield step.phases[now], place_in(sample[STACK])
+                yield UP_TO * came_late(due, at) + step.phases[now], place_in(sample[STACK])
             else:
                 yield BEFORE + step.phases[then], call_in(sample[STACK]) if now == then + 1 else NOWHERE
+
+
+def came_late(due: float, at: float) -> bool:
+    """True if a sample waited for the interpreter, and was not given it by Python as soon as it had asked."""
+    waited, asks = at - due, sys.getswitchinterval()
+    return waited > WAKES_S and not asks < waited < asks + 2 * WAKES_S
 
 
 def place_in(stack: Stack) -> Place:
@@ -153,10 +163,12 @@ def fetching(stack: Stack) -> Place | None:
 
 def count_lines(tell: Callable[[dict[str, Any]], object], samples: Iterable[Any]) -> None:
     """Count a worker's lines, and tell of all so far from time to time: a worker has no end of its own."""
-    counts, due = Counter[Place](), float(_TOLD_FIRST)
+    counts, enough, last = Counter[tuple[Place, bool]](), float(_TOLD_FIRST), 0.0
     for sample in samples:
+        is_late, last = came_late(last + EVERY_S, sample[AT]), sample[AT]
         if (place := fetching(sample[STACK])) is not None:
-            counts[place] += 1
-            if counts.total() >= due:
-                due *= _TOLD_AGAIN
-                tell({"pid": os.getpid(), "lines": [[*place[:3], count] for place, count in counts.items()]})
+            counts[place, is_late] += 1
+            if counts.total() >= enough:
+                enough *= _TOLD_AGAIN
+                lines = [[*place[:3], count, is_late] for (place, is_late), count in counts.items()]
+                tell({"pid": os.getpid(), "lines": lines})

@@ -123,10 +123,7 @@ WAITS = define(
     WaitRow,
     "Lines in which the host waits for the device (on a CPU: would on a GPU)",
     *columns.cases({"script": "workload", "rank": "rank"}),
-    columns.word("line", "line"),
-    columns.word("call", "call"),
-    columns.word("in", "function"),
-    columns.word("called from", "from_line"),
+    *columns.words({"line": "line", "call": "call", "in": "function", "called from": "from_line"}),
     *columns.values({"calls per step": "calls_per_step", "ms per step": "ms_per_step"}),
     columns.count("calls", "calls", brief=False),
     columns.value("ms", "ms", brief=False),
@@ -136,8 +133,7 @@ LINES = define(
     LineRow,
     "Lines of your code by phase, 100 samples a second",
     *columns.cases({"script": "workload", "rank": "rank", "phase": "phase"}),
-    columns.word("line", "line"),
-    columns.word("in", "function"),
+    *columns.words({"line": "line", "in": "function"}),
     *columns.values({"share of the phase": "share", "ms per step": "ms_per_step"}),
     columns.count("samples", "seen", brief=False),
     longest=8,
@@ -146,8 +142,7 @@ RECOMPILATIONS = define(
     RecompilationRow,
     "Calls that torch.compile compiled again",
     *columns.cases({"script": "workload", "rank": "rank"}),
-    columns.word("line", "line"),
-    columns.word("called from", "from_line"),
+    *columns.words({"line": "line", "called from": "from_line"}),
     columns.count("compilations", "compilations"),
     *columns.values({"last in step": "last_step", "seconds": "seconds"}),
     columns.word("reason", "why"),
@@ -339,10 +334,9 @@ def slow_lines(rows: Sequence[Row]) -> Iterator[Finding]:
             lines, ms = _shown(named), mean_of(row.times[timed])
             figures: dict[str, Scalar] = {"lines": lines, "share": share, "ms": ms, "samples": total}
             if phase in ("data", "workers"):
-                whose = "A loader’s worker fetches batches" if phase == "workers" else "Batches are made"
-                yield found(
-                    "data.lines", f"{whose} at {{lines:list}} of the time, by {{samples:n}} samples.", **figures
-                )
+                whose = "a loader’s worker fetches batches" if phase == "workers" else "batches are made"
+                said = f"Where {whose}: {{lines:list}} of the time, by {{samples:n}} samples."
+                yield found("data.lines", said, **figures)
             else:
                 said = (
                     f"{PHASES[phase].capitalize()} takes {{ms:ms}} a step, {{share:share}} of it. It runs "
