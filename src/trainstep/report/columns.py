@@ -170,6 +170,11 @@ def word(title: str, name: str, *, page: bool = True) -> Column:
     return Column(title, cell, page=page)
 
 
+def words(names: Mapping[str, str]) -> list[Column]:
+    """`word` for each title and name."""
+    return [word(title, name) for title, name in names.items()]
+
+
 def median(title: str, phase: str) -> Column:
     """The median with its 95 % interval."""
     return Column(title, lambda row: median_cell(row, phase))

@@ -33,7 +33,7 @@ def to_terminal(table: Table, width: int) -> Group:
     titles = [printable(title) for title in table.columns]
     columns = [[title, *cells] for title, *cells in zip(titles, *rows, strict=True)]
     least, parts = [_least(column) for column in columns], [list(range(len(columns)))]
-    if _total(map(_in_full, columns)) > width:
+    if _total(max(map(cell_len, column)) for column in columns) > width:
         titles = ["\n".join(textwrap.wrap(title, size)) for title, size in zip(titles, least, strict=True)]
         parts = _parts(least, _telling_apart(rows, least, width), width)
     has_room = [_total(least[column] for column in part) <= width for part in parts]
@@ -78,10 +78,6 @@ def _telling_apart(rows: Sequence[Sequence[str]], least: Sequence[int], width: i
 def _total(widths: Iterable[int]) -> int:
     every = list(widths)
     return sum(every) + _GAP * (len(every) - 1) + _EDGES
-
-
-def _in_full(column: Sequence[str]) -> int:
-    return max(map(cell_len, column))
 
 
 def _least(column: Sequence[str]) -> int:

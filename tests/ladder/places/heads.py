@@ -35,6 +35,11 @@ def model_of(**options):
     return Model(**options).double()
 
 
+def seen_by(finder, model):
+    finder.see_model(model)
+    return model
+
+
 def plain(model, logits):
     return F.cross_entropy(logits.flatten(0, 1), IDS.flatten())
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 
-from tests.ladder.places.heads import BATCH, IDS, LENGTH, WIDTH, WORDS, Model, finder_in, model_of, plain
+from tests.ladder.places.heads import BATCH, IDS, LENGTH, WIDTH, WORDS, Model, finder_in, model_of, plain, seen_by
 from trainstep.base.errors import UnsupportedError
 from trainstep.ladder.places.logits import COMPUTED_TOO, Logits
 
@@ -225,8 +225,7 @@ def trained(model, call, steps=1):
 @pytest.mark.parametrize("call", [*JOINED, *LEFT], ids=lambda call: call.__name__)
 def test_numbers_and_gradients_are_those_of_the_script(call, options, found):
     expected = trained(model_of(**options), call, steps=2)
-    model = model_of(**options)
-    found.see_model(model)
+    model = seen_by(found, model_of(**options))
     own = trained(model, call, steps=2)
     for one, other in zip(own, expected, strict=True):
         assert (type(one), one.dtype) == (torch.Tensor, torch.float64)
@@ -237,8 +236,7 @@ def test_numbers_and_gradients_are_those_of_the_script(call, options, found):
 
 
 def test_what_is_joined_keeps_no_logits(found):
-    model = model_of()
-    found.see_model(model)
+    model = seen_by(found, model_of())
     logits = model(IDS)
     assert (logits.shape, logits.dtype, logits.requires_grad) == ((BATCH, LENGTH, WORDS), torch.float64, True)
     assert isinstance(logits, Logits)
@@ -249,8 +247,7 @@ def test_what_is_joined_keeps_no_logits(found):
 
 
 def test_evaluation_and_a_copy_of_the_model_are_plain(found):
-    model = model_of()
-    found.see_model(model)
+    model = seen_by(found, model_of())
     with torch.no_grad():
         assert type(model(IDS)) is torch.Tensor
     other = copy.deepcopy(model)
@@ -264,8 +261,7 @@ def test_evaluation_and_a_copy_of_the_model_are_plain(found):
     "ask", [lambda logits, loss: logits.retain_grad(), lambda logits, loss: torch.autograd.grad(loss, [logits])]
 )
 def test_gradients_that_were_not_kept_are_refused(ask, found):
-    model = model_of()
-    found.see_model(model)
+    model = seen_by(found, model_of())
     logits = model(IDS)
     loss = plain(model, logits)
     with pytest.raises(UnsupportedError, match="asks for gradients of logits after their loss"):
@@ -283,8 +279,7 @@ def test_autocast_gives_the_dtypes_that_it_gives(is_inside, found):
         return logits.dtype, loss.dtype, loss, *(each.grad for each in model.parameters())
 
     expected = of(model_of().float())
-    model = model_of().float()
-    found.see_model(model)
+    model = seen_by(found, model_of().float())
     own = of(model)
     assert own[:2] == expected[:2] == (torch.bfloat16, torch.float32)
     for one, other in zip(own[2:], expected[2:], strict=True):
@@ -295,8 +290,7 @@ def test_autocast_gives_the_dtypes_that_it_gives(is_inside, found):
 @pytest.mark.parametrize("call", [plain, shifted, transformers])
 def test_a_model_in_16_bits_has_losses_in_the_scripts_dtype(call, found):
     expected = trained(model_of().bfloat16(), call)
-    model = model_of().bfloat16()
-    found.see_model(model)
+    model = seen_by(found, model_of().bfloat16())
     own = trained(model, call)
     is_wide = call is transformers
     assert own[0].dtype == expected[0].dtype == (torch.float64 if is_wide else torch.bfloat16)
@@ -313,8 +307,7 @@ def test_a_loss_in_float64_of_logits_in_float32_is_the_scripts(widen, found):
         return [loss.detach(), *(each.grad for each in model.parameters())]
 
     expected = of(model_of().float())
-    model = model_of().float()
-    found.see_model(model)
+    model = seen_by(found, model_of().float())
     torch.testing.assert_close(of(model), expected, rtol=0, atol=0)
     assert found.notes == []
 
@@ -333,8 +326,7 @@ def test_hooks_of_modules_and_checkpoints_have_their_gradients(found):
 
     for is_hooked, is_reentrant in ((True, False), (False, False), (False, True)):
         expected = of(model_of(), is_hooked, is_reentrant)
-        model = model_of()
-        found.see_model(model)
+        model = seen_by(found, model_of())
         torch.testing.assert_close(of(model, is_hooked, is_reentrant), expected)
         assert ("in chunks, by torch" in found.notes) is not is_hooked
         found.notes.clear()
@@ -416,8 +408,7 @@ def test_sharded_weights_are_left_alone(found):
 def test_a_compiled_model_is_left_to_the_compiler_and_a_compiled_loss_is_joined(name, found):
     torch.compiler.reset()
     expected = trained(model_of(), plain)
-    model = model_of()
-    found.see_model(model)
+    model = seen_by(found, model_of())
     call = plain
     if name == "model":
         model.compile(backend="aot_eager")

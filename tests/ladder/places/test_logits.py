@@ -11,8 +11,11 @@ TOO_LATE = "looks at logits that were not computed, .* after it has changed"
 
 
 @pytest.fixture
-def found(monkeypatch):
-    return finder_in(monkeypatch)
+def model(monkeypatch):
+    """A model whose head's logits are not computed."""
+    own = model_of()
+    finder_in(monkeypatch).see_model(own)
+    return own
 
 
 class PastVersions(torch.optim.Optimizer):
@@ -38,9 +41,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_logits_that_are_looked_at_after_an_update_are_refused(name, found):
-    model = model_of()
-    found.see_model(model)
+def test_logits_that_are_looked_at_after_an_update_are_refused(name, model):
     optimizer = OPTIMIZERS[name](model.parameters())
     logits = model(IDS)
     plain(model, logits).backward()
@@ -51,12 +52,10 @@ def test_logits_that_are_looked_at_after_an_update_are_refused(name, found):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_backward_after_an_update_that_computes_logits_again_is_refused(name, found):
+def test_a_backward_after_an_update_that_computes_logits_again_is_refused(name, model):
     """Autograd has no weight to watch where the hidden states want no gradient, and sees no fused update at all."""
-    model = model_of()
     for part in (model.embed, model.body):
         part.requires_grad_(False)
-    found.see_model(model)
     optimizer = OPTIMIZERS[name](model.head.parameters())
     first, second = plain(model, model(IDS)), plain(model, model(IDS.flip(0)))
     first.backward()
@@ -65,9 +64,7 @@ def test_a_backward_after_an_update_that_computes_logits_again_is_refused(name, 
         second.backward()
 
 
-def test_a_view_from_before_a_change_in_place_is_refused(found):
-    model = model_of()
-    found.see_model(model)
+def test_a_view_from_before_a_change_in_place_is_refused(model):
     logits = model(IDS)
     view = logits.view(-1, WORDS)
     logits.mul_(2)
@@ -75,10 +72,8 @@ def test_a_view_from_before_a_change_in_place_is_refused(found):
         view.sum()
 
 
-def test_an_index_is_as_it_was_when_it_was_used(found):
-    model = model_of()
-    expected = model(IDS)[IDS > 4].sum()
-    found.see_model(model)
+def test_an_index_is_as_it_was_when_it_was_used(model):
+    expected = model_of()(IDS)[IDS > 4].sum()
     chosen = IDS > 4
     part = model(IDS)[chosen]
     chosen.logical_not_()
@@ -93,9 +88,7 @@ def past_functions(logits):
 
 
 @pytest.mark.parametrize("name", ["hidden", "weight", "storage"])
-def test_what_logits_come_of_is_as_it_was_where_their_loss_is_computed(name, found):
-    model = model_of()
-    found.see_model(model)
+def test_what_logits_come_of_is_as_it_was_where_their_loss_is_computed(name, model):
     hidden = torch.tanh(model.body(model.embed(IDS)))
     logits = model.head(hidden)
     with torch.no_grad():
@@ -109,9 +102,7 @@ def test_what_logits_come_of_is_as_it_was_where_their_loss_is_computed(name, fou
         logits.sum()
 
 
-def test_gradients_past_functions_are_of_the_weights_that_there_were(found):
-    model = model_of()
-    found.see_model(model)
+def test_gradients_past_functions_are_of_the_weights_that_there_were(model):
     loss = past_functions(model(IDS))
     plain(model, model(IDS)).backward()
     OPTIMIZERS["fused"](model.parameters()).step()
@@ -119,10 +110,8 @@ def test_gradients_past_functions_are_of_the_weights_that_there_were(found):
         loss.backward()
 
 
-def test_gradients_past_functions_of_logits_that_were_changed_in_place_are_refused(found):
+def test_gradients_past_functions_of_logits_that_were_changed_in_place_are_refused(model):
     """The node behind them has the gradients of what they were."""
-    model = model_of()
-    found.see_model(model)
     logits = model(IDS)
     logits.mul_(2)
     loss = past_functions(logits)
@@ -130,17 +119,13 @@ def test_gradients_past_functions_of_logits_that_were_changed_in_place_are_refus
         loss.backward()
 
 
-def test_a_change_in_place_past_functions_is_refused(found):
-    model = model_of()
-    found.see_model(model)
+def test_a_change_in_place_past_functions_is_refused(model):
     logits = model(IDS)
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(UnsupportedError, match="is to change logits in place"):
         logits.mul_(2)
 
 
-def test_gradients_of_gradients_past_functions_are_refused(found):
-    model = model_of()
-    found.see_model(model)
+def test_gradients_of_gradients_past_functions_are_refused(model):
     loss = past_functions(model(IDS))
     with pytest.raises(UnsupportedError, match="no gradients of their gradients"):
         torch.autograd.grad(loss, model.head.weight, create_graph=True)

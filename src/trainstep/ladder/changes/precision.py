@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainstep.base import advice
@@ -60,10 +59,6 @@ def _write_tf32(files: Files, place: Mapping[str, Any]) -> bool:
     return files.edit(place["file"], change)
 
 
-def _the_script(settings: Settings, script: Path) -> Sequence[Mapping[str, Any]]:
-    return [{"file": str(script.resolve()), "line": 0}]
-
-
 TF32 = Change(
     "TF32 matmuls",
     advice.TF32,
@@ -75,7 +70,7 @@ TF32 = Change(
     why_not=_sets_products,
     where=("cuda",),
     precision="tf32",
-    write=Writer(_the_script, _write_tf32),
+    write=Writer(lambda settings, script: [{"file": str(script.resolve()), "line": 0}], _write_tf32),
 )
 
 

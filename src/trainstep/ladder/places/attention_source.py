@@ -160,7 +160,7 @@ class _Attention:
             or {each.arg for each in node.keywords} - {"dim"}
         ):
             return None
-        if node.args and not _is_number(node.args[0]):
+        if node.args and not isinstance(node.args[0], ast.Constant | ast.UnaryOp):
             return node.args[0]
         return node.func.value if isinstance(node.func, ast.Attribute) else None
 
@@ -211,10 +211,6 @@ def _transposed(node: ast.expr) -> ast.expr | None:
 
 def _called(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-def _is_number(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant | ast.UnaryOp)
 
 
 def _in_brackets(node: ast.expr) -> str:

@@ -96,8 +96,7 @@ FAMILIES = define(
     ParallelFamilyRow,
     "Where the profiled step’s computation goes: kernel time of rank 0 by phase and family, added up",
     *_ARM,
-    columns.word("phase", "phase"),
-    columns.word("family", "family"),
+    *columns.words({"phase": "phase", "family": "family"}),
     columns.count("kernels", "kernels"),
     *columns.values({"ms": "ms", "share (%)": "share"}),
 )
