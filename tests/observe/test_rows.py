@@ -131,7 +131,7 @@ def test_a_rank_that_waits_for_its_data_is_named_with_what_loads_more():
     told = {each.id: each for each in Report(rows).findings}
     late = told["ranks.late_data"]
     assert late.sentence.startswith("Rank 2 is the straggler: data wait")
-    assert late.claim.action == advice.LOADER_WORKERS
+    assert late.claim.action == advice.loader_workers(4)
     assert told["data.bound"].sentence.startswith("Rank 2: ")
     assert told["script.phases"].sentence.startswith("Rank 0: ")
 

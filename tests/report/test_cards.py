@@ -18,6 +18,8 @@ from tests.report.test_findings import rung, step
 from tests.report.test_summary import PROFILE, SHAPE, finding, first
 from trainstep.base import advice
 from trainstep.base.config import PHASES
+from trainstep.base.cores import cores
+from trainstep.ladder.changes.loaders import workers_here
 from trainstep.report.blocks import Cards, Headline
 from trainstep.report.findings import Claim
 from trainstep.report.headlines import headlines
@@ -42,9 +44,8 @@ from trainstep.rows.records import Times
 
 CASE = {"workload": "m", "precision": "fp32"}
 STEP = StepRow(**CASE, mode="step", warmup=3, times=dict.fromkeys((*PHASES, "step"), Times(5.0)), n=9, peak_gib=4.0)
-LAUNCHES = ScriptRow(
-    workload="train.py", times={"step": Times(10.0), "starved": Times(9.9), "data": Times(4.0)}, n=20, on_gpu=True
-)
+TIMES = {"step": Times(10.0), "starved": Times(9.9), "data": Times(4.0)}
+LAUNCHES = ScriptRow(workload="train.py", times=TIMES, n=20, on_gpu=True, environment={"cores": cores()})
 AGAIN = RecompilationRow(workload="train.py", line="a.py:1", function="f", last_step=2)
 WAIT = WaitRow(workload="train.py", line="a.py:3", call="item", ms_per_step=2.0, calls_per_step=1.0, on_gpu=True)
 LINE = LineRow(workload="train.py", line="a.py:5", phase="other", function="work", seen=40, share=0.9)
@@ -82,7 +83,7 @@ def of(rows, **settings):
         ("gain.faster", [rung("baseline", "baseline", step_ms=90.0), rung("x")], {"ms": 40.0} | ASIDE | APART),
         ("gain.smaller", [rung("baseline", "baseline", step_ms=90.0), rung("x", speedup_low=0.9)], {}),
         ("gain.script", [SCRIPT, FUSED], {"ms": 5.0} | ASIDE | APART),
-        ("data.bound", [LAUNCHES], {"ms": 4.0, "action": advice.LOADER_WORKERS}),
+        ("data.bound", [LAUNCHES], {"ms": 4.0, "action": advice.loader_workers(workers_here())}),
         ("launches.script", [LAUNCHES], {"ms": 9.9, "action": advice.COMPILED_MODEL}),
         ("waits.line", [LAUNCHES, WAIT], {"ms": 2.0}),
         ("script.lines", [replace(LAUNCHES, times={"step": Times(10.0), "other": Times(4.0)}), LINE],
@@ -160,11 +161,8 @@ def test_every_change_answers_what_the_report_asks(request):
     rules = re.sub(r"\(\s+", "(", " ".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py")))
     for change in BY_NAME.values():
         for each in change.answers:
-            asked = (
-                "utilisation.high-{"
-                if each.startswith("utilisation")
-                else f'"{each.removeprefix("formulas.").removeprefix("script.")}"'
-            )
+            name = each.removeprefix("formulas.").removeprefix("script.")
+            asked = "utilisation.high-{" if each.startswith("utilisation") else f'"{name}"'
             assert asked in rules, f"{change.name} answers {each}"
 
 
@@ -265,9 +263,7 @@ def test_every_ladder_has_its_own_noise():
 
 
 def test_a_script_s_headline_has_a_confidence():
-    row = ScriptRow(
-        workload="train.py", times={"step": Times(10.0, 9.9, 10.1), "forward": Times(4.0)}, n=20, left_out=5
-    )
+    row = replace(LAUNCHES, times={"step": Times(10.0, 9.9, 10.1), "forward": Times(4.0)}, left_out=5)
     assert confidence([row]) == "One process, 20 steps, the first 5 left out."
     noisy = replace(row, left_out=None, times=row.times | {"step": Times(10.0, 8.0, 12.0)}, rank=0, world_size=4)
     assert confidence([noisy]) == "One of 4 processes, 20 steps; times are unsteady."
@@ -309,10 +305,8 @@ def test_a_scheme_that_is_wrong_is_not_the_fastest():
 
 def test_what_the_intervals_do_not_tell_apart_is_said():
     made = first(schemes(ddp=Times(5.0, 4.8, 5.2), fsdp=Times(5.1, 4.9, 5.3), zero=Times(6.0, 5.9, 6.1)), Headline)
-    assert made.stats == [
-        ("fsdp", "5.10 ms", "1.02× the median, intervals overlap"),
-        ("zero", "6.00 ms", "1.20× the median"),
-    ]
+    overlaps = ("fsdp", "5.10 ms", "1.02× the median, intervals overlap")
+    assert made.stats == [overlaps, ("zero", "6.00 ms", "1.20× the median")]
 
 
 def test_what_is_not_known_is_left_out_of_headlines():
@@ -323,8 +317,6 @@ def test_what_is_not_known_is_left_out_of_headlines():
         made = first(rows, Headline)
         told = [made.detail, made.confidence, *(text for stat in made.stats for text in stat)]
         assert not [text for text in told if "– " in text or text == "–"], told
-    assert [first([replace(STEP, n=n)], Headline).detail for n in (9, None)] == [
-        "median of 9 steps: 5.00 ms",
-        "median: 5.00 ms",
-    ]
+    details = [first([replace(STEP, n=n)], Headline).detail for n in (9, None)]
+    assert details == ["median of 9 steps: 5.00 ms", "median: 5.00 ms"]
     assert "profiler" in first([replace(profile, profiled_n=3)], Headline).confidence

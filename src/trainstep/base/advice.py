@@ -28,12 +28,19 @@ FUSED_ATTENTION = Line(
     "F.scaled_dot_product_attention(q, k, v, attn_mask=…)",
     "in place of attention that is written out; is_causal=True in place of its mask only if that is causal",
 )
-FUSED_OPTIMIZER = Line(
-    "torch.optim.AdamW(model.parameters(), …, fused=True)", "Adam, SGD and Adagrad take the argument too"
-)
+FUSED_OPTIMIZER = Line("Optimizer(…, fused=True)", "your own class, if that is Adam, AdamW, SGD or Adagrad")
 COMPILED_BLOCKS = Line("for block in blocks: block.compile()", "the model's own list of blocks")
 COMPILED_MODEL = Line("model.compile()", "after the model is on its device")
-LOADER_WORKERS = Line(
-    "DataLoader(…, num_workers=4)",
-    "or as many as there are cores; persistent_workers=True too where nothing changes the data set between epochs",
-)
+MOST_WORKERS = 4
+"""Workers of a loader that has fewer, where its process may run on as many cores."""
+
+
+def loader_workers(workers: int) -> Line:
+    """Line for a loader that has fewer workers than that."""
+    where = "persistent_workers=True too where nothing changes the data set between epochs"
+    return Line(f"DataLoader(…, num_workers={workers})", where)
+
+
+def workers_of(cores: float | None) -> int:
+    """Number of workers for a loader of a process with so many cores; None where they are not known."""
+    return max(1, min(MOST_WORKERS, int(cores or MOST_WORKERS)))

@@ -32,6 +32,7 @@ def trial(monkeypatch):
 
 def test_optimizers_are_fused_where_the_script_says_nothing(trial):
     optimizer.fused_optimizers(trial)
+    assert "Adam" not in optimizer.FUSED.line.code, "scripts have classes of their own"
     weights = [nn.Parameter(torch.ones(2))]
     for kind in (torch.optim.AdamW, torch.optim.Adam, functools.partial(torch.optim.SGD, lr=0.1)):
         assert kind(weights).defaults["fused"]

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainstep.base import advice
-from trainstep.base.advice import Line
+from trainstep.base.advice import Line, workers_of
 from trainstep.base.cores import cores
 from trainstep.ladder.change import Change, Settings, give
 from trainstep.ladder.patch import arguments
 from trainstep.ladder.trial.trial import Trial
 from trainstep.observe.steps import DATA
 
-WORKERS = 4
-"""Workers of a loader that has fewer, where this process may run on as many cores."""
 _NO_LOADER = "the script makes no DataLoader"
 
 
@@ -60,7 +58,7 @@ PINNED = Change(
 
 def workers_here() -> int:
     """Number of workers that a loader is given."""
-    return max(1, min(WORKERS, cores()))
+    return workers_of(cores())
 
 
 def _with_few_workers(settings: Settings) -> list[Mapping[str, Any]]:
@@ -94,7 +92,7 @@ def _has_workers(settings: Settings) -> str:
 
 LOADER_WORKERS = Change(
     "loader workers",
-    advice.LOADER_WORKERS,
+    advice.loader_workers(workers_here()),
     {"script": 1.1},
     phase=DATA,
     answers=("data.bound", "ranks.late_data"),

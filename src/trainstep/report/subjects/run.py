@@ -31,7 +31,6 @@ PHASES = {
     "other": "everything else",
 }
 """Phase → its name in words, in the order of a step."""
-MOST_WORKERS = 4  # of a loader that is advised to have some
 DATA_BOUND = 0.1  # Share of the step spent waiting for data from which it is remarked on
 LINES_BOUND = {"other": 0.25, "loss": 0.5, "data": DATA_BOUND, "workers": DATA_BOUND}
 """Share of the step from which the lines of a phase are named; of workers, the share that waits for data."""
@@ -315,12 +314,16 @@ def data_bound(rows: Sequence[Row]) -> Iterator[Finding]:
             )
             if row.worker_start:
                 said += " Lines in workers of this start method were not looked into."
-            data, cores = mean_of(row.times["data"]), as_float(row.environment.get("cores"))
-            stake = data
-            if cores and row.loader and ", no workers" in row.loader:  # workers still take their part of that time
-                stake = min(data, mean_of(row.times["step"]) - data / min(MOST_WORKERS, cores))
-            claim = Claim("Steps wait for their batch", ("script",), stake, action=advice.LOADER_WORKERS)
+            stake = data = mean_of(row.times["data"])
+            if row.loader and ", no workers" in row.loader:  # workers still take their part of that time
+                stake = min(data, mean_of(row.times["step"]) - data / _workers(row))
+            claim = Claim("Steps wait for their batch", ("script",), stake, action=advice.loader_workers(_workers(row)))
             yield found("data.bound", said, claim, data_ms=data, share=share, loader=row.loader)
+
+
+def _workers(row: ScriptRow) -> int:
+    """Workers that its loader is advised to have, by the cores of its machine."""
+    return advice.workers_of(as_float(row.environment.get("cores")))
 
 
 def slow_lines(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -396,9 +399,8 @@ def waiting_lines(rows: Sequence[Row]) -> Iterator[Finding]:
                 f"The host waits {{ms:ms}} a step for the device at {{line}}{from_line}, {{share:share}} of the step, "
                 "in {call}: until then it issues nothing. Read it less often, or later."
             )
-            seen, ms = ("wait", "waits"), row.ms_per_step
-            claim = Claim("The host waits for the device at {line}", seen, ms)
-            yield found("waits.line", said, claim, **figures, ms=ms, share=share)
+            claim = Claim("The host waits for the device at {line}", ("wait", "waits"), row.ms_per_step)
+            yield found("waits.line", said, claim, **figures, ms=row.ms_per_step, share=share)
         elif not row.on_gpu and (row.calls_per_step or 0) >= PER_STEP:
             caller = f", called from {row.from_line}" if row.from_line else ""
             would.append(f"{row.line} ({row.call}, {number(row.calls_per_step)} times a step{caller})")
@@ -455,7 +457,7 @@ def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
     figures: dict[str, Scalar] = {"rank": last, "own_ms": own[last], "usual_ms": usual, "phase": why}
     figures |= {"excess_ms": excess[why], "latest_share": row.latest_share}
     claim = Claim(f"Rank {{rank}} is the straggler: {PHASES[why]}", ("script",), excess[why])
-    claim = replace(claim, action=advice.LOADER_WORKERS if is_data else None)
+    claim = replace(claim, action=advice.loader_workers(_workers(row)) if is_data else None)
     yield found("ranks.late_data" if is_data else "ranks.late", said, claim, **figures)
 
 
@@ -486,15 +488,10 @@ def script(rows: Sequence[Row]) -> Section | None:
     for first in first_rank(rows)[:1]:
         averages = "Means" if is_uneven(first) else "Medians"
         clock = "the device's events" if first.on_gpu else "the host's clock"
-        left = [f"the first {number(first.left_out)} steps"] + [
-            f"{number(first.values[name])} that {what}"
-            for name, what in (
-                ("skipped", "a scaler skipped"),
-                ("evaluated", "were evaluated in"),
-                ("compiled", "code was compiled in"),
-            )
-            if first.values.get(name)
-        ]
+        counts = {"a scaler skipped": first.skipped, "were evaluated in": first.evaluated}
+        counts["code was compiled in"] = first.compiled
+        left = [f"the first {number(first.left_out)} steps"]
+        left += [f"{number(count)} that {what}" for what, count in counts.items() if count]
         left += ["those that instruments looked into"] if first.instrumented else []
         lead = (
             f"{averages} of {number(first.n)} steps by {clock}, from the end of one optimizer step to the end of the "
