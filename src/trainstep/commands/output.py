@@ -170,17 +170,13 @@ def run_and_report(
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
         code = code_of(signals.received)
-    except UsageError as error:
-        if signals.received is not None:
+    except Exception as error:
+        if signals.received is not None:  # the error is the signal's, which ended other ranks or processes too
             code = code_of(signals.received)
-        elif not writer.rows:
-            raise
-        else:
+        elif isinstance(error, UsageError) and writer.rows:
             stopped = error
-    except Exception:
-        if signals.received is None:
+        else:
             raise
-        code = code_of(signals.received)  # the error is the signal's, which ended other ranks or processes too
     finally:
         writer.close()
     launch, is_stopped = Launch(title, machine=machine), code != 0 or stopped is not None
@@ -240,12 +236,10 @@ def show_report(
     for row in without:
         why = f"The baseline failed. {row.workload}: {row.status}: {row.reason}"
         say(why, to_stderr=console.stderr or not is_shown)
-    if rows and unwritten is None:
-        launch = replace(launch, written=f"Written to {out}: {', '.join(files.values())}")
-    launch = replace(launch, more="") if how == "verbose" else launch
+    written = f"Written to {out}: {', '.join(files.values())}" if rows and unwritten is None else ""
+    launch = replace(launch, written=written, is_brief=how != "verbose")
     for line in answer(rows, found, launch, console.width) if rows and is_shown else ():
-        if how != "verbose" or not line.plain.endswith(": -v"):  # what is left out stands below then
-            console.print(line)
+        console.print(line)
     if how == "verbose":
         _show_tables(rows, found, console, kinds)
     if how == "json":

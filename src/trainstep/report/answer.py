@@ -34,12 +34,13 @@ MOST_VERDICTS, MOST_TRIED, MOST_STATS, MOST_BARS, MOST_CASES = 3, 3, 6, 9, 9
 WHOLE = ("step", "both", "time")
 """Time of a result that its phases are parts of."""
 LEAST_SHARE = 0.005  # of the step, below which a phase has no bar
+NAME = 31  # characters of a change beside which its figures stand; those of a longer name stand below it
 LEAST_GAIN = 1.1  # rough gain from which a change is worth a line
 _PART = "▏▎▍▌▋▊▉█"
 _PLACE = re.compile(r"[\w-]+\.py:\d+")
 _TOLD = ("script.phases", "script.overhead", "script.peak", "waits.would")
 """Findings that stand elsewhere in a script's answer."""
-_FIRST = ("script.ended", "script.note")
+_FIRST = ("script.ended", "script.note", "script.memory-grows", "script.slows-down")
 TONES: Mapping[str, str] = {"FASTER": "bold green", "COMPUTE-BOUND": "bold green", "BANDWIDTH-BOUND": "bold cyan"}
 """Style of a verdict; of all others yellow."""
 
@@ -63,7 +64,7 @@ class Launch:
     machine: str = ""  # how busy the machine was
     prove: str = ""  # the command that proves what to try
     tries: Sequence[Try] = ()
-    more: str = "-v prints tables"
+    is_brief: bool = True  # -v prints tables and all that does not fit
 
 
 def answer(rows: Sequence[Row], found: Sequence[Finding], launch: Launch, width: int = WIDTH) -> list[Text]:
@@ -99,16 +100,17 @@ def answer(rows: Sequence[Row], found: Sequence[Finding], launch: Launch, width:
     foot = _wrapped(f"Recommended: {flags}", width) if flags else []
     foot += [*_overhead(script, found, launch), *_wrapped(launch.written, width)]
     room = LINES - len(foot) - sum(len(block) + 1 for block in (head, tries, prove) if block)
-    changes = _changes(rows)[: max(0, room - 1)]
+    changes = _changes(rows, launch)[: max(0, room - 1)]
     room -= len(changes) + bool(changes)
     bars = _bars(breakdown(rows), script, width)
     if not bars and not changes and not (first and first[0].figure.name.endswith("_ms")):
-        bars = _cases(rows)
+        bars = _cases(rows, launch)
     if not bars and first:
         bars = [Text(f"   {name:<26} {value:>14}   {note}") for name, value, note in first[0].stats[:MOST_STATS]]
     bars = bars if len(bars) < room else []
     room -= len(bars) + bool(bars)
-    told = _findings([each for each in found if each.id not in (_TOLD if judged else ())], rows, width, room - 1)
+    found = [each for each in found if each.id not in (_TOLD if judged else ())]
+    told = _findings(found, rows, width, room - 1, launch)
     blocks = [head, bars, changes, tries, prove, told]
     for line in (line for block in blocks for line in block if launch.prove not in line.plain or not launch.prove):
         line.truncate(width, overflow="ellipsis")
@@ -159,7 +161,7 @@ def _step(row: ScriptRow | StepRow | ProfileRow) -> list[Text]:
     return [Text(f" {'   '.join(parts)}")]
 
 
-def _cases(rows: Sequence[Row]) -> list[Text]:
+def _cases(rows: Sequence[Row], launch: Launch) -> list[Text]:
     """The first results of the kind that most rows are of, each with its time and its peak; none of a single one."""
     times = {id(row): next((name for name in WHOLE if name in getattr(row, "times", {})), "") for row in rows}
     measured = [row for row in rows if row.status == "ok" and (times[id(row)] or row.values.get("peak_gib"))]
@@ -170,8 +172,12 @@ def _cases(rows: Sequence[Row]) -> list[Text]:
         whole, peak = times[id(row)], row.values.get("peak_gib")
         time, memory = span(row, whole) if whole else "", "" if peak is None else gib(peak)
         lines.append(Text(f"   {told_apart(row, own):<38.38} {time:<25} {memory}"))
-    more = [Text(f"   {len(own) - MOST_CASES} more: -v", "dim")]
-    return [*lines, *more] if len(own) > MOST_CASES else lines
+    return [*lines, *_more(len(own) - MOST_CASES, "", launch)]
+
+
+def _more(count: int, what: str, launch: Launch) -> list[Text]:
+    """The line that says how many are left for -v, if there are any."""
+    return [Text(f"   {count} more{what}: -v", "dim")] if count > 0 and launch.is_brief else []
 
 
 def _bars(made: Breakdown | None, script: ScriptRow | None, width: int) -> list[Text]:
@@ -201,22 +207,25 @@ def _bar(length: float) -> str:
     return "█" * (eighths // 8) + (_PART[eighths % 8 - 1] if eighths % 8 else "")
 
 
-def _changes(rows: Sequence[Row]) -> list[Text]:
+def _changes(rows: Sequence[Row], launch: Launch) -> list[Text]:
     """The changes of the first ladder that ran, each with its time, speed-up and verdict."""
     climb = next(iter(climbs(rows)), None)
     if climb is None:
         return []
     own = [row for row in climb.rows if row.step_ms or row.status != "ok"]
     tried = [row for row in own if row.verdict != "not tried"]
-    lines = [Text(f"   {'change':<26} {'step':>9}   {'speed-up [95% CI]':<19} verdict", "dim")]
-    lines += [Text(change_line(row, row.verdict or row.status), "green" if row.accepted else "") for row in tried]
-    return [*lines, *[Text(f"   {len(own) - len(tried)} more not tried: -v", "dim")][: len(own) - len(tried)]]
+    lines = [Text(f"   {'change':<{NAME}} {'step':>9}   {'speed-up [95% CI]':<19} verdict", "dim")]
+    for row in tried:
+        told = change_line(row, row.verdict or row.status).splitlines()
+        lines += [Text(line, "green" if row.accepted else "") for line in told]
+    return [*lines, *_more(len(own) - len(tried), " not tried", launch)]
 
 
 def change_line(row: ChangeRow, told: str | None) -> str:
     """A change with its time, its speed-up and its verdict or reason."""
     mark, gain = "✓" if row.accepted else "–", ratio_cell(row, "speedup").plain
-    return f" {mark} {row.change:<26.26} {in_ms(row.step_ms) if row.step_ms else '–':>9}   {gain:<19} {told}"
+    name = f"{row.change:<{NAME}}" if len(row.change) <= NAME else f"{row.change}\n{'':{NAME + 3}}"
+    return f" {mark} {name} {in_ms(row.step_ms) if row.step_ms else '–':>9}   {gain:<19} {told}"
 
 
 def _tries(rows: Sequence[Row], found: Sequence[Finding], launch: Launch) -> list[Text]:
@@ -252,11 +261,11 @@ def _overhead(script: ScriptRow | None, found: Sequence[Finding], launch: Launch
         parts.append(f"{len(lines)} sync points on a GPU: {str(lines[0]).partition(' (')[0]}")
     elif script is not None:
         parts.append(f"{sum(each.id.startswith('waits.') for each in found) or 'no'} sync points")
-    machine = [Text(f" {launch.machine}")] if launch.machine else []
-    return [Text(f" {' · '.join(filter(None, [*parts, launch.more]))}"), *machine]
+    parts += ["-v prints tables"] * launch.is_brief
+    return [Text(f" {line}") for line in (" · ".join(parts), launch.machine) if line]
 
 
-def _findings(found: Iterable[Finding], rows: Sequence[Row], width: int, room: int) -> list[Text]:
+def _findings(found: Iterable[Finding], rows: Sequence[Row], width: int, room: int, launch: Launch) -> list[Text]:
     """Findings as far as there is room, alarms and larger stakes first, and how many more there are."""
     ids = {f"script.{row.habit}" for row in of_kind(rows, HabitRow)}
 
@@ -271,7 +280,7 @@ def _findings(found: Iterable[Finding], rows: Sequence[Row], width: int, room: i
         more = place + 1 < len(ordered)
         if len(lines) + len(wrapped) + more > room:
             left = len(ordered) - place
-            return [*lines, Text(f" {left} more finding{'s' * (left > 1)}: -v", "dim")] if room > len(lines) else lines
+            return [*lines, *_more(left, f" finding{'s' * (left > 1)}", launch)[: max(0, room - len(lines))]]
         lines += [Text(f" {'•' if at == 0 else ' '} {text}") for at, text in enumerate(wrapped)]
     return lines
 

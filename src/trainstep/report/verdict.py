@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from trainstep.report.findings import Finding
+from trainstep.report.findings import Finding, listed
 from trainstep.report.numbers import in_ms, numeric, percent
 from trainstep.report.subjects import run
 from trainstep.report.subjects.kernel_findings import FUSABLE
@@ -135,9 +135,7 @@ def _python(seen: Seen) -> Evidence | None:
     most = max(own, key=lambda each: numeric(each.figures["share"]), default=None)
     if most is None:
         return None
-    lines = most.figures["lines"]
-    assert isinstance(lines, tuple)
-    return _share(numeric(most.figures["share"]), "runs your code at {}", str(lines[0]).partition(" (")[0])
+    return _share(numeric(most.figures["share"]), "runs your code at {}", _lines(most, 1))
 
 
 def _sync(seen: Seen) -> Evidence | None:
@@ -182,15 +180,28 @@ def _bandwidth(seen: Seen) -> Evidence | None:
 
 
 def _slowing(seen: Seen) -> Evidence | None:
-    own = (each.figures for each in seen.figures("script.slows-down"))
-    ends = next(((numeric(each["from_ms"]), numeric(each["to_ms"])) for each in own), None)
-    return ends and (ends[1] / ends[0] - 1, f"steps grow from {in_ms(ends[0])} to {in_ms(ends[1])}")
+    first, last, where = _ends(seen, "script.slows-down", "ms")
+    return last / first - 1, f"steps grow from {in_ms(first)} to {in_ms(last)}{where}"
 
 
 def _growing(seen: Seen) -> Evidence | None:
-    own = (each.figures for each in seen.figures("script.memory-grows"))
-    ends = next(((numeric(each["from_mib"]), numeric(each["to_mib"])) for each in own), None)
-    return ends and (ends[1] - ends[0], f"it grows from {ends[0]:.0f} to {ends[1]:.0f} MiB")
+    first, last, where = _ends(seen, "script.memory-grows", "mib")
+    return last - first, f"it grows from {first:.0f} to {last:.0f} MiB{where}"
+
+
+def _ends(seen: Seen, id: str, unit: str) -> tuple[float, float, str]:
+    """First and last figure of what grows, equal where nothing does, and the lines that bring it."""
+    for each in seen.figures(id):
+        where = f", at {_lines(each)}" if each.figures["lines"] else ""
+        return numeric(each.figures[f"from_{unit}"]), numeric(each.figures[f"to_{unit}"]), where
+    return 1.0, 1.0, ""
+
+
+def _lines(each: Finding, most: int | None = None) -> str:
+    """The lines that a finding names, without their shares."""
+    lines = each.figures["lines"]
+    assert isinstance(lines, tuple)
+    return listed([str(line).partition(" (")[0] for line in lines[:most]])
 
 
 def _share(share: float, does: str, what: str) -> Evidence:
