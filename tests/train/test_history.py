@@ -1,7 +1,9 @@
 """A run's page from its metrics alone: of one that was killed, of one of an earlier version, while it trains."""
 
 import json
+import shlex
 import shutil
+import signal
 import time
 
 import pytest
@@ -9,10 +11,12 @@ import pytest
 from tests.train.runs import alone, config, names, on_rank, rows
 from trainstep.base.errors import UsageError
 from trainstep.commands.cli import main
+from trainstep.report.compare import compare
 from trainstep.rows import TrainRow
 from trainstep.rows.records import read_records
 from trainstep.train.data import TokenData
 from trainstep.train.history import DRAWN, _scheme, history
+from trainstep.train.loop import Outcome
 
 OLD = {"loss": 2.0, "validation_loss": None, "learning_rate": 1e-3, "gradient_norm": 1.0, "step_ms": 10.0,
        "tokens_per_s": 100.0, "utilisation": None, "tokens": 1, "world_size": 1}  # fmt: skip
@@ -70,6 +74,8 @@ def test_the_record_of_a_finished_run_has_the_same(tmp_path):
     alone(config(), tmp_path / "run")
     (record,) = read_records(tmp_path / "run" / "results.jsonl")
     told = history(tmp_path / "run")
+    (same,) = compare([record], [record])
+    assert (same.old_ms, same.losses.difference, same.tokens) == (pytest.approx(told.step_ms, rel=1e-4), 0.0, None)
     assert record.case == told.case
     assert record.values["done"] == told.done == 12
     assert record.values["last_loss"] == pytest.approx(told.last_loss, rel=1e-4)
@@ -139,11 +145,8 @@ def test_each_ranks_own_time_is_told_every_so_many_updates(two, tmp_path):
         told = [row for row in rows(tmp_path / scheme) if "ranks_data_ms" in row]
         assert [row["step"] for row in told] == [4, 8, 12]
         assert all(row["ranks_data_ms"][1] >= 5 for row in told)
-        if scheme == "fsdp":
-            assert all("ranks_own_ms" not in row for row in told), "its ranks wait for each other all along"
-        else:
-            for row in told:
-                assert row["ranks_own_ms"][1] > row["ranks_data_ms"][1]
+        own = [row["ranks_own_ms"][1] > row["ranks_data_ms"][1] for row in told if "ranks_own_ms" in row]
+        assert own == ([] if scheme == "fsdp" else [True] * 3), "FSDP's ranks wait for each other all along"
         found = history(tmp_path / scheme).series
         assert (len(found["ranks_own_ms"]), len(found["ranks_data_ms"])) == (0 if scheme == "fsdp" else 2, 2)
 
@@ -171,6 +174,13 @@ def test_train_leaves_a_page(tmp_path, capsys):
     assert leave_with(words) == 0
     assert "report.html has its curves" in capsys.readouterr().out
     assert "loss after update 3 of 3" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_stopped_run_says_what_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("trainstep.train.loop.train", lambda *given, **more: Outcome(7, False, signal.SIGINT))
+    words = ["train", "--learning-rate", "2e-05", "--steps", "9", "--out", str(tmp_path / "a run")]
+    assert leave_with(words) == 130
+    assert capsys.readouterr().out.splitlines()[-1].strip() == shlex.join(["trainstep", *words])
 
 
 def test_starts_say_their_scheme_as_it_was_set():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +59,7 @@ class Compare(Common):
                 old, new = _runs(self.old), _runs(self.new)
                 comparisons = compare(old, new, self.spread, self.across)
             left_out, is_verbose = unmatched(old, new, self.across), HOW.get() == "verbose"
-            too_slow = [each for each in comparisons if most is not None and each.is_slower_by(most)]
+            gate = Counter(each.is_slower_by(most) for each in comparisons if most is not None)
             console.print(f" trainstep compare · {self.old} → {self.new}\n\n {overall(comparisons)}\n")
             if is_verbose:
                 show_table(console, comparison_table(comparisons, f"{self.old} → {self.new}"))
@@ -66,11 +67,15 @@ class Compare(Common):
             conditions = other_conditions(old, new)
             said += [f"• Not measured under the same conditions: {'; '.join(conditions)}."] if conditions else []
             said += [f"• Left out: {each}." for each in (left_out if is_verbose else left_out[:MOST_LEFT])]
-            said += [f"• Failed: {len(too_slow)} take over {self.fail_if_slower} longer."] if too_slow else []
+            if gate[True]:
+                said.append(f"• Failed: {gate[True]} take over {self.fail_if_slower} longer.")
+            elif gate[None]:
+                among = f"within {gate[None]} of {len(comparisons)} intervals"
+                said.append(f"• Not failed: {self.fail_if_slower} longer is {among}. More runs a side decide.")
             for line in said:
                 console.print(line)
             gc.freeze()  # nor one at the end
-        return CASE_FAILED if too_slow or any(each.is_lost for each in left_out) else 0
+        return CASE_FAILED if gate[True] or any(each.is_lost for each in left_out) else 0
 
 
 def _share(text: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainstep.base.config import load_toml, replace_checked
 from trainstep.base.errors import UsageError
 from trainstep.base.guards import code_of
-from trainstep.commands.options import AnyModel, flags_of
+from trainstep.commands.options import AnyModel, flags_of, words_of
 from trainstep.commands.output import console_for_output, memory_as_mistake
 from trainstep.commands.report import PAGE
 from trainstep.train.config import OF_BUILTIN, OF_OWN, OF_WORKLOADS, BuiltinRun, OwnRun, RunConfig, TrainConfig
@@ -57,7 +58,8 @@ class Train(AnyModel):
             return 0
         by = outcome.stopped_by
         why = by.name if by else "another rank was told to stop"
-        show.line(f"{why}: stopped after update {outcome.step}, which is saved; start again with the same flags")
+        again = f"{'torchrun … -m ' * (process.world_size > 1)}trainstep train {shlex.join(words_of(self))}"
+        show.line(f"{why}: stopped after update {outcome.step}, which is saved. To go on:\n  {again}")
         return code_of(by) if by is signal.SIGINT else 0
 
     def _draw_page(self, show: Show) -> None:
@@ -74,13 +76,10 @@ class Train(AnyModel):
 
     def run_config(self) -> RunConfig:
         """The run that these flags describe, checked."""
-        given = {} if self.config is None else dict(load_toml(self.config).train)
-        given |= self.train
-        self._check_given(given)
-        train = TrainConfig() if self.workload is None else OF_WORKLOADS
-        if self.config is not None:
-            train = replace_checked(train, load_toml(self.config).train, where=f"{self.config} [train]")
-        train = dataclasses.replace(train, **self.train)
+        table = {} if self.config is None else load_toml(self.config).train
+        self._check_given({**table, **self.train})
+        usual = TrainConfig() if self.workload is None else OF_WORKLOADS
+        train = dataclasses.replace(replace_checked(usual, table, where=f"{self.config} [train]"), **self.train)
         if self.workload is None:
             return BuiltinRun(self.model_name(), self.step_config(), train, self.model_config())
         source = self.source()

@@ -19,18 +19,14 @@ from trainstep.report.numbers import number
 from trainstep.report.tables import Table, text_table, with_shapes
 from trainstep.rows.records import Row, Scalar
 
-ACROSS = (
-    "workload",
-    *settings_with(CASE, without=("seed",)),
-    "mode",
-    "warmup",
-    "timing",
-)  # The columns in which compared rows may be allowed to differ
+ACROSS = ("workload", *settings_with(CASE, without=("seed",)), "mode", "warmup", "timing", "scheme")
+"""Columns in which compared rows may be allowed to differ."""
 MATCHED_BY = {
     "step": ("kind", *ACROSS),
     "change": ("kind", "workload", "batch", "context", "change"),
     "sweep": (),
     "script": ("kind", "workload", "updates", "rank"),
+    "train": ("kind", *ACROSS, "world_size"),
 }
 """The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all."""
 CONDITIONS = ("device", "torch", "threads")
@@ -75,10 +71,13 @@ class Comparison:
         found = self.speedup.interval
         return f"{self.speedup.value:.3f}×" + (f" [{found.low:.3f}–{found.high:.3f}]" if found else "")
 
-    def is_slower_by(self, share: float) -> bool:
-        """True if the same work certainly takes more than this share longer: the whole interval says so."""
-        found = self.speedup.interval
-        return found is not None and self.verdict == "slower" and found.high < 1 / (1 + share)
+    def is_slower_by(self, share: float) -> bool | None:
+        """True if the same work certainly takes more than this share longer: the whole interval says so. None where a
+        part of the interval does, or there is none."""
+        found, least = self.speedup.interval, 1 / (1 + share)
+        if self.verdict not in ("slower", "inconclusive"):
+            return False
+        return None if found is None or found.low < least <= found.high else found.high < least
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def compare(
         which = "the first file" if after else "the second file" if before else "either file"
         raise UsageError(
             f"no timed step in {which}: compare reads measured rows of the kinds {', '.join(MATCHED_BY)}, which "
-            f"the commands bench, analyze, sweep and run write{_lost(old, new, across)}"
+            f"the commands bench, analyze, sweep, run and train write{_lost(old, new, across)}"
         )
     shared = [key for key in before if key in after]
     if not shared:

@@ -55,6 +55,8 @@ def tokens_of(row: Row) -> float | None:
     """Tokens per step, to five digits, or a script's samples; None where a row does not say."""
     if isinstance(samples := row.values.get("samples_per_step"), (int, float)):
         return samples
+    if (tokens := row.values.get("tokens")) and (done := row.values.get("done")):  # of a training
+        return tokens / done  # type: ignore[operator]
     per_second, step_ms = row.values.get("tokens_per_s"), row.values.get("step_ms")
     if not isinstance(per_second, (int, float)) or not isinstance(step_ms, (int, float)):
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,7 @@ def record_of(
         **case,
         n=len(steady),
         times={} if times is None else {"step": Times.of(times, spread=False)},
+        samples={"step": [row["step_ms"] for row in steady], "training_loss": [row["loss"] for row in rows[:POINTS]]},
         tokens_per_s=_median(steady, "tokens_per_s"),
         utilisation=_median(steady, "utilisation"),
         first_loss=rows[0]["loss"],
@@ -134,7 +135,7 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     width = -(-len(rows) // DRAWN)
     groups = [rows[at : at + width] for at in range(0, len(rows), width)]
     found: dict[str, list[Any]] = {"step": [group[-1]["step"] for group in groups]}
-    found |= {name: [_mean(group, name) for group in groups] for name in MEANS}
+    found |= {name: [_median(group, name, np.mean) for group in groups] for name in MEANS}
     found |= {name: [_median(group, name) for group in groups] for name in ("step_ms", "tokens_per_s")}
     begun = [row for row in rows if row["since_start"] == 1]
     found["start_step"] = [row["step"] for row in begun]
@@ -156,18 +157,13 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return found
 
 
-def _middle(values: Sequence[float | None]) -> float | None:
+def _middle(values: Sequence[float | None], of: Callable[[Any], Any] = np.median) -> float | None:
     known = [value for value in values if value is not None]
-    return float(np.median(known)) if known else None
+    return float(of(known)) if known else None
 
 
-def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    return _middle([row.get(name) for row in rows])
-
-
-def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    known = [row[name] for row in rows if row.get(name) is not None]
-    return float(np.mean(known)) if known else None
+def _median(rows: Sequence[Mapping[str, Any]], name: str, of: Callable[[Any], Any] = np.median) -> float | None:
+    return _middle([row.get(name) for row in rows], of)
 
 
 def _scheme(case: Mapping[str, Any]) -> str:
