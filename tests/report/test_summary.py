@@ -149,6 +149,8 @@ def test_a_script_s_bar_has_its_own_phases():
         "what no phase has is no part: medians need not add up"
     )
     assert breakdown(rows).caption.endswith("the phases’ together are 9.00 ms.")
+    profiled = [replace(profile(), on_cpu=True), kernel("data", "m", 0.5)]
+    assert drawn([*rows, *profiled])["data wait"] == {"m": 0.5, BESIDE: 3.5}, "what it waits has no kernels"
 
 
 def test_rows_without_phases_have_no_bar():

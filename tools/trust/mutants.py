@@ -432,7 +432,7 @@ def main() -> int:
         importlib.import_module(name)
     killed: Counter[str] = Counter()
     judged = Counter(mutant.file for mutant, _ in wanted)
-    left, is_kept = judged.copy(), bool(commit and not asked.named and (asked.files or asked.sample is None))
+    left, is_kept = judged.copy(), bool(commit and not asked.named and asked.sample is None)
     context = multiprocessing.get_context("fork")
     with (
         tempfile.TemporaryDirectory() as folder,

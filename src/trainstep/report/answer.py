@@ -102,7 +102,9 @@ def answer(rows: Sequence[Row], found: Sequence[Finding], launch: Launch, width:
     room = LINES - len(foot) - sum(len(block) + 1 for block in (head, tries, prove) if block)
     changes = _changes(rows, launch)[: max(0, room - 1)]
     room -= len(changes) + bool(changes)
-    bars = _bars(breakdown(rows), script, width)
+    # A script's bars are of all its steps, as its verdict is, and not of the few that were profiled.
+    timed = rows if script is None else [row for row in rows if not isinstance(row, ProfileRow)]
+    bars = _bars(breakdown(timed), script, width)
     if not bars and not changes and not (first and first[0].figure.name.endswith("_ms")):
         bars = _cases(rows, launch)
     if not bars and first:

@@ -7,7 +7,7 @@ device's idle time.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -23,10 +23,11 @@ from trainstep.rows.row import Timed
 
 MOST_GROUPS = 6  # modules with a colour of their own; the rest is "other modules"
 IDLE, BESIDE, OTHERS, UNPLACED = "device idle", "outside of operators", "other modules", "in no known module"
-SMALL = 0.01  # share of the bar below which idle time is not told
+SMALL = 0.01  # share of a phase's kernels below which those without a row are not told
 APART = 0.05  # share of the step from which medians of phases are said not to add up to it
 NAMED = 0.02  # share of the bar from which a module has a colour of its own
 SEEN = 0.001  # share of the bar from which what has no module is drawn
+_Captioned = tuple[Stack, str]
 _UNNAMED = {"(optimizer)": "optimizer", "(loss)": "loss", "(unknown)": UNPLACED}
 _ROLE_OF_PHASE = {"forward": "kind-1", "backward": "kind-2", "optimizer": "kind-3", "loss": "kind-4"}
 _ROLES = ("kind-1", "kind-2", "kind-3", "kind-4", "kind-5", "kind-6", "kind-7")
@@ -60,7 +61,7 @@ def _share(ms: float, stack: Stack) -> str:
     return percent(share) if share >= SEEN else f"below {SEEN:.1%}"
 
 
-def _profiled(rows: Sequence[Row]) -> tuple[Stack, str] | None:
+def _profiled(rows: Sequence[Row]) -> _Captioned | None:
     """Module by phase, of the first profile whose kernels have a module."""
     step = analysed_step(rows)
     profiles = [row for row in of_kind(rows, ProfileRow) if row.status == "ok"]
@@ -69,29 +70,30 @@ def _profiled(rows: Sequence[Row]) -> tuple[Stack, str] | None:
         own = belonging(rows, KernelRow, profile)
         kernels = [row for row in own if (row.ms or 0.0) > 0 and row.family != "transfer"]
         if kernels and any(not row.module.startswith("(") for row in kernels):
-            return _of_kernels(profile, kernels, told_apart(profile, profiles) if len(profiles) > 1 else "")
+            script = next(map(run.as_told, run.first_rank(rows)), None)
+            return _of_kernels(profile, kernels, told_apart(profile, profiles) if len(profiles) > 1 else "", script)
     return None
 
 
-def _of_kernels(profile: ProfileRow, kernels: Sequence[KernelRow], name: str) -> tuple[Stack, str]:
+def _of_kernels(profile: ProfileRow, kernels: Sequence[KernelRow], name: str, script: Timed | None) -> _Captioned:
     names = _short({row.module for row in kernels})
-    times: dict[str, Counter[str]] = {}
+    times = defaultdict[str, Counter[str]](Counter)
     for row in kernels:
-        times.setdefault(row.phase, Counter())[names[row.module]] += row.ms or 0.0  # type: ignore[assignment]
+        times[row.phase][names[row.module]] += row.ms or 0.0  # type: ignore[assignment]
     # Kernels need not fill a phase: the rest of its time without the profiler is a part of its own.
-    idle, empty = 0.0, BESIDE if profile.on_cpu else IDLE
-    for phase, own in times.items():
+    empty = BESIDE if profile.on_cpu else IDLE
+    wholes = {phase: script.times[phase].median for phase in run.PHASES if phase in script.times} if script else {}
+    for phase in dict.fromkeys([*times, *wholes]):  # a script has phases without kernels, in which it waits
+        own = times[phase]
         known, listed_ms = as_float(profile.values.get(f"{phase}_kernels_ms")), sum(own.values())
         if known is not None and known - listed_ms > SMALL * known:
             own[UNPLACED] += known - listed_ms  # type: ignore[assignment]  # rows of short kernels may be left out
         whole, busy = (as_float(profile.values.get(f"{phase}{end}")) for end in ("_ms", "_busy_ms"))
+        if whole is None and phase in wholes:
+            whole, busy = wholes[phase], own.total()
         if whole is not None and busy is not None and whole > busy:
             own[empty] += whole - busy  # type: ignore[assignment]
-            idle += whole - busy
     total = sum(sum(own.values()) for own in times.values())
-    if idle < SMALL * total:
-        for own in times.values():
-            del own[empty]
     # The same module has one colour in all phases, so the groups to name are chosen by their whole time.
     sums: Counter[str] = sum(times.values(), Counter())
     named = [name for name, ms in sums.most_common() if name not in _FIXED and ms >= NAMED * total][:MOST_GROUPS]
@@ -104,14 +106,12 @@ def _of_kernels(profile: ProfileRow, kernels: Sequence[KernelRow], name: str) ->
         for module, ms in times[phase].items():
             merged[module if module in roles else OTHERS] += ms
         if phase in PHASES or merged.total() >= SEEN * total:
-            name_of_phase = phase.strip("()")
+            name_of_phase = run.PHASES.get(phase, phase) if wholes else phase.strip("()")
             phases[name_of_phase] = [Part(each, merged[each], roles[each]) for each in roles if merged.get(each)]
-    caption = "Kernels of a profiled step, by the module whose forward made them"
-    caption += f"; {empty} is what phases take beyond them, without the profiler." if idle >= SMALL * total else "."
-    if profile.has_steps is False:
-        caption = "Kernels of the whole trace, by the module whose forward made them."
-    whole = profile.step_ms
-    time = in_ms(whole) if whole is not None and idle >= SMALL * total else f"{in_ms(total)} of kernels"
+    what = "the whole trace" if profile.has_steps is False else "a profiled step"
+    beyond = f"; {empty} is what phases take beyond them, without the profiler" if sums[empty] else ""
+    caption = f"Kernels of {what}, by the module whose forward made them{beyond}."
+    time = in_ms(profile.step_ms) if profile.step_ms is not None else f"{in_ms(total)} of kernels"
     return Stack(name or _settings(profile), time, phases), caption
 
 
@@ -138,7 +138,7 @@ def _group(module: str) -> str:
     return ".".join(parts[:deep])
 
 
-def _timed(rows: Sequence[Row]) -> tuple[Stack, str] | None:
+def _timed(rows: Sequence[Row]) -> _Captioned | None:
     """The phases of a ladder's first step, of the step that was taken apart, of a script, or of one process alone."""
     climb = next((each.accepted for each in of_steps(rows)), [])
     alone = [row for row in of_kind(rows, ParallelRow) if row.status == "ok" and row.scheme == "single"]

@@ -48,10 +48,6 @@ FITS = define(
 )
 
 
-def _studies(records: Sequence[Row]) -> list[list[FitRow]]:
-    return [list(study) for study in by_case(of_kind(records, FitRow), *_FORM)]
-
-
 def _last_fits(study: Sequence[FitRow]) -> list[FitRow]:
     """Last choice for each budget."""
     return list({row.budget_gib: row for row in study if row.form == "fit"}.values())
@@ -68,7 +64,7 @@ def fit(records: Sequence[Row]) -> Section | None:
 
 def fit_findings(records: Sequence[Row]) -> list[Finding]:
     """Findings on what the choice came to, study by study."""
-    studies = _studies(records)
+    studies = by_case(of_kind(records, FitRow), *_FORM)
     return [finding for study in studies for row in _last_fits(study) for finding in _found(study, row)]
 
 
