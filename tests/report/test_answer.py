@@ -57,8 +57,7 @@ def test_a_script_s_answer_says_what_to_do_and_how_to_prove_it():
     bars = {line[3:23].strip(): line.count("█") for line in said[5:8]}
     assert bars == {"data wait": 16, "forward": 20, "optimizer": 3}
     assert said[5].endswith(" 42%   train.py:39")
-    profiled = [profile(forward=1.0), kernel("forward", "m", 1.0)]
-    assert told([*ROWS["a script"], *profiled])[5:8] == said[5:8], "of all steps, also where kernels are known"
+    assert told([*ROWS["a script"], profile(forward=1.0), kernel("forward", "m", 1.0)])[5:8] == said[5:8]
     assert [line.split()[0] for line in said[10:13]] == ["1", "2", "3"]
     assert said[10].endswith("up to 1.7×")
     assert said[11].endswith("about 1.2×")
