@@ -389,6 +389,8 @@ def test_what_else_a_run_shows_may_be_off_by_twice_what_rounding_does(own, facto
     assert not found.is_right
     found = judge.judge(showing(4.5), own).parts["shown"]
     assert (found.name, found.error) == ("b", pytest.approx(0.5 / 3)), "a may be off by as much as that is of it"
+    still = judge_by(showing(1.0), reference=showing(1.0), own=own).judge(showing(1.5), own).parts["shown"]
+    assert (still.name, still.error) == ("b", pytest.approx(0.5)), "of what the reference leaves as it was, absolute"
     assert "shown" not in judge_by().judge(PLAIN, own).parts
     assert "shown" not in judge.judge(showing(4.0, 9.0), "fp16").parts, "a pass that overflows moves buffers again"
 
