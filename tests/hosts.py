@@ -118,9 +118,6 @@ class Hosts:
         """Pull a host's cable: what is sent from or to it is lost."""
         ip("-n", self._switch, "link", "set", "dev", self.names[host], "down")
 
-    def plug(self, host: int) -> None:
-        ip("-n", self._switch, "link", "set", "dev", self.names[host], "up")
-
     def processes(self, host: int, containing: str = "") -> list[int]:
         """The processes that run there, with these words in their command line."""
         found = [int(each) for each in ip("netns", "pids", self.spaces[host]).split()]
