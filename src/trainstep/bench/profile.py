@@ -68,17 +68,8 @@ def profile_records(
     three, or one of a model of more than `MANY_MODULES`. Their trace is kept at `trace` (`.json.gz`).
     """
     case, environment = case_columns(source, config), describe(resolve_device(config.device))
-    found = attempt(partial(_measure, source, config, warmup, steps, profiled_steps, trace))
-    if isinstance(found, Failure):
-        yield failed_row(ProfileRow, case, found, environment)
-        return
-    plain, profiled, profiles = found
-    samples = {"step": plain["step"], "profiled_step": profiled["step"]}
-    for own, profile, devices in _device_cases(profiles, case):
-        values = timing_values(plain, profiled, profile) | devices
-        values["trace"] = trace.name if trace is not None else None
-        yield make_row(ProfileRow, own, values, samples=samples, environment=environment)
-        yield from profile_rows(profile, own, config.precision, environment)
+    found = attempt(lambda: list(_measure(source, config, warmup, steps, profiled_steps, trace, environment)))
+    yield from [failed_row(ProfileRow, case, found, environment)] if isinstance(found, Failure) else found
 
 
 def _device_cases(
@@ -91,20 +82,33 @@ def _device_cases(
 
 
 def _measure(
-    source: WorkloadSource, config: StepConfig, warmup: int, steps: int, profiled_steps: int | None, trace: Path | None
-) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, KernelProfile]]:
-    """Milliseconds of the step without and with the profiler, in the same process, and what it recorded."""
+    source: WorkloadSource,
+    config: StepConfig,
+    warmup: int,
+    steps: int,
+    profiled_steps: int | None,
+    trace: Path | None,
+    environment: Mapping[str, Scalar],
+) -> Iterator[Row]:
+    """Rows of the step without and with the profiler, in the same process. A million objects of a large profile are let
+    go before memory is given back, which looks through all that is left."""
     config.require_kernels()
     runner = BatchedStep(build_step(source, config))
     clock = device_clock(runner.step.device)
-    plain = time_steps(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
+    timed = time_steps(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
     with tempfile.TemporaryDirectory() as folder, _pieces(config):
         file = trace or Path(folder) / "trace.json.gz"
-        recorded = profiled_steps or (1 if sum(1 for _ in runner.step.module.modules()) > MANY_MODULES else 3)
-        profiled = record_steps(runner.run, clock, recorded, file, runner.step.module, runner.prepare_next)
+        count = profiled_steps or (1 if sum(1 for _ in runner.step.module.modules()) > MANY_MODULES else 3)
+        recorded = record_steps(runner.run, clock, count, file, runner.step.module, runner.prepare_next)
+        plain, profiled = phase_samples(timed), phase_samples(recorded)
+        samples = {"step": plain["step"], "profiled_step": profiled["step"]}
         with collection_paused():
             profiles = profiles_of(read_chrome_trace(file), _lists(runner.step))
-    return phase_samples(plain), phase_samples(profiled), profiles
+            for own, profile, devices in _device_cases(profiles, case_columns(source, config)):
+                values = timing_values(plain, profiled, profile) | devices
+                values["trace"] = trace.name if trace is not None else None
+                yield make_row(ProfileRow, own, values, samples=samples, environment=environment)
+                yield from profile_rows(profile, own, config.precision, environment)
 
 
 def run_nvtx(source: WorkloadSource, config: StepConfig, *, warmup: int, steps: int) -> Timing:

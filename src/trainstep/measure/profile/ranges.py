@@ -195,7 +195,7 @@ def profiler_of_steps(steps: int, trace: Path, *, on_gpu: bool, shapes: bool) ->
         # torch would pack it line by line, which takes three times as long.
         with aside(trace) as draft, NamedTemporaryFile(suffix=".json") as plain:
             done.export_chrome_trace(plain.name)
-            with open(plain.name, "rb") as text, gzip.open(draft, "xb", 6) as packed:
+            with open(plain.name, "rb") as text, gzip.open(draft, "xb", 3) as packed:
                 shutil.copyfileobj(text, packed, 2**20)
 
     return profile(
