@@ -130,7 +130,7 @@ def test_steps_whose_batches_come_in_bursts_are_not_unsteady():
 
 
 def test_a_verdict_names_the_line():
-    rows = [script(data=42.0), habit(1.0)]
+    rows = [script(data=42.0), lines(0.0, "data")[1], habit(1.0)]
     said = {each.word: each.says for each in judge(rows, findings(rows))[0]}
-    assert said["DATA-BOUND"] == "42% of each step waits for the DataLoader at train.py:39"
+    assert said["DATA-BOUND"].endswith(" the DataLoader at train.py:39, which runs train.py:31 in log")
     assert said["DEBUG-ON"] == "anomaly detection is on at train.py:7"

@@ -103,8 +103,7 @@ def answer(rows: Sequence[Row], found: Sequence[Finding], launch: Launch, width:
     changes = _changes(rows, launch)[: max(0, room - 1)]
     room -= len(changes) + bool(changes)
     # A script's bars are of all its steps, as its verdict is, and not of the few that were profiled.
-    timed = rows if script is None else [row for row in rows if not isinstance(row, ProfileRow)]
-    bars = _bars(breakdown(timed), script, width)
+    bars = _bars(breakdown([row for row in rows if script is None or not isinstance(row, ProfileRow)]), script, width)
     if not bars and not changes and not (first and first[0].figure.name.endswith("_ms")):
         bars = _cases(rows, launch)
     if not bars and first:

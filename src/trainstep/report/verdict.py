@@ -116,6 +116,7 @@ def _straggler(seen: Seen) -> Evidence | None:
 def _data(seen: Seen) -> Evidence | None:
     loader = seen.script.loader if seen.script is not None else None
     where = f"the DataLoader at {loader.partition(',')[0]}" if loader else "its batch"
+    where += "".join(f", which runs {_lines(each, 1)}" for each in seen.figures("data.lines")[:1])
     return _share(seen.phases("data"), "waits for {}", where)
 
 

@@ -277,8 +277,6 @@ def timeline_values(
 class _Bar:
     """A kernel, or several neighbours, of which the longest gives its name."""
 
-    __slots__ = ("count", "end", "kernel", "start")
-
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.start, self.end, self.count = kernel, kernel.start_us, kernel.end_us, 1
 

@@ -315,9 +315,10 @@ def data_bound(rows: Sequence[Row]) -> Iterator[Finding]:
             if row.worker_start:
                 said += " Lines in workers of this start method were not looked into."
             stake = data = mean_of(row.times["data"])
-            if row.environment.get("cores") and ", no workers" in (row.loader or ""):  # these take a part of it
+            action = advice.loader_workers(_workers(row)) if ", no workers" in (row.loader or ", no workers") else None
+            if action and row.loader and row.environment.get("cores"):  # workers take a part of it
                 stake = min(data, mean_of(row.times["step"]) - data / _workers(row))
-            claim = Claim("Steps wait for their batch", ("script",), stake, action=advice.loader_workers(_workers(row)))
+            claim = Claim("Steps wait for their batch", ("script",), stake, action=action)
             yield found("data.bound", said, claim, data_ms=data, share=share, loader=row.loader)
 
 
