@@ -35,7 +35,7 @@ KEPT = 2000  # samples that wait for the end of their step: of a longer one the 
 DEEPEST = 60  # frames of a stack, from the innermost
 BEFORE = "before "
 """In front of the phase of code that was seen when the next one had begun."""
-UP_TO = "up to "
+UP_TO = "code at or before "
 """In front of the phase of a sample that came late, and of the line that most samples came to late."""
 WAKES_S = 5e-4  # A thread whose turn has come runs by then, where a core is free.
 NOWHERE = Place("", 0, "")

@@ -114,10 +114,10 @@ def _straggler(seen: Seen) -> Evidence | None:
 
 
 def _data(seen: Seen) -> Evidence | None:
-    loader = seen.script.loader if seen.script is not None else None
-    where = f"the DataLoader at {loader.partition(',')[0]}" if loader else "its batch"
-    where += "".join(f", which runs {_lines(each, 1)}" for each in seen.figures("data.lines")[:1])
-    return _share(seen.phases("data"), "waits for {}", where)
+    at = ((seen.script.loader if seen.script is not None else None) or "").partition(",")[0]
+    lines = [_lines(each, 1) for each in seen.figures("data.lines")[:1]]
+    runs = "".join(f", which runs {line}" for line in lines if not at or at not in line)
+    return _share(seen.phases("data"), "waits for {}", (f"the DataLoader at {at}" if at else "its batch") + runs)
 
 
 def _launches(seen: Seen) -> Evidence | None:
