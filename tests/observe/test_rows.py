@@ -11,10 +11,11 @@ from trainstep.observe import rows
 from trainstep.observe.lines import shown_line
 from trainstep.observe.log import RankLog, log_path, read_log
 from trainstep.observe.rows import how_it_ended, script_records, why_no_step
+from trainstep.observe.sampling import LATE
 from trainstep.observe.steps import Step
 from trainstep.report.page import Report, render
 from trainstep.report.subjects import run as subject
-from trainstep.rows import RecompilationRow, ScriptRow, WaitRow
+from trainstep.rows import LineRow, RecompilationRow, ScriptRow, WaitRow
 from trainstep.rows.records import of_kind
 
 ITEM = {"file": "train.py", "line": 31, "function": "main", "call": "item"}
@@ -243,6 +244,16 @@ def test_steps_that_have_no_time_are_not_called_unseen():
 def test_lines_are_shown_shortly():
     assert shown_line("/home/me/project/train.py", 3) == "train.py:3"
     assert shown_line("/usr/lib/python3/site-packages/transformers/trainer.py", 5) == "transformers/trainer.py:5"
+
+
+@pytest.mark.parametrize(("late", "mark"), [(0, ""), (2, ""), (3, LATE)])
+def test_a_line_most_of_whose_samples_came_late_is_not_blamed_itself(late, mark):
+    log = gpu_log()
+    log.lines = {at: {**ITEM, "call": call} for at, call in enumerate(("data", f"{LATE}data"))}
+    for step in log.steps:
+        step.seen = {0: 2, 1: late}
+    (row,) = of_kind(script_records([log], "train.py", 0), LineRow)
+    assert (row.line, row.phase, row.share) == (f"{mark}train.py:31", "data", 1.0)
 
 
 def test_what_lay_ready_in_loaders_is_counted_by_how_it_shrank_in_timed_steps():

@@ -54,7 +54,8 @@ FLOAT32_AT_MOST = 1e-3
 """Float64's gradients further from float32's than this are of a model that computes something else in float64."""
 
 FLOAT32_ROUNDOFF = 2.0**-24
-"""Unit roundoff of float32, in which every optimizer computes."""
+"""Unit roundoff of float32, in which every optimizer computes. A loss is one number of it: a plain loss that is off by
+nothing may be off by half of its last place."""
 
 LOST_BITS = 2.0**10
 """An update's 1 − 0.999 has lost this factor of its digits."""

@@ -223,7 +223,7 @@ def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: f
         allowed = 2 * headroom(buffer.count) * plain.buffers.get(name, 0.0) + buffer.rounded(rounding)
         worst = max(worst, _share(buffer.error, allowed, buffer.change or 1.0, f"buffer {name}"), key=_nan_first)
     size, loss_size = math.sqrt(square), abs(reference.loss) or 1.0
-    # A loss is one number of float32: a plain one that is off by nothing is off by up to half of its last place.
+    # What rounding does to a loss is not known more exactly than its last place.
     usual_loss = max(plain.loss / loss_size, FLOAT32_ROUNDOFF)
     _, worst_error, worst_allowed, worst_name = worst
     return Deviation(

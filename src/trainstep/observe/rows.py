@@ -19,7 +19,7 @@ from trainstep.observe.keeping import keeping_lines
 from trainstep.observe.lines import shown_line
 from trainstep.observe.loaders import main_loader, most_used
 from trainstep.observe.log import ENDED, RankLog
-from trainstep.observe.sampling import BEFORE, UP_TO
+from trainstep.observe.sampling import LATE
 from trainstep.observe.steps import COMMUNICATION, COUNTS, DATA, Step
 from trainstep.rows import HabitRow, LineRow, RecompilationRow, ScriptRow, WaitRow, row_of
 from trainstep.rows.records import Row, Times, make_row, of_kind
@@ -249,7 +249,7 @@ def _wait_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[WaitRow]:
 
 def _line_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[LineRow]:
     """A row for each line of the script's that had more than a hundredth of its phase's samples, the most first. A line
-    most of whose samples came late is told as the one up to which code ran."""
+    most of whose samples came late is marked so."""
     own_steps = [step for step in log.steps[1:] if not INSTRUMENTED & step.tags]
     later = [step for step in own_steps if not step.evaluations] or own_steps
     found: defaultdict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
@@ -257,10 +257,9 @@ def _line_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[LineRow]:
     for step in later:
         for number, count in step.seen.items():
             place, phase = log.lines[number], log.lines[number]["call"]
-            line = f"{BEFORE * phase.startswith(BEFORE)}{shown_line(place['file'], place['line'])}"
-            key = line if place["file"] else "", place["function"]
-            found[phase.removeprefix(BEFORE).removeprefix(UP_TO)][key] += count
-            late[phase.removeprefix(UP_TO), *key] += count * phase.startswith(UP_TO)
+            key = shown_line(place["file"], place["line"]) if place["file"] else "", place["function"]
+            found[phase.removeprefix(LATE)][key] += count
+            late[phase.removeprefix(LATE), *key] += count * phase.startswith(LATE)
     loaders = log.facts.get("loaders", ())
     for worker in log.workers.values():
         if loaders and worker["loader"] == most_used(loaders)["line"]:
@@ -274,8 +273,8 @@ def _line_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[LineRow]:
             if line and count > LEAST_SEEN * lines.total():
                 share = count / lines.total()
                 ms = None if phase == WORKERS else share * whole_ms
-                only = UP_TO * (late[phase, line, function] > count / 2)
-                known: dict[str, Any] = {"line": only + line, "phase": phase, "function": function}
+                mark = LATE * (late[phase, line, function] > count / 2)
+                known: dict[str, Any] = {"line": mark + line, "phase": phase, "function": function}
                 yield LineRow(**own, **known, seen=count, share=share, ms_per_step=ms)
 
 

@@ -7,8 +7,8 @@ collection of garbage begins there.
 
 A sample needs the interpreter. Code that keeps it for longer than Python's switch interval (5 ms) is asked to give it
 up, and is seen where it is; code of C, where it returns. Other code keeps it until torch or the system gives it up, and
-where that is soon over, for many times. So its sample comes late, at a line that may have done nothing but follow
-(`UP_TO`). Where the next phase has begun meanwhile, its line is the call before which the code ran.
+where that is soon over, for many times. So its sample comes `LATE`, at a line that may have done nothing but follow.
+Where the next phase has begun meanwhile, that is the call around it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ from trainstep.observe.steps import Step
 EVERY_S = 0.01
 KEPT = 2000  # samples that wait for the end of their step: of a longer one the last
 DEEPEST = 60  # frames of a stack, from the innermost
-BEFORE = "before "
-"""In front of the phase of code that was seen when the next one had begun."""
-UP_TO = "code at or before "
-"""In front of the phase of a sample that came late, and of the line that most samples came to late."""
+LATE = "code at or before "
+"""In front of the phase of a sample that came late, and of a line most of whose samples did."""
 WAKES_S = 5e-4  # A thread whose turn has come runs by then, where a core is free.
 NOWHERE = Place("", 0, "")
 AT, STACK = 3, 4
@@ -123,10 +121,11 @@ class SampledLines:
                 continue
             now = bisect(times, at) - 1
             then = bisect(times, due) - 1 if due >= times[0] else now
+            late = LATE * (then != now or came_late(due, at))
             if then == now:
-                yield UP_TO * came_late(due, at) + step.phases[now], place_in(sample[STACK])
+                yield late + step.phases[then], place_in(sample[STACK])
             else:
-                yield BEFORE + step.phases[then], call_in(sample[STACK]) if now == then + 1 else NOWHERE
+                yield late + step.phases[then], call_in(sample[STACK]) if now == then + 1 else NOWHERE
 
 
 def came_late(due: float, at: float) -> bool:

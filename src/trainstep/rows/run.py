@@ -72,10 +72,10 @@ class WaitRow(OfScript, kind="wait"):
 
 
 class LineRow(OfScript, kind="line"):
-    """A line of the user's own that was under way in a phase, by samples; "before" or "code at or before" a call where
-    it was not seen itself."""
+    """A line of the user's own that was under way in a phase, by samples; "code at or before" it where most
+    samples came late."""
 
-    line: str = setting()  # `train.py:31`, `code at or before train.py:31` or `before train.py:31`
+    line: str = setting()  # `train.py:31`, or `code at or before train.py:31`
     phase: str = setting()  # or "workers", in which loaders' workers fetch batches
     function: str | None = None
     seen: int | None = None  # samples

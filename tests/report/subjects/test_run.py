@@ -149,7 +149,7 @@ def test_the_most_memory_is_said_where_it_is_known(peak_gib, found):
         ({"other": 3.0, "forward": 7.0}, "other", "train.py:9", 10, "script.lines"),
         ({"other": 2.0, "forward": 8.0}, "other", "train.py:9", 10, None),  # less than a quarter of the step
         ({"other": 3.0, "forward": 7.0}, "other", "train.py:9", 9, None),  # too few samples
-        ({"loss": 5.0, "forward": 5.0}, "loss", "before train.py:9", 10, "script.lines"),
+        ({"loss": 5.0, "forward": 5.0}, "loss", "code at or before train.py:9", 10, "script.lines"),
         ({"loss": 4.0, "forward": 6.0}, "loss", "train.py:9", 10, None),  # as of a large vocabulary
         ({"data": 2.0, "forward": 8.0}, "workers", "data.py:5", 10, "data.lines"),
         ({"data": 2.0, "forward": 8.0}, "data", "train.py:7", 10, None),  # the line that waits for workers
