@@ -1,4 +1,4 @@
-"""Fill README.md and docs/*.md from docs/results/, so that no figure in them is typed by hand.
+"""Fill README.md, docs/ and notebook/ from docs/results/, so that no figure in them is typed by hand.
 
 A block between `<!-- table: NAME -->` and `<!-- end -->` is replaced by the table called NAME here, and one that begins
 with `<!-- output: NAME -->` by a command's output, as `measure_outputs.py` kept it. People write the prose around them;
@@ -25,7 +25,8 @@ from trainstep.report.tables import Table, with_shapes
 from trainstep.rows.records import Row, read_records
 
 DOCS = Path(__file__).parent
-PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
+NOTEBOOK = DOCS.with_name("notebook")
+PAGES = (DOCS.parent / "README.md", *sorted([*DOCS.rglob("*.md"), *NOTEBOOK.glob("*.md")]))
 BLOCK = re.compile(r"(<!-- (?P<kind>table|output): (?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 sys.path.insert(0, str(DOCS.parent))  # for the examples that tables are made by
 SUBJECTS = [import_module(f"tables.{path.stem}") for path in sorted(DOCS.glob("tables/[a-z]*.py"))]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from render import NOTEBOOK, TABLES, headline, render
 from render import PAGES as RENDERED
-from render import TABLES, headline, render
 from tables import KEPT_THOUGH_DIRTY, RESULTS, DirtyError, kept, load, refuse_dirty, results, where
 from tables.alone import alone_ms
 from trainstep.base.stats import WITHIN_RUN, verdict
@@ -20,11 +20,13 @@ from trainstep.rows import AttentionRow, ChangeRow, ParallelRow, StepRow
 from trainstep.rows.records import Row, Times, of_kind
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [*RENDERED, REPOSITORY / "CONTRIBUTING.md"]
+HISTORY = set(NOTEBOOK.glob("*.md"))
+"""Notes of their day, whose figures no table has."""
 
 
 def test_tables_are_made_from_the_results():
-    texts = {page.name: page.read_text(encoding="utf-8") for page in RENDERED}
+    texts = {str(page): page.read_text(encoding="utf-8") for page in RENDERED}
     assert [name for name, text in texts.items() if render(text) != text] == [], "run `make docs` and commit"
 
 
@@ -125,7 +127,6 @@ def test_every_ratio_to_a_peer_has_its_interval(name):
     assert WITHIN_RUN in table.caption + "".join(table.columns)
 
 
-HISTORY = {"decisions.md", "lab-log.md", "lab-log-attention.md"}
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 JOINED = rf"(?:{NUMBER}(?: to | and |–|/| → ))*"
 FIGURE = re.compile(rf"({JOINED}{NUMBER}) ?(?:ms|µs|GiB|MiB|TFLOP/s|GB/s|TB/s|%|×(?! ?\d)|times)(?!\w)")
@@ -164,7 +165,7 @@ def unmeasured(text, allowed=()):
     ]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", sorted(set(PAGES) - HISTORY), ids=lambda page: page.name)
 def test_every_figure_in_prose_is_a_cell_of_a_table_on_its_page(page):
     """It would be free to contradict docs/results/ after the next measurement."""
     assert unmeasured(page.read_text("utf-8"), DEFINITIONS.get(page.name, ())) == []

@@ -19,7 +19,7 @@ Not set: PRESCALE_QK, which rounds q once more than any implementation beside it
 WRITE_DQ, which pays for some masks and scores other than these.
 
 On a CPU it is right with AVX-512 alone: with AVX2 some rows come out as anything, NaN too. Seen of short contexts with
-head_dim 8 and 16 (torch 2.13; docs/lab-log.md, 2026-11-28).
+head_dim 8 and 16 (torch 2.13; notebook/lab-log.md, 2026-11-28).
 """
 
 from __future__ import annotations

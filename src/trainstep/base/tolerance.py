@@ -30,7 +30,7 @@ VACUOUS = 0.5
 FLOAT32_LOSES = 6.0
 """Tensor cores multiply float32 as three products of TF32, as fused attention does on a GPU, and cut sums off where
 others round. On an H200, gradients of q by PyTorch's fused attention in float32 were off by up to 5.3 times what the
-plain formula was, in a model of 2.7 B after ten updates (docs/lab-log.md, 2026-11-23)."""
+plain formula was, in a model of 2.7 B after ten updates (notebook/lab-log.md, 2026-11-23)."""
 
 ROWS = 2.0
 """A row may be off by twice what a parameter may: another algorithm has its worst of thousands in another row."""

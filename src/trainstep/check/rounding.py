@@ -51,7 +51,7 @@ _TF32_NOISE = 2**-11 * _MEAN * 2**0.5
 CUT_OFF = 2**-30
 """By which part a long sum of float32 products on matrix units is too small, for each of its terms; half of it, as
 float32's budget is more than twice the usual one (`tolerance.FLOAT32_LOSES`). PyTorch's fused attention was off in one
-direction by up to 9e-7 with 512 keys on an H200 (docs/lab-log.md, 2026-11-23): 2⁻²⁹ for each."""
+direction by up to 9e-7 with 512 keys on an H200 (notebook/lab-log.md, 2026-11-23): 2⁻²⁹ for each."""
 CUTTING = ("cuda",)
 """Types of devices with matrix units for float32."""
 _aten = torch.ops.aten

@@ -12,7 +12,7 @@ What the backends do, in torch 2.11 to 2.13 (lists: calls over several tensors, 
 | the host | goes on | waits | waits |
 
 So over Gloo every list is packed into one tensor of the host, and goes by a call that works there: an all-reduce, an
-all-gather of one tensor, or an all-to-all of slices, which ranks then add up (docs/decisions.md).
+all-gather of one tensor, or an all-to-all of slices, which ranks then add up (notebook/decisions.md).
 
 There: a GPU's tensors are copied into pinned memory on the current stream. The host waits for that, as no stream could
 make Gloo's threads wait. From then on nothing of the call is on the GPU, and the next kernels run beside Gloo.
@@ -127,7 +127,7 @@ def all_gather(tensors: Sequence[Tensor], slices: Sequence[Tensor], group: dist.
     """In every tensor, `slice_of` each rank becomes that rank's slice; `slices` are this rank's.
 
     Gloo's own gather of a list corrupts the heap now and then (torch 2.13: two processes that do nothing else die of
-    it within 20,000 calls; see docs/lab-log.md). Its gather of one tensor does not.
+    it within 20,000 calls; see notebook/lab-log.md). Its gather of one tensor does not.
     """
     size = group.size()
     announce("all_gather", tensors, size)

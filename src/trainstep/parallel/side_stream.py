@@ -16,8 +16,8 @@ _known: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and address
 def current_stream(device: torch.device | None = None) -> torch.cuda.Stream:
     """Stream as `torch.cuda.current_stream` has it, of a device with its number, by default the current one.
 
-    torch makes a new object each time, in 17 µs of the host (docs/lab-log.md, 2026-11-27), which asks several times for
-    every gather; here it is one for each stream.
+    torch makes a new object each time, in 17 µs of the host (notebook/lab-log.md, 2026-11-27), which asks several times
+    for every gather; here it is one for each stream.
     """
     number = torch._C._cuda_getDevice() if device is None else device.index
     key = number, torch._C._cuda_getCurrentRawStream(number)

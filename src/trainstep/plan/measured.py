@@ -34,7 +34,7 @@ from trainstep.rows.records import Row, of_kind
 from trainstep.rows.steps import MeasuredStep
 
 LAUNCH_BOUND = 0.97
-"""Share of the forward phase spent launching it: then the host sets the pace (docs/lab-log.md)."""
+"""Share of the forward phase spent launching it: then the host sets the pace (notebook/lab-log.md)."""
 
 
 def calibrated(records: Sequence[Row], spec: DeviceSpec | None = None) -> Machine:

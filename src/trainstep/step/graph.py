@@ -1,8 +1,8 @@
 """A training step in CUDA graphs: the device's work is captured once, and each phase is then one launch.
 
 Where launches set the pace the device waits while the host gives it thousands of kernels. A CUDA graph gives them at
-once. Each phase is a graph of its own, as every instrument listens to phases (docs/lab-log.md, 2026-11-29, has what the
-further launches cost). All graphs share a pool of memory, as they always run in the order in which they were captured.
+once. Each phase is a graph of its own, as every instrument listens to phases (notebook/lab-log.md, 2026-11-29, has the
+cost of further launches). All graphs share a pool of memory, as they always run in the order of their capture.
 
 A replay reads and writes the addresses that were captured. So batches are copied into tensors that stay, learning rates
 are tensors, and where weights, buffers, gradients or optimizer state have moved, as after a checkpoint is loaded, the
