@@ -6,7 +6,7 @@
 
 Two hosts are network namespaces of this machine, each with half of its cores, joined by a switch whose ports take so
 many megabits a second. The collectives that the plan is calibrated with are timed, as many at once as a step has, and a
-copy, and steps. `docs/theory.md` holds the plan against them. Rows say in their environment how fast the network was.
+copy, and steps. `notebook/theory.md` holds the plan against them. Rows have the network's speed in their environment.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ feed-forward two. B tokens, everything in two bytes per element, C FLOP/s of a G
     tensor           2·m·B·D·F / N             all-reduce of 2·B·D                all-reduce of 2·B·D
     fsdp × tensor    2·m·B·D·F / (X·Y)         fsdp of 2·m·D·F / Y, tensor of 2·(B/X)·D
 
-Backward computes twice the FLOPs. docs/theory.md derives the limits and has the equations of backward.
+Backward computes twice the FLOPs. notebook/theory.md derives the limits and has the equations of backward.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m examples.nested_checkpointing
 
 All L blocks are one block, so that its weights and gradients weigh the same for every L and what grows is activations.
-docs/theory.md derives what each strategy takes.
+notebook/theory.md derives what each strategy takes.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Simulated:
         return self.over_tensor(activations_by, partial)
 
     def backward(self, dy, weights_by, activations_by):
-        """The equations of docs/theory.md: (dx by rank, gradients of what each rank holds)."""
+        """The equations of notebook/theory.md: (dx by rank, gradients of what each rank holds)."""
         dy = dict(enumerate(np.split(dy, self.data)))
         partial, gradients = {}, {}
         count = activations_by.product

@@ -1,4 +1,4 @@
-"""Nested checkpointing takes the memory and the recomputation that docs/theory.md derives, by the number of blocks."""
+"""Nested checkpointing takes the memory and the recomputation of notebook/theory.md, by the number of blocks."""
 
 import math
 

@@ -11,9 +11,7 @@ waits behind what is under way between the hosts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Sequence
 
 from tables import results
 from tables.alone import alone_ms
@@ -29,9 +27,7 @@ from trainstep.report.numbers import number
 from trainstep.report.subjects.workload import where
 from trainstep.report.tables import Table, text_table
 from trainstep.rows import CeilingRow, CollectiveFitRow, ParallelRow
-from trainstep.rows.records import Row
 
-AnyRow = TypeVar("AnyRow", bound=Row)
 NAME = "cpu-hosts"
 SHAPE = {"vocab_size": 1000, "d_model": 384, "d_ff": 1536, "num_layers": 3, "num_heads": 6}
 MODEL = ModelConfig(**SHAPE)
@@ -45,66 +41,48 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class Held:
-    """A step's communication, measured and planned."""
-
-    mbit: int
-    scheme: str
-    ranks_each: int
-    alone_ms: float
-    measured_ms: float
-    planned_ms: float
-
-    @property
-    def error(self) -> float:
-        return self.planned_ms / self.measured_ms - 1
-
-
-def held() -> list[Held]:
-    """Every scheme at every bandwidth.
+def hosts_table() -> Table:
+    """Each scheme's communication at each bandwidth, measured and planned.
 
     Raises:
         NotMeasuredError: nothing was measured yet.
     """
-    kinds = (ParallelRow, CollectiveFitRow, CeilingRow)
-    rows, fits, copies = (results(NAME, kind) for kind in kinds)
-    bandwidths = sorted({int(row.environment["mbit"]) for row in rows})
-    return [each for mbit in bandwidths for each in _held(mbit, *(_at(mbit, each) for each in (rows, fits, copies)))]
+    rows, fits = results(NAME, ParallelRow), results(NAME, CollectiveFitRow)
+    millions = next(row.start_weights_gib or 0 for row in rows if row.scheme == "single") * GIB / 4e6
+    title = (
+        f"Two hosts as network namespaces of one machine, Gloo between them; a decoder of {millions:.1f} M "
+        f"parameters in fp32; {where([*rows, *fits])}"
+    )
+    cells = []
+    for copied in sorted(results(NAME, CeilingRow), key=lambda row: int(row.environment["mbit"])):
+        mbit = copied.environment["mbit"]
+        at_mbit = [row for row in rows if row.environment["mbit"] == mbit]
+        for row in at_mbit:
+            if SCHEMES[row.scheme].communicates:
+                (single,) = (each for each in at_mbit if (each.scheme, each.world_size) == ("single", row.world_size))
+                ranks_each, alone = row.world_size // 2, alone_ms(row, at_mbit)
+                assert row.step_ms is not None
+                assert alone is not None
+                measured = row.step_ms - alone
+                alike = _of_scheme([fit for fit in fits if fit.environment["mbit"] == mbit], row, ranks_each)
+                planned = 1e3 * _planned_s(row, single, _cluster(alike, ranks_each, copied))
+                off = f"{100 * (planned / measured - 1):+.1f}"
+                numbers = map(number, (alone, measured, planned))
+                cells.append((f"{mbit:,}", row.label, f"2 × {ranks_each}", *numbers, off))
+    return text_table("hosts", title, COLUMNS, cells)
 
 
-def _at(mbit: int, rows: Sequence[AnyRow]) -> list[AnyRow]:
-    return [row for row in rows if row.environment["mbit"] == mbit]
-
-
-def _held(
-    mbit: int, rows: Sequence[ParallelRow], fits: Sequence[CollectiveFitRow], copies: Sequence[CeilingRow]
-) -> list[Held]:
-    found = []
-    (copied,) = copies
-    for row in rows:
-        if not SCHEMES[row.scheme].communicates:
-            continue
-        ranks_each = row.world_size // 2
-        (single,) = [each for each in rows if each.scheme == "single" and each.world_size == row.world_size]
-        alone = alone_ms(row, rows)
-        assert row.status == "ok", row
-        assert row.step_ms is not None
-        assert alone is not None
-        at_once = [fit for fit in fits if (fit.groups is None) == (ranks_each == 1)]
-        packs = SCHEMES[row.scheme].planned_as in ("fsdp", "hsdp")
-        alike = [fit for fit in at_once if fit.tensors == (None if packs and fit.collective != "all-gather" else LIST)]
-        if packs:  # what a list costs besides its bytes is its messages', and a group has its share of them
-            alike = [_a_groups_share(fit) for fit in alike]
-        planned = 1e3 * _planned_s(row, single, _cluster(alike, ranks_each, copied))
-        found.append(Held(mbit, row.label, ranks_each, alone, row.step_ms - alone, planned))
-    return found
-
-
-def _a_groups_share(fit: CollectiveFitRow) -> CollectiveFitRow:
-    if fit.tensors is None or fit.overhead_us is None:
-        return fit
-    return dataclasses.replace(fit, overhead_us=fit.overhead_us / GROUPS)
+def _of_scheme(fits: Sequence[CollectiveFitRow], row: ParallelRow, ranks_each: int) -> list[CollectiveFitRow]:
+    """The collectives that were timed as the scheme calls them."""
+    at_once = [fit for fit in fits if (fit.groups is None) == (ranks_each == 1)]
+    packs = SCHEMES[row.scheme].planned_as in ("fsdp", "hsdp")
+    alike = [fit for fit in at_once if fit.tensors == (None if packs and fit.collective != "all-gather" else LIST)]
+    # what a list costs besides its bytes is its messages', and a group has its share of them
+    lists = GROUPS if packs else 1
+    return [
+        dataclasses.replace(fit, overhead_us=fit.overhead_us / lists) if fit.tensors and fit.overhead_us else fit
+        for fit in alike
+    ]
 
 
 def _cluster(fits: Sequence[CollectiveFitRow], ranks_each: int, copied: CeilingRow) -> Cluster:
@@ -162,23 +140,4 @@ def _fsdp_s(layout: Layout, size: float, compute: StepSeconds, cluster: Cluster)
     return busy + divided + collective_seconds("all-reduce", round(size / ranks), layout.replicas, calls)
 
 
-def hosts_table() -> Table:
-    """Measured and planned, a row for each scheme and bandwidth."""
-    rows = results(NAME, ParallelRow)
-    every = [*rows, *results(NAME, CollectiveFitRow)]
-    millions = next(row.start_weights_gib or 0 for row in rows if row.scheme == "single") * GIB / 4e6
-    title = (
-        f"Two hosts as network namespaces of one machine, Gloo between them; a decoder of {millions:.1f} M "
-        f"parameters in fp32; {where(every)}"
-    )
-    cells = [
-        (
-            f"{each.mbit:,}", each.scheme, f"2 × {each.ranks_each}", number(each.alone_ms), number(each.measured_ms),
-            number(each.planned_ms), f"{100 * each.error:+.1f}",
-        )
-        for each in held()
-    ]  # fmt: skip
-    return text_table("hosts", title, COLUMNS, cells)
-
-
-TABLES: Mapping[str, Callable[[], Table]] = {"hosts": hosts_table}
+TABLES = {"hosts": hosts_table}

@@ -1,4 +1,4 @@
-"""Tables of predictions for docs/theory.md: beside what was measured, and two worked examples.
+"""Tables of predictions for notebook/theory.md: beside what was measured, and two worked examples.
 
 The exercise (CS336 2025, assignment 2, `communication_accounting`), worked: 126 blocks of two matrices.
 
@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
-from examples import feed_forward
 from tables import RESULTS, WORDS, results
 from tables.predicted import BESIDE, checked
 from trainstep.plan import machine
@@ -157,10 +157,10 @@ def plan_check() -> Table:
     return make_table(BESIDE, rows)
 
 
-def plan_errors() -> Table:
-    """How far predictions are off, file by file."""
+def plan_errors(*, launches: bool = True) -> Table:
+    """How far predictions are off, file by file; with `launches` also by those of the file itself."""
     cells = []
-    for name, rows in predictions().items():
+    for name, rows in ((name, rows) for name, rows in predictions().items() if launches or name in CHECKED):
         line = [name, number(len(rows))]
         for error in ("time_error", "memory_error"):
             sizes = [abs(value) for row in rows if isinstance(value := row.values.get(error), float)]
@@ -201,15 +201,6 @@ def plan_mesh() -> Table:
     return text_table("plan-mesh", f"{FSDP_RANKS} × {TENSOR_RANKS}, forward pass", columns, rows)
 
 
-LAYER = feed_forward.FeedForward(tokens=524_288, d_model=4096, d_ff=11_008, flops_per_s=989e12, bytes_per_s=450e9)
-"""SwiGLU, with the rates of an H100's datasheet: dense bf16, and NVLink in one direction."""
-
-
-def plan_feed_forward() -> Table:
-    """`examples/feed_forward.py` of one layer on 64 GPUs."""
-    return feed_forward.table(LAYER, 64)
-
-
 def plan_rings() -> Table:
     """An all-reduce of 1 GB at 300 GB/s per link, three ways."""
     rows = []
@@ -245,11 +236,11 @@ def plan_rates() -> Table:
     return text_table("plan-rates", "Rates that seconds are computed from", ("part", "comes from"), sources.items())
 
 
-TABLES: Mapping[str, Callable[[], Table]] = {
+TABLES = {
     "plan-check": plan_check,
     "plan-errors": plan_errors,
+    "plan-accuracy": partial(plan_errors, launches=False),
     "plan-exercise": plan_exercise,
-    "plan-feed-forward": plan_feed_forward,
     "plan-mesh": plan_mesh,
     "plan-rings": plan_rings,
     "plan-rates": plan_rates,

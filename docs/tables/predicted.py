@@ -1,4 +1,4 @@
-"""Measured steps beside their predictions, for the tables of docs/theory.md that say how far the plan is off."""
+"""Measured steps beside their predictions, for the tables of notebook/theory.md that say how far the plan is off."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from trainstep.plan.parallelism import strategy_plan
 from trainstep.plan.roofline import step_seconds
 from trainstep.plan.strategies import Layout, strategy_memory
 from trainstep.report import columns
-from trainstep.report.columns import Column
 from trainstep.report.tables import define
 from trainstep.rows import ParallelRow
 from trainstep.rows.records import Row, Scalar, make_row
@@ -41,10 +40,7 @@ BESIDE = define(
     PlanCheckRow,
     "Predicted beside measured",
     *columns.named("workload", "batch", "context", "strategy", "gpus"),
-    *(
-        Column(name, lambda row, name=name: str(row.case.get(name) or "none"))  # type: ignore[misc]
-        for name in ("precision", "compile", "attention", "checkpointing", "optimizer")
-    ),
+    *columns.named("precision", "compile", "attention", "checkpointing", "optimizer"),
     *columns.values({"step (ms)": "step_ms", "predicted (ms)": "predicted_ms"}),
     columns.value("time off by (%)", "time_error", digits=2),
     *columns.values({"peak (GiB)": "peak_gib", "predicted (GiB)": "predicted_gib"}),

@@ -50,7 +50,7 @@ class Scheme:
     peer: str | None = None  # of torch's own: the scheme that this is another setting of, or itself
     in_bench: bool = True  # whether `bench parallel` compares it
     in_train: bool = False  # whether `train` offers it
-    is_planned: bool = False  # its time is predicted, and docs/theory.md holds that against measurements
+    is_planned: bool = False  # its time is predicted, and notebook/theory.md holds that against measurements
 
     @property
     def label(self) -> str:

@@ -1,4 +1,4 @@
-"""Limits of each axis of parallelism, before communication limits it: closed forms, derived in docs/theory.md.
+"""Limits of each axis of parallelism, before communication limits it: closed forms, derived in notebook/theory.md.
 
 C FLOP/s of one GPU and W bytes/s of its connection make α = C / W: the FLOPs that a GPU can do while one byte travels.
 Everything travels in `width` bytes per element (2 by default), and rings are long, so that (n − 1)/n is 1.

@@ -25,7 +25,7 @@ Fused attention has no scores: its products take `FUSED_ATTENTION` of the rate, 
 times forward. Backward's traffic is twice forward's, as each operator reads a gradient beside what it saved; weights'
 gradients are converted too. The optimizer's bytes per parameter were counted by `trainstep profile`.
 
-Rounds, tiles' speeds and the traffic per operator are a model; `docs/theory.md` holds it against measurements.
+Rounds, tiles' speeds and the traffic per operator are a model; `notebook/theory.md` holds it against measurements.
 Imports no torch.
 """
 
