@@ -20,7 +20,8 @@ def alone_ms(row: ParallelRow, rows: Sequence[ParallelRow]) -> float | None:
     counted then, N being the ranks of a replica. Nothing is taken off for weights that a rank keeps a part of, whose
     casts it may divide too.
     """
-    same = [each for each in rows if each.scheme == "single" and _is_alike(each, row)]
+    training = {name: row.case[name] for name in row.case.keys() - {"scheme", "replicas", "blocks_per_group"}}
+    same = (each for each in rows if each.scheme == "single" and training.items() <= each.case.items())
     single = next((each for each in same if "step" in each.times), None)
     if single is None:
         return None
@@ -29,12 +30,6 @@ def alone_ms(row: ParallelRow, rows: Sequence[ParallelRow]) -> float | None:
         return single.times["step"].median
     update = single.times["optimizer"].median if "optimizer" in single.times else 0.0
     return single.times["step"].median - update * (1 - (row.replicas or 1) / row.world_size)
-
-
-def _is_alike(single: ParallelRow, row: ParallelRow) -> bool:
-    """Whether both are of the same training on as many ranks."""
-    own = ("scheme", "replicas", "blocks_per_group")
-    return all(single.case.get(name) == value for name, value in row.case.items() if name not in own)
 
 
 def communication(rows: Sequence[ParallelRow]) -> Sequence[Column]:

@@ -13,6 +13,7 @@ from tables.alone import communication
 from trainstep.base.config import SIZES
 from trainstep.base.schemes import SCHEMES
 from trainstep.bench.parallel.planned import moments, planned_bytes
+from trainstep.bench.parallel.ratios import ratios_alike
 from trainstep.report import columns
 from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.numbers import number
@@ -34,9 +35,7 @@ FORMS: Mapping[str, Callable[[Row, str], Cell | str]] = {
     "fit": lambda row, _: fit.form_of(row),
     "outcome": lambda row, _: row.status,
     "stem": lambda row, name: Path(str(row.case.get(name, "none"))).stem,
-    "gradients": lambda row, name: SENT[str(row.case[name])][0],
-    "updated": lambda row, name: SENT[str(row.case[name])][1],
-    "sent": lambda row, name: SENT[str(row.case[name])][2],
+    "sent": lambda row, place: SENT[str(row.case["scheme"])][int(place)],
 }
 """Form in `docs/tables.toml` → the cell; those of `trainstep.report.columns` go by their names."""
 
@@ -60,7 +59,8 @@ def table(name: str, spec: Mapping[str, Any]) -> Table:
     kind: type[Row] = KINDS[spec["kind"]]
     if "columns" not in spec:
         return plain(*spec["files"], kind, brief=spec["brief"])
-    rows = [row for file in spec["files"] for row in results(file, kind) if _is_shown(row, spec)]
+    made: Any = ratios_alike if spec.get("ratios") else list
+    rows = [row for file in spec["files"] for row in made(results(file, kind)) if _is_shown(row, spec)]
     for by, order in reversed(spec.get("order", {}).items()):
         rows.sort(key=lambda row: order.index(row.case[by]) if order else row.case[by])
     if spec.get("planned"):

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables import as_times, in_times, results, where
-from trainstep.report import columns
-from trainstep.report.columns import Column
 from trainstep.report.compare import compare, comparison_table, repeatability
 from trainstep.report.numbers import NONE, number, numeric
 from trainstep.report.subjects.climbs import Climb, after, climbs
-from trainstep.report.tables import Table, tabulate, text_table, with_shapes
+from trainstep.report.tables import Table, text_table, with_shapes
 from trainstep.rows import ChangeRow, StepRow, TrainRow
-
-CHANGE = Column("change", lambda row: str(row.case["change"]))
-RATES = (columns.value("TFLOP/s", "achieved_tflops"), columns.value("utilisation (%)", "utilisation"))
 
 
 def repeat() -> Table:
@@ -27,13 +21,6 @@ def repeat() -> Table:
 def climb_of(name: str) -> Climb:
     """The one ladder of a file."""
     return climbs(results(name, ChangeRow))[0]
-
-
-def limits(size: str) -> Table:
-    """The phases of the ladder's first and final configuration."""
-    accepted = climb_of(f"h200-analyze-{size}").accepted
-    times = columns.values({f"{name} (ms)": f"{name}_ms" for name in ("forward", "backward", "optimizer", "step")})
-    return tabulate("limits", f"{size}; {where(accepted)}", (CHANGE, *times, *RATES), [accepted[0], accepted[-1]])
 
 
 ACROSS = ("workload", "precision", "compile", "attention", "optimizer")
@@ -93,9 +80,8 @@ def headline() -> Table:
     return text_table("headline-ladder", f"{caption}; {where(first_rows)}", wanted, cells)
 
 
-TABLES: Mapping[str, Callable[[], Table]] = {
+TABLES = {
     "repeat": repeat,
-    "limits-large": partial(limits, "large"),
     **{f"tour-compare-{name}": partial(compared, name) for name in ("cpu", "h200")},
     "train-curves": curves,
     "headline-ladder": headline,
