@@ -1,4 +1,4 @@
-"""Tables of the judges: planted wrongs; intervals by simulation, on the A/A corpus, and as other tools have them.
+"""Tables of the checks: injected bugs; intervals on the A/A corpus, and as other tools have them.
 
 The rules of the other tools are written from their documents, each cited; none of their code is here.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tables import RESULTS, NotMeasuredError, kept, where
+from tables import RESULTS, kept, where
 from trainstep.base.stats import ratio_of_medians, ratio_of_runs, run_deviation, smallest_found, verdict
 from trainstep.report.numbers import NONE, number
 from trainstep.report.tables import Table, text_table
@@ -73,8 +73,6 @@ TOOLS: Mapping[str, Callable[[Run, Run], bool]] = {
 
 def _settings() -> Iterator[tuple[str, str, list[StepRow]]]:
     """Every setting of every corpus: the corpus, the setting in words, and its rows, one per run."""
-    if not CORPORA:
-        raise NotMeasuredError("aa-cpu.jsonl")
     for name in CORPORA:
         for rows in by_case(of_kind(read_records(RESULTS / f"{name}.jsonl"), StepRow), "run"):
             row = rows[0]
@@ -145,41 +143,6 @@ def run_within(run: Run) -> float:
     return (third - first) / 1.349 / middle
 
 
-def coverage_table() -> Table:
-    """Simulated: how often intervals that claim 95 % enclose the ratio of equal arms."""
-    lines = []
-    for size, deviation in itertools.product((3, 5, 10), (0.0, 0.01, 0.02, 0.05)):
-        rng = np.random.default_rng(size)
-        shape, trials, hits = (2, size, 10), 300, [0, 0, 0]
-        for _ in range(trials):
-            factors = np.exp(deviation * rng.standard_normal((2, size, 1)))
-            samples = factors * (1 + 0.02 * rng.standard_exponential(shape))
-            a, b = samples.tolist()
-            low, high = bootstrap(samples, rng)
-            welch, single = ratio_of_runs(a, b).interval, ratio_of_medians(a[0], b[0]).interval
-            assert welch is not None
-            assert single is not None
-            hits = [hits[0] + (1 in welch), hits[1] + (low <= 1 <= high), hits[2] + (1 in single)]
-        lines.append((str(size), number(100 * deviation), *(f"{100 * each / trials:.0f}" for each in hits)))
-    wanted = ("runs a side", "runs differ by, std (%)", "Welch’s t (%)", "bootstrap (%)", "one run a side (%)")
-    caption = "Coverage of intervals that claim 95 %, simulated; ten steps a run, skewed, with a deviation of 2 %"
-    return text_table("aa-coverage", caption, wanted, lines)
-
-
-def bootstrap(samples: np.ndarray, rng: np.random.Generator, draws: int = 200) -> tuple[float, float]:
-    """The percentile interval of the hierarchical bootstrap: runs, then samples within each, drawn again.
-
-    Shapes: samples (2, runs, steps).
-    """
-    logs = []
-    for arm in samples:
-        runs = rng.integers(0, arm.shape[0], (draws, arm.shape[0], 1))
-        steps = rng.integers(0, arm.shape[1], (draws, arm.shape[0], arm.shape[1]))
-        logs.append(np.log(np.median(arm[runs, steps], axis=-1)).mean(-1))
-    low, high = np.exp(np.quantile(logs[0] - logs[1], (0.025, 0.975)))
-    return float(low), float(high)
-
-
 LARGE = 3.0
 """Times rounding: what is further off than that has to be caught."""
 Case = Mapping[str, Any]
@@ -202,8 +165,8 @@ def planted_table() -> Table:
     cases, place = planted()
     groups = {(case["judge"], case["setting"]): [0] * 6 for case in cases}
     for case in cases:
-        counts = [case["wrong"], case["wrong"] and case["called"], case["wrong"] and is_large(case)]
-        counts += [counts[2] and case["called"], not case["wrong"], not case["wrong"] and case["called"]]
+        wrong, called, large = case["wrong"], case["called"], case["wrong"] and is_large(case)
+        counts = (wrong, wrong and called, large, large and called, not wrong, not wrong and called)
         key = case["judge"], case["setting"]
         groups[key] = [a + int(b) for a, b in zip(groups[key], counts, strict=True)]
     total = [sum(column) for column in zip(*groups.values(), strict=True)]
@@ -245,11 +208,10 @@ def headline() -> Table:
     return text_table("readme-trust", "Sums of all cases", wanted, [line])
 
 
-TABLES: Mapping[str, Callable[[], Table]] = {
+TABLES = {
     "readme-trust": headline,
     "planted": planted_table,
     "planted-wrongs": wrongs_table,
-    "aa-coverage": coverage_table,
     "aa": false_call_table,
     "aa-power": power_table,
 }

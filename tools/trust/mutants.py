@@ -116,7 +116,7 @@ JUDGES = {
 """Files below `src/trainstep` and the tests that must notice; of `report/subjects` the rules of the findings alone."""
 NEEDED = 0.95
 RESULTS = ROOT / "docs/results/mutants.json"
-"""What was judged of each file when, from which docs/trust.md has its table."""
+"""What was judged of each file when, from which notebook/trust.md has its table."""
 ON_GPU = "runs on a GPU only"
 """How the reason of a mutant begins that no test here can run."""
 SLOW = ("ladder/steps.py", "check/reference.py", "check/step.py", "check/ranks.py")

@@ -25,7 +25,7 @@ CONFIDENCE = 0.95
 RUN_SPREAD = 0.02
 """Differences smaller than this share are not remarked on where there was one run a side: ratios within a run are
 widened by it, so that drift and order inside a process are not called a difference. It is no bound on what separate
-runs differ by, which depends on the case: docs/trust.md measures it, and `ratio_of_runs` takes it from the runs."""
+runs differ by, which depends on the case: notebook/trust.md measures it, and `ratio_of_runs` takes it from the runs."""
 
 _EXACT = 1000  # samples up to which binomials are whole numbers; above, their logarithms are exact to 11 digits
 
@@ -170,7 +170,7 @@ def ratio_of_runs(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], co
     A run counts once, by the logarithm of its median: samples of one run are no replicates, however many there are,
     and how they scatter is in what the medians scatter by. The interval is Welch's for the difference of two means,
     which lets the sides scatter differently. Resampling runs and then samples (the hierarchical bootstrap) gives
-    intervals that are too narrow below ten runs a side; docs/trust.md has the coverage of both.
+    intervals that are too narrow below ten runs a side; notebook/lab-log.md has the coverage of both.
     """
     sides = [[math.log(statistics.median(run)) for run in side] for side in (a, b)]
     over, under = map(statistics.fmean, sides)
