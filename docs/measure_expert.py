@@ -24,11 +24,10 @@ from typing import Any
 import torch
 
 from measure_run import DECLARED, Script, run_script, script_of
-from measuring import SAID_OF, keep, parser
+from measuring import keep, origin_of, parser
 from tables import RESULTS
 from trainstep.base.stats import ratio_of_runs
 from trainstep.ladder.ladder import ratio_fields
-from trainstep.measure.environment import describe
 from trainstep.rows import FINAL, ChangeRow, ScriptRow
 from trainstep.rows.records import Row, of_kind
 
@@ -130,13 +129,13 @@ def main() -> None:
     given = asked.parse_args()
     if given.runs < 1:
         asked.error(f"--runs is {given.runs}; expected 1 or more, or there is nothing to hold the ladder against")
-    environment = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    origin = origin_of("cuda" if torch.cuda.is_available() else "cpu", "device")
     with tempfile.TemporaryDirectory() as name:
         out = (given.out or Path(name)).resolve()
         pair = PAIRS[given.script]
         pair = replace(pair, plain=replace(pair.plain, folder=given.folder), changes=given.changes or pair.changes)
         cell = measure(pair, out, given.steps, given.runs, at_once=given.at_once, seconds=given.seconds)
-    keep(KEPT, given.script, cell | {each: environment[each] for each in ("device", *SAID_OF)}, PAIRS)
+    keep(KEPT, given.script, cell | origin, PAIRS)
     print(json.dumps({name: value for name, value in cell.items() if name != "changes"}))
 
 

@@ -18,15 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from measuring import SAID_OF, Ended, keep, parser, run
+from measuring import Ended, keep, origin_of, parser, run
 from tables import RESULTS
 from tests.realworld.models import LEAVES_OUT_LAYERS, MODELS
 from trainstep.base.schemes import SCHEMES
 from trainstep.check.reference import OWN_ARITHMETIC
 from trainstep.check.step import RIGHT_UNCOMPILED
-from trainstep.measure.environment import describe
 from trainstep.rows import MemoryTimelineRow, ParallelRow, PeakRow, StepRow
 from trainstep.rows.records import Row, of_kind
 
@@ -118,7 +115,7 @@ def main() -> None:
     asked.add_argument("--commands", default=",".join(COMMANDS))
     asked.add_argument("--seconds", type=float, default=600, help="of a command, after which it is ended")
     given = asked.parse_args()
-    environment = describe(torch.device("cpu"))
+    origin = origin_of("cpu")
     for model in given.models.split(","):
         try:
             package = importlib.import_module(MODELS[model])
@@ -126,7 +123,7 @@ def main() -> None:
             print(f"{model:18} left out: {error}", flush=True)
             continue
         cells = measure(model, given.commands.split(","), given.seconds)
-        cells = {name: cell | {each: environment[each] for each in SAID_OF} for name, cell in cells.items()}
+        cells = {name: cell | origin for name, cell in cells.items()}
         before = json.loads(KEPT.read_text(encoding="utf-8")).get(model, {}) if KEPT.exists() else {}
         version = f"{MODELS[model]} {getattr(package, '__version__', '')}".strip()
         keep(KEPT, model, {"package": version, "cells": before.get("cells", {}) | cells}, MODELS)

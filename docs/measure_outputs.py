@@ -12,11 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
-from measuring import LAUNCH, ROOT, SAID_OF, keep
+from measuring import LAUNCH, ROOT, keep, origin_of
 from tables import RESULTS
-from trainstep.measure.environment import describe
 
 SCRIPT = "python examples/data_bound.py"
 OUTPUTS = {
@@ -28,7 +25,7 @@ OUTPUTS = {
 
 def main() -> None:
     """Run each in a terminal's width, and keep its lines with the machine, the date and the commit."""
-    environment = describe(torch.device("cpu"))
+    origin = origin_of("cpu", "device")
     own = os.environ | {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as name:
         shutil.copytree(ROOT / "examples", Path(name) / "examples")
@@ -38,8 +35,7 @@ def main() -> None:
             answer = done.stderr[done.stderr.rindex("\n trainstep run") + 1 :].rstrip()  # below the progress
             patches = [f"$ cat {each.name}\n{each.read_text('utf-8')}" for each in Path(name).glob("*.diff")]
             told = "\n".join([f"$ trainstep {words}\n", f"{answer}\n", *patches])
-            cell = {"text": told, "device": f"{environment['device']}, one thread"}
-            cell |= {each: environment[each] for each in SAID_OF}
+            cell = {"text": told} | origin | {"device": f"{origin['device']}, one thread"}
             keep(RESULTS / "outputs.json", block, cell, (*OUTPUTS, "picture"))
 
 

@@ -30,10 +30,9 @@ from typing import Any
 
 import torch
 
-from measuring import ROOT, SAID_OF, keep, parser, run
+from measuring import ROOT, keep, origin_of, parser, run
 from tables import RESULTS
 from tests.observe.by_hand import instrumented
-from trainstep.measure.environment import describe
 from trainstep.observe.log import log_path, read_log
 from trainstep.report.subjects import run as subject
 from trainstep.rows import ChangeRow, ScriptRow
@@ -163,13 +162,12 @@ def measure(script: Script, limit_s: float, *, once: bool = False) -> dict[str, 
     """Both runs of a script; with `once` that with the timers alone, from which everything is taken then."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        options: list[str] = []
         edited = folder / script.path.name
         edited.write_text(instrumented(script.path.read_text(encoding="utf-8")), encoding="utf-8")
-        timed, last = run_script(script, folder / "by-hand", edited, options, limit_s)
+        timed, last = run_script(script, folder / "by-hand", edited, (), limit_s)
         rows = timed
         if not once:
-            rows, last = run_script(script, folder / "as-it-is", script.path, options, limit_s)
+            rows, last = run_script(script, folder / "as-it-is", script.path, (), limit_s)
         every, same = ([row for row in of_kind(each, ScriptRow) if not row.rank] for each in (rows, timed))
         written = folder / "by-hand" / "by-hand-0"
         failed = [row.reason for row in (*every, *same) if row.status != "ok"]
@@ -233,8 +231,8 @@ def main() -> int:
         asked.error(f"--scripts has {', '.join(sorted(unknown))}; expected some of {', '.join(SCRIPTS)}")
     gpus = torch.cuda.device_count()
     file = RESULTS / ("h200-scripts.json" if gpus else "cpu-run.json")
-    environment = describe(torch.device("cuda" if gpus else "cpu"))
-    said = {each: environment[each] for each in (*SAID_OF, *(["device"] if gpus else []))} | {"cores": os.cpu_count()}
+    said = origin_of("cuda", "device") if gpus else origin_of("cpu")
+    said["cores"] = os.cpu_count()
     lacking = 0
     for name in given.scripts.split(","):
         script, start = SCRIPTS[name].on_gpu() if gpus else SCRIPTS[name], time.monotonic()

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainstep.base.errors import UsageError
+from trainstep.measure.environment import describe
 from trainstep.rows.records import Row, read_records
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for what tests share with these scripts
 SAID_OF = ("torch", "date", "commit")
-"""Facts of the environment that each kept cell has."""
 LAUNCH = ("-m", "trainstep")
 
 
@@ -84,6 +86,12 @@ def run(
     except UsageError as error:
         return Ended("crashes", str(error))
     return Ended("crashes" if how == "rows" and rows is None else how, last, tuple(rows or ()))
+
+
+def origin_of(device: str, *more: str) -> dict[str, Any]:
+    """The facts of the environment that each kept cell has, and `more`."""
+    environment = describe(torch.device(device))
+    return {name: environment[name] for name in (*SAID_OF, *more)}
 
 
 def keep(file: Path, name: str, cell: Any, order: Collection[str]) -> None:

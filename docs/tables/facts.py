@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,4 +47,4 @@ def _cases(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(expand({name: value if isinstance(value, list) else [value] for name, value in settings.items()}))
 
 
-TABLES: Mapping[str, Callable[[], Table]] = {name: partial(table, name) for name in ("course-facts", "profile-facts")}
+TABLES = {name: partial(table, name) for name in ("course-facts", "profile-facts")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from tables import WORDS, results, where
@@ -27,14 +27,13 @@ def times(operators: Sequence[str]) -> Table:
     impls = [impl for impl in NAMES if any(row.impl == impl for row in rows)]
     lines = []
     for found in _by_shape(rows):
-        ours = found[OURS]
+        operator, shape = found[OURS].operator, found[OURS].shape
+        took = {impl: number(row.values["both_ms"]) for impl, row in found.items()}
         beside = (
-            f"{_both(found[impl])} ({ratio_cell(ratios[ours.operator, ours.shape, impl], 'both').plain})"
-            if impl in found
-            else NONE
+            f"{took[impl]} ({ratio_cell(ratios[operator, shape, impl], 'both').plain})" if impl in took else NONE
             for impl in impls
         )
-        lines.append((ours.operator, ours.shape, _both(ours), *beside))
+        lines.append((operator, shape, took[OURS], *beside))
     wanted = ("operator", "shape", "ours (ms)", *(f"{NAMES[impl]} (ms, ours over it [95 %])" for impl in impls))
     packages = sorted({row.package for row in rows if row.package})
     (dtype,) = {row.dtype for row in rows}
@@ -64,11 +63,7 @@ def _by_shape(rows: Sequence[FusedRow]) -> list[dict[str, FusedRow]]:
     return [{row.impl: row for row in group} for group in by_case(rows, "impl")]
 
 
-def _both(row: FusedRow) -> str:
-    return number(row.times["both"].median)
-
-
-TABLES: Mapping[str, Callable[[], Table]] = {
+TABLES = {
     "fused": partial(times, KEPT),
     "fused-dropped": partial(times, DROPPED),
     "fused-memory": memory,

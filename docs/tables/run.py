@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from tables import NotMeasuredError, in_times, kept, origin
+from tables import in_times, kept, origin
 from trainstep.report.subjects.run import PHASES
 from trainstep.report.tables import Table, text_table
 
@@ -64,12 +65,4 @@ def _change(row: Mapping[str, Any]) -> str:
     return f"{row['change']}: {gain}, {'accepted' if row['accepted'] else 'rejected'}"
 
 
-def on_gpu() -> Table | None:
-    """The same of larger models on a GPU; None before that was measured."""
-    try:
-        return scripts("h200-scripts.json")
-    except NotMeasuredError:
-        return None
-
-
-TABLES = {"scripts": lambda: scripts("cpu-run.json"), "scripts-gpu": on_gpu}
+TABLES = {"scripts": partial(scripts, "cpu-run.json"), "scripts-gpu": partial(scripts, "h200-scripts.json")}

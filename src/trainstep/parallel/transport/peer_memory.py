@@ -2,7 +2,7 @@
 
 A gather by copies is one copy for each parameter and each other rank, and so is an exchange of gradients. Started one
 by one, each costs the host several microseconds, and with four ranks a forward took the host longer than the GPU
-(notebook/parallel.md). CUDA's driver takes a list of copies from 12.8 on (`cuMemcpyBatchAsync`); torch has no call for it.
+(notebook/parallel.md). CUDA's driver takes a list of copies from 12.8 on (`cuMemcpyBatchAsync`), torch has none.
 """
 
 from __future__ import annotations
