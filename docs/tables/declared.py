@@ -1,17 +1,19 @@
-"""Tables that are nothing but columns of rows, as `docs/tables.toml` declares them."""
+"""Tables that TOML declares: columns of rows in `docs/tables.toml`, and single figures in `docs/facts.toml`."""
 
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tables import DECLARED, plain, results, setting, where
+from tables import DECLARED, one, plain, results, setting, where
 from tables.alone import communication
 from trainstep.base.config import SIZES
 from trainstep.base.schemes import SCHEMES
+from trainstep.bench.cases import expand
 from trainstep.bench.parallel.planned import moments, planned_bytes
 from trainstep.bench.parallel.ratios import ratios_alike
 from trainstep.report import columns
@@ -20,10 +22,11 @@ from trainstep.report.numbers import number
 from trainstep.report.subjects import fit
 from trainstep.report.subjects.kernel_findings import brief_name
 from trainstep.report.subjects.memory import residual_name
-from trainstep.report.tables import Table, tabulate
+from trainstep.report.tables import Table, tabulate, text_table
 from trainstep.rows import KINDS, ParallelRow
 from trainstep.rows.records import Row
 
+FACTS = tomllib.loads(Path(__file__).parents[1].joinpath("facts.toml").read_text("utf-8"))
 SENT = DECLARED["sent"]
 """Scheme → how gradients and updated parameters travel, and how much a rank sends."""
 FORMS: Mapping[str, Callable[[Row, str], Cell | str]] = {
@@ -99,6 +102,36 @@ def _columns(line: str, rows: Sequence[Any]) -> Iterator[Column]:
             yield getattr(columns, form)(title, name)
 
 
+def facts_of(name: str) -> Table:
+    """The figures of one page, each with the file of docs/results/ that it is from."""
+    page = FACTS[name]
+    facts = [fact for group in page["groups"] for fact in _facts(**group)]
+    return text_table(name, page["caption"], ("figure", "value", "from"), facts)
+
+
+def _facts(
+    file: str,
+    kind: str,
+    facts: list[dict[str, Any]],
+    case: Mapping[str, Any] | None = None,
+    digits: int = 3,
+    without: tuple[str, ...] = (),
+) -> Iterator[tuple[str, str, str]]:
+    for common in _cases(case or {}):
+        for fact in facts:
+            for further in _cases(fact.get("case", {})):
+                settings = common | further
+                says, name = fact["says"].format(**settings), file.format(**settings)
+                value: Any = one(name, KINDS[kind], without, **settings).values[fact["value"]]
+                shown = number(100 * value if says.endswith("(%)") else value, fact.get("digits", digits))
+                yield says, shown, f"{name}.jsonl"
+
+
+def _cases(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every combination of the values of settings that have several."""
+    return list(expand({name: value if isinstance(value, list) else [value] for name, value in settings.items()}))
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
     name: partial(table, name, group | own) for group in DECLARED["group"] for name, own in group["table"].items()
-}
+} | {name: partial(facts_of, name) for name in FACTS}

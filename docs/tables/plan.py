@@ -36,7 +36,7 @@ from tables.predicted import BESIDE, checked
 from trainstep.plan import machine
 from trainstep.plan.communication import Link, collective_seconds
 from trainstep.plan.limits import intensity, tensor_axis_ranks
-from trainstep.plan.machine import ATTAINABLE, OPTIMIZER_FRACTION
+from trainstep.plan.machine import ATTAINABLE
 from trainstep.plan.measured import calibrated, scheme_launches
 from trainstep.plan.roofline import FUSED_ATTENTION, TILES
 from trainstep.plan.strategies import RESERVED_BYTES
@@ -218,21 +218,14 @@ def plan_rates() -> Table:
     wide, fp32 = (TILES[name] for name in ("wide", "fp32"))
     slower = [speed for _, _, speed in (*wide, *fp32) if speed < 1]
     fields = {
-        "least_rate": min(products),
-        "most_rate": max(products),
-        "foreach": OPTIMIZER_FRACTION["adamw-foreach"],
-        "fused": OPTIMIZER_FRACTION["adamw-fused"],
-        "wide": f"{wide[0][0]} × {wide[0][1]}",
-        "narrow": f"{fp32[0][0]} × {fp32[0][1]}",
-        "least_tile": min(slower),
-        "most_tile": max(slower),
+        "products": f"{min(products)} to {max(products)}",
+        "tiles": f"{wide[0][0]} × {wide[0][1]} (16-bit, TF32), {fp32[0][0]} × {fp32[0][1]} (float32)",
+        "smaller": f"{min(slower)} to {max(slower)}",
         "attention": FUSED_ATTENTION,
-        "link_us": machine.LINK_OVERHEAD_S * 1e6,
-        "interference": machine.INTERFERENCE,
         "reserved": RESERVED_BYTES / machine.GIB,
-        "network_us": machine.NETWORK_OVERHEAD_S * 1e6,
+        "us": {"link": machine.LINK_OVERHEAD_S * 1e6, "network": machine.NETWORK_OVERHEAD_S * 1e6},
     }
-    sources = {part: text.format(**ATTAINABLE, **fields) for part, text in WORDS["plan-rates"].items()}
+    sources = {part: text.format(machine=machine, **fields) for part, text in WORDS["plan-rates"].items()}
     return text_table("plan-rates", "Rates that seconds are computed from", ("part", "comes from"), sources.items())
 
 

@@ -1,17 +1,27 @@
-"""The table of scripts under `trainstep run`: what was found, and how it compares with timers by hand."""
+"""Tables of scripts under `trainstep run`: beside timers by hand, and after a ladder beside what an expert wrote."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from tables import in_times, kept, origin
+from tables import in_times, kept, origin, times_as_long
+from tables.attention import by_shape
+from trainstep.report.numbers import NONE
 from trainstep.report.subjects.run import PHASES
 from trainstep.report.tables import Table, text_table
+from trainstep.rows import FINAL
 
 SHOWN = 0.05
 """Phases of at least this share of all phases' medians are named."""
+
+
+EXPERT_TITLES = (
+    *("script", "GPU", "as it is (ms)", "ladder's top (ms)", "accepted", "by hand (ms)", "has by hand"),
+    "of its speed [95 %]",
+)
 
 
 def scripts_of(name: str) -> tuple[str, dict[str, dict[str, Any]]]:
@@ -65,4 +75,43 @@ def _change(row: Mapping[str, Any]) -> str:
     return f"{row['change']}: {gain}, {'accepted' if row['accepted'] else 'rejected'}"
 
 
-TABLES = {"scripts": partial(scripts, "cpu-run.json"), "scripts-gpu": partial(scripts, "h200-scripts.json")}
+def experts() -> Table:
+    """Milliseconds of a step as it is, of the ladder's top and of the expert's script: medians of runs' medians."""
+    where, found = scripts_of("experts.json")
+    return text_table("experts", where, EXPERT_TITLES, [_beside_expert(cell) for cell in found.values()])
+
+
+def _beside_expert(cell: Mapping[str, Any]) -> tuple[str, ...]:
+    baseline, *tried = cell["changes"]
+    built_on = [row["change"] for row in tried if row["accepted"] and row["change"] != FINAL]
+    ended = "" if cell["is_whole"] else f" (interrupted after {cell['climbed_s'] / 60:.0f} minutes)"
+    low = cell["of_expert_low"]
+    return (
+        cell["what"],
+        cell["device"].removeprefix("NVIDIA ").split()[0],
+        f"{baseline['step_ms']:.1f}",
+        f"{statistics.median(cell['top_ms']):.1f}",
+        (", then ".join(built_on) or "nothing") + ended,
+        f"{statistics.median(map(statistics.median, cell['expert_ms'])):.1f}",
+        cell["by_hand"],
+        in_times(cell["of_expert"], low, cell["of_expert_high"]) + (", within this run" if low is None else ""),
+    )
+
+
+def headline() -> Table:
+    """Each script's three times, and attention beside flash-attn 4, as shares of an expert's speed."""
+    table = experts()
+    lines = [tuple(texts[place] for place in (0, 1, 2, 3, 5, 7)) for texts in table.texts()]
+    every = [times_as_long(*found["flash-attn"]).partition(" ")[0] for found in by_shape()]
+    kernels = f"attention in bf16, {len(every)} shapes; by hand: flash-attn 4"
+    lines.append((kernels, "H200", *[NONE] * 3, f"{min(every).rstrip('×')}–{max(every)}"))
+    wanted = ("workload", "GPU", "as written (ms)", "by trainstep (ms)", "by hand (ms)", "of an expert's speed [95 %]")
+    return text_table("readme-results", table.caption, wanted, lines)
+
+
+TABLES = {
+    "scripts": partial(scripts, "cpu-run.json"),
+    "scripts-gpu": partial(scripts, "h200-scripts.json"),
+    "experts": experts,
+    "readme-results": headline,
+}
