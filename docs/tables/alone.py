@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import cast
 
 from trainstep.base.schemes import SCHEMES
-from trainstep.report import columns
 from trainstep.report.columns import Column
 from trainstep.report.numbers import number
 from trainstep.rows import ParallelRow
@@ -33,10 +32,7 @@ def alone_ms(row: ParallelRow, rows: Sequence[ParallelRow]) -> float | None:
 
 
 def communication(rows: Sequence[ParallelRow]) -> Sequence[Column]:
-    """What a step waits for communication; of older rows the step without it, and what a scheme takes beyond that."""
-    if any("exposed_communication" in row.times for row in rows):
-        exposed = columns.value("communication, exposed (ms)", "exposed_communication_ms")
-        return exposed, columns.value("in all (ms)", "all_communication_ms")
+    """Columns of the step without communication, and of the time that a scheme takes beyond it."""
 
     def beyond(row: Row) -> str:
         value, step = alone_ms(cast("ParallelRow", row), rows), row.values.get("step_ms")
