@@ -3,8 +3,9 @@ PYTHON ?= python3
 EXTRAS ?= dev# with dev,realworld the tests on libraries' models run too
 BIN := .venv/bin
 READY := .venv/.ready
+SITE := .venv/.site
 
-.PHONY: analyze test mutants lint docs clean
+.PHONY: analyze test mutants lint docs site wheel clean
 
 analyze: $(READY)
 	@$(BIN)/trainstep analyze $(ARGS)
@@ -23,6 +24,17 @@ lint: $(READY)
 
 docs: $(READY)
 	$(BIN)/python docs/render.py
+
+site: $(SITE)
+	$(BIN)/python -m sphinx -q -W --keep-going -n -d build/doctrees docs build/site
+	@echo build/site/index.html
+
+wheel: $(READY)
+	.ci/wheel $(BIN)/python
+
+$(SITE): $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $(SITE)
 
 # torch goes first and alone, so that its pinned version is there before anything else can ask for another.
 $(READY): pyproject.toml constraints.txt

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from trainstep.commands.cli import main, parse
+from trainstep.commands.cli import main
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = (REPOSITORY / "docs" / "course.md").read_text(encoding="utf-8")
@@ -131,15 +131,6 @@ def test_a_command_prints_what_the_page_shows(command, output, tmp_path, capsys)
         assert [row for row in rows if not any(is_row_of(row, table, is_fixed) for table in tables)] == []
     if is_fixed:
         assert [line for line in others if " ".join(line.split()) not in printed] == []
-
-
-def test_every_command_of_the_page_is_accepted():
-    """Those of the course's sizes as well, which no test runs."""
-    blocks = "".join(re.findall(r"^```(?:sh|console)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
-    lines = re.findall(r"^(?:\$ )?(?:.* -m )?trainstep (.*)$", blocks.replace("\\\n", " "), re.MULTILINE)
-    assert len(lines) > 35
-    for line in lines:
-        parse(shlex.split(line, comments=True))
 
 
 def test_the_page_shows_enough_commands():

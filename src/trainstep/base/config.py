@@ -109,7 +109,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Exact number of parameters: embedding, blocks (4 attention and 3 SwiGLU matrices, 2 norms), norm, head."""
+        """Exact number of parameters in embedding, blocks (4 attention, 3 SwiGLU matrices, 2 norms), norm and head."""
         block = 4 * self.d_model**2 + 3 * self.d_model * self.d_ff + 2 * self.d_model
         return self.num_layers * block + 2 * self.vocab_size * self.d_model + self.d_model
 
