@@ -134,7 +134,7 @@ def fill(app: Any, name: str, source: list[str]) -> None:
     text = TABLE.sub(lambda table: _shortened(table[1], table[2], "../" * (name.count("/") + 1)), text)
     if name == "index":
         for caption, links in SECTION.findall(text):
-            pages = "\n".join(re.findall(r"\]\(([\w/-]+)\.md\)", links))
+            pages = "\n".join(f"{title} <{page}>" for title, page in re.findall(r"\[(.+?)\]\(([\w/-]+)\.md\)", links))
             text += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
     source[0] = text
 

@@ -141,7 +141,6 @@ DEFINITIONS = {
     "fused.md": ("logits of at most 1.25 GiB at a time",),
     "ladder.md": ("Below 1 % such", "more than 2 % of", "files below 64 MiB are copied for each run, 4 GiB"),
     "profile.md": ("more than 2% of kernel time", "2.5 times that backward"),
-    "run.md": ("It counts from 16 MiB on", "for less than 5 ms between two calls"),
     "trust.md": ("calls at 5 % or less", "fewer than 95 % are killed"),
     "verdicts.md": ("grows by 16 MiB",),
     "notebook/memory.md": ("(20 MiB, made for the test)",),

@@ -226,6 +226,13 @@ def test_steps_of_a_script_are_compared_where_each_takes_as_many_samples():
     assert shown(compare([before], [larger])[0])["tokens or samples per step"] == "8 → 16"
 
 
+def test_steps_of_a_script_that_wait_in_bursts_are_compared_with_their_waits():
+    """A median step of a loader with two workers waits for nothing, and made it 16× as fast."""
+    old, new = (row_of("script", {"workload": "a"}, {}, samples={"step": ms * 24}) for ms in ([34, 35], [2, 32]))
+    (compared,) = compare([old], [new])
+    assert (compared.verdict, compared.new_ms, round(compared.speedup.value, 2)) == ("faster", 17, 2.03)
+
+
 def test_losses_that_differ_leave_no_verdict_on_times():
     (only,) = compare([training([4.0, 2.0, 1.0], 100.0)], [training([4.0, 2.1])])
     assert only.losses.difference == pytest.approx(0.05)

@@ -13,9 +13,10 @@ from itertools import chain, compress
 
 from trainstep.base.config import CASE, settings_with
 from trainstep.base.errors import UsageError
-from trainstep.base.stats import RUN_SPREAD, WITHIN_RUN, Ratio, ratio_of_passes, ratio_of_runs, verdict
+from trainstep.base.stats import RUN_SPREAD, WITHIN_RUN, Ratio, in_rounds, ratio_of_passes, ratio_of_runs, verdict
 from trainstep.report.losses import WRITTEN, Losses, hold, tokens_of
 from trainstep.report.numbers import number
+from trainstep.report.subjects.run import UNEVEN
 from trainstep.report.tables import Table, text_table, with_shapes
 from trainstep.rows.records import Row, Scalar
 
@@ -33,6 +34,7 @@ CONDITIONS = ("device", "torch", "threads")
 """Columns of the environment that a ratio of times is a ratio of, too."""
 
 CaseKey = tuple[tuple[str, ...], tuple[Scalar, ...]]  # columns, the kind first, and their values
+WINDOWS = 8  # of a run: the least number whose median has an interval in a ratio, and one more
 TIMES, LOSSES = ("old (ms)", "new (ms)", "speed-up", "95 % interval"), ("losses differ by", "allowed")
 LOSSES_DIFFER, WORK_DIFFERS, BATCH_GREW = "losses differ", "work differs", "moved to batch"
 """Words in the place of a verdict on times."""
@@ -205,7 +207,12 @@ def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: 
 
 def _ratio_of(old: Sequence[Row], new: Sequence[Row], name: str, spread: float) -> tuple[Ratio, float, float]:
     """Ratio of one kind of samples: old over new, and the medians of both in milliseconds."""
-    before, after = [row.samples[name] for row in old], [row.samples[name] for row in new]
+    sides = [[row.samples[name] for row in rows] for rows in (old, new)]
+    every = sides[0] + sides[1]
+    # Batches of a loader's workers come in bursts, which a median step leaves out and a window of steps does not.
+    if old[0].kind == "script" and any(statistics.fmean(run) > (1 + UNEVEN) * statistics.median(run) for run in every):
+        sides = [[[*map(statistics.fmean, in_rounds(run, min(WINDOWS, len(run))))] for run in side] for side in sides]
+    before, after = sides
     old_ms, new_ms = statistics.median(chain.from_iterable(before)), statistics.median(chain.from_iterable(after))
     # Only runs in processes of their own show how far runs differ; passes of one process are alike by more.
     if all(len(rows) > 1 and len({row.case.get("run") for row in rows} - {None}) == len(rows) for rows in (old, new)):
@@ -298,13 +305,9 @@ def is_measured(row: Row) -> bool:
 def unmatched(old: Sequence[Row], new: Sequence[Row], across: Collection[str] = ()) -> list[Unmatched]:
     """The cases of either file of which not both have times, in order, and those of which a row went wrong."""
     before, after = _states(old, across), _states(new, across)
-    pairs = [(key, was, after.pop(key, "no row")) for key, was in before.items()]
-    pairs += [(key, "no row", now) for key, now in after.items()]
-    return [
-        Unmatched(key, was, now, was == "measured" and now != "no row")
-        for key, was, now in pairs
-        if not was == now == "measured"
-    ]
+    pairs = ((key, before.get(key, "no row"), after.get(key, "no row")) for key in before | after)
+    apart = (pair for pair in pairs if set(pair[1:]) != {"measured"})
+    return [Unmatched(key, was, now, was == "measured" and now != "no row") for key, was, now in apart]
 
 
 def other_conditions(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
@@ -314,12 +317,8 @@ def other_conditions(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
     for name in CONDITIONS:
         before, after = ({each.get(name) for each in side.values()} for side in sides)
         if before != after:
-            found.append(f"{name} {_listed(before)} → {_listed(after)}")
+            found.append(f"{name} {' → '.join(' and '.join(sorted(map(number, side))) for side in (before, after))}")
     return found
-
-
-def _listed(values: Collection[Scalar]) -> str:
-    return " and ".join(sorted(map(number, values)))
 
 
 def _states(rows: Sequence[Row], across: Collection[str]) -> dict[CaseKey, str]:
