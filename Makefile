@@ -26,7 +26,7 @@ docs: $(READY)
 	$(BIN)/python docs/render.py
 
 site: $(SITE)
-	$(BIN)/python -m sphinx -q -W --keep-going -n -d build/doctrees docs build/site
+	$(BIN)/python -m sphinx -q -E -W --keep-going -n -d build/doctrees docs build/site
 	@echo build/site/index.html
 
 wheel: $(READY)

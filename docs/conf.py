@@ -59,7 +59,7 @@ def commands(*words: str) -> Iterator[str]:
     is_own = False
     for line in (line[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True) for line in lines):
         inside = line.strip(" │")
-        if flag := re.match(r"[ │] {1,2}(-\S*(?:, -\S+)?(?: \S+)*|[A-Z]+)(?:  +|$)(.*)", line.rstrip(" │")):
+        if flag := re.match(r"[ │] {1,2}(--?\w\S*(?:, -\S+)?(?: \S+)*|[A-Z]+)(?:  +|$)(.*)", line.rstrip(" │")):
             if is_own := not flag[1].startswith(OF_ALL):
                 made.append(f"- `{flag[1]}` {_plain(flag[2])}")
         elif inside and is_own and re.match(r"[ │] {6}", line):

@@ -214,7 +214,7 @@ def test_the_site_has_every_flag_and_every_finding():
     assert [command for command, _ in sections] == list(classes())
     for command, text in sections:
         flags = {flag.replace("_", "-").removeprefix("no-") for flag in flags_of(command)}
-        assert flags - set(re.findall(r"^- `--(?:no-)?([\w-]+)", text, re.MULTILINE)) == set(), command
+        assert flags ^ set(re.findall(r"^- `--(?:no-)?([\w-]+)", text, re.MULTILINE)) == set(), command
     ids = re.findall(r"^\| `(.+?)` \|", "\n".join(conf.findings()), re.MULTILINE)
     seen = {each.id for rows in ROWS.values() for each in findings(rows)}
     assert [each for each in seen if not any(fnmatch(each, id.replace("…", "*")) for id in ids)] == []
