@@ -176,11 +176,11 @@ def measure(script: Script, limit_s: float, *, once: bool = False) -> dict[str, 
         by_hand, log = json.loads(written.read_text()), read_log(log_path(folder / "by-hand", 0))
     parts = []
     for place, (row, again) in enumerate(zip(every, same, strict=True)):
-        own = [step for step in log.steps if step["updated"] == list(again.optimizers or ())]
+        own = [step for step in log.steps if step.updated == list(again.optimizers or ())]
         theirs = by_hand if len(every) == 1 else [step for step in by_hand if step["of"] == place]
         theirs = theirs[: len(own)]  # after the script's end come steps that find out what hooks cost
-        usual = [pair for pair in zip(own, theirs, strict=True) if "evaluations" not in pair[0]][again.left_out :]
-        times = [each.get("device", each["host"]) for each, _ in usual]
+        usual = [pair for pair in zip(own, theirs, strict=True) if not pair[0].evaluations][again.left_out :]
+        times = [each.ms for each, _ in usual]
         phase, share = difference(times, [each for _, each in usual], script.gathers)
         parts.append(
             {

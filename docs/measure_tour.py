@@ -10,26 +10,24 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from collections.abc import Sequence
 
 from measuring import ROOT, run
 from tables import RESULTS
 from trainstep.report.subjects.climbs import recommended_flags
-from trainstep.rows import TourRow
 from trainstep.rows.records import RecordWriter, Row
 
 KINDS = ("change", "profile", "memory-timeline", "owner", "allocation")
 SLOW, FAST = "examples.tour.slow:workload", "examples.tour.fast:workload"
 
 
-def rows_of(folder: str, *words: str) -> tuple[Sequence[Row], float]:
-    """The rows of one command, and the seconds it took."""
-    out, start = ROOT / "results/tour" / folder, time.perf_counter()
+def rows_of(folder: str, *words: str) -> Sequence[Row]:
+    """The rows of one command."""
+    out = ROOT / "results/tour" / folder
     ended = run([*words, "--out", str(out)], out)
     if ended.how != "rows":
         raise SystemExit(f"{' '.join(words)}: {ended.last}")
-    return ended.rows, time.perf_counter() - start
+    return ended.rows
 
 
 def is_shown(row: Row) -> bool:
@@ -42,17 +40,14 @@ def main(name: str = "cpu", *device: str) -> None:
     """Measure, and write what is kept."""
     device = device or ("--device", "cpu")
     writer = RecordWriter(RESULTS / f"{name}-tour.jsonl")
-    seconds = {}
     for folder, workload in (("slow", SLOW), ("fast", FAST)):
-        analysis, seconds[folder] = rows_of(folder, "analyze", "--workload", workload, *device)
+        analysis = rows_of(folder, "analyze", "--workload", workload, *device)
         for row in filter(is_shown, analysis):
             writer.write(dataclasses.replace(row, series={}))
     flags = recommended_flags(analysis).split()
     for folder, workload, words in (("before", SLOW, []), ("after", FAST, flags)):
-        rows, seconds[folder] = rows_of(folder, "bench", "step", "--workload", workload, *words, *device)
-        for row in rows:
+        for row in rows_of(folder, "bench", "step", "--workload", workload, *words, *device):
             writer.write(row)
-    writer.write(TourRow(**{f"{folder}_s": each for folder, each in seconds.items()}))
     writer.close()
 
 

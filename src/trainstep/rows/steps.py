@@ -177,12 +177,3 @@ class DtypeRow(StepSettings, kind="dtype"):
     gradients: tuple[str, ...] | None = None
     cuda_outputs: tuple[str, ...] | None = None  # by autocast's rules for CUDA, where the step ran on a CPU
     not_computed: str | None = None  # in the row of forward's result: why no row of the step has these
-
-
-class TourRow(Row, kind="tour"):
-    """Seconds that the commands of the documents' tour took."""
-
-    slow_s: float | None = None
-    fast_s: float | None = None
-    before_s: float | None = None
-    after_s: float | None = None

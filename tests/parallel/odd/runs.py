@@ -244,12 +244,12 @@ def outcome_of(name, scheme, workers):
     try:
         found = workers.run(_train, name, scheme)
     except WorkerError as error:
-        return _of_failures(error.failures)
+        return _of_failures(error.failures, is_peer=scheme in PEERS)
     off, detail = max(found)
     return Outcome("trains") if off <= TOLERANCE else Outcome("wrong", detail)
 
 
-def _of_failures(failures):
+def _of_failures(failures, *, is_peer):
     last = [text.strip().splitlines() for text in failures.values()]
     lines = [
         next((line for line in reversed(each) if re.match(r"^[\w.]+(Error|Exception)\b", line)), each[-1])
@@ -257,6 +257,8 @@ def _of_failures(failures):
     ]
     ours = [re.sub(r"^[\w.]*\.", "", line) for line in lines if line.startswith("trainstep.")]
     said = [line for line in lines if not re.search(r"no answer in time|imed out|timeout", line)]
+    if ours and is_peer:  # our roll call ended ranks of torch's that had lost one, or would have waited for ever
+        return Outcome("crashes" if "does not answer" in ours[0] else "hangs", ours[0])
     if ours:
         return Outcome("raises", ours[0], is_named=True)
     if any(re.search(r"exit code -", line) for line in lines):
