@@ -139,7 +139,7 @@ DEFINITIONS = {
     "CONTRIBUTING.md": ("at least 95 % of the mutants must be noticed",),
     "howto/ci.md": ("whose true loss is 5 % or less", "a side that differ by 1 %", "A loss of 10 % failed"),
     "fused.md": ("logits of at most 1.25 GiB at a time",),
-    "ladder.md": ("Below 1 % such", "more than 2 % of", "files below 64 MiB are copied for each run, 4 GiB"),
+    "ladder.md": ("Below 1 % such", "files below 64 MiB are copied for each run, 4 GiB"),
     "profile.md": ("more than 2% of kernel time", "2.5 times that backward"),
     "trust.md": ("calls at 5 % or less", "fewer than 95 % are killed"),
     "verdicts.md": ("grows by 16 MiB",),

@@ -22,9 +22,6 @@ def captured(peak, **changes):
     return dataclasses.replace(PLAIN, peak_gib=peak, **changes)
 
 
-ON_CPU = dataclasses.replace(PLAIN, peak_gib=None)
-
-
 class Given:
     """A script on a GPU, with runs that are given.
 
@@ -37,7 +34,7 @@ class Given:
         self.command, self.copies, self.changed = SimpleNamespace(name="train.py"), None, []
         self.plain = {"step_ms": (10.0,) * 7, "captured": captured(peak), "failure": ""}
         self.runs, self.asked, self.judged = runs, [], []
-        self.budget, self.run_s, self.drawn_s = UNLIMITED, 1.0, 1.0
+        self.budget, self.run_s, self.drawn_s, self.beside = UNLIMITED, 1.0, 1.0, lambda first: 1
 
     def run(self, what, changes=(), **more):
         names = ",".join(each.name for each in changes)

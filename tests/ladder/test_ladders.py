@@ -81,16 +81,18 @@ class Steps:
         ms = self.ms[key]
         if ms is None:
             raise Refused("wrong", "off by 0.3")
-        gain = (top.step_ms if top else ms) / ms
+        gain = (top.ms if top else ms) / ms
         interval = self.error and Interval((1 - self.error) * gain, (1 + self.error) * gain)
         peak, values = self.peaks.get(key, 1.0), {"workload": "w"}
-        return Tried(changes=own, made=list(made), values=values, gain=Ratio(gain, interval), step_ms=ms, peak=peak)
+        tried = Tried(changes=own, made=list(made), values=values, gain=Ratio(gain, interval), peak=peak)
+        tried.ms = ms
+        return tried
 
     def row(self, name, values):
         return ChangeRow(**{"change": name, **values})
 
     def proof(self, first, top, accepted):
-        return self.row(FINAL, {"speedup": first.step_ms / top.step_ms, "accepted": True})
+        return self.row(FINAL, {"speedup": first.ms / top.ms, "accepted": True})
 
 
 ROOM, FUSED = chosen(all_changes("cpu"), "fused attention,fused optimizer")

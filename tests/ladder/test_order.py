@@ -43,6 +43,13 @@ def test_a_change_of_one_phase_gains_at_most_what_that_takes(shares, first, monk
     assert climbed(Given(), OPTIMIZER, are_named=True)[1]["fused optimizer"].verdict != "not tried"
 
 
+def test_where_launches_set_the_pace_graphs_come_before_another_precision(monkeypatch):
+    gains = [
+        BY_NAME[name].gain("script", {"launches": 0.9}) for name in ("compiled model with CUDA graphs", "bf16 autocast")
+    ]
+    assert gains == pytest.approx([10.0, 1 / (0.9 + 0.1 / 1.9)])
+
+
 @pytest.mark.parametrize("is_named", [False, True])
 def test_bf16_is_tried_on_a_cpu_without_instructions_for_it_only_if_named(is_named, monkeypatch):
     monkeypatch.setitem(FOUND, "on_gpu", False)

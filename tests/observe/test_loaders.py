@@ -39,10 +39,10 @@ def test_workers_that_are_not_forked_are_told_apart(method, words):
 def test_shares_of_a_run_are_the_devices_where_there_is_one():
     steps = [
         Step(phases=["data", "other"], host=[99.0, 0.0]),
-        Step(phases=["data", "other"], host=[5.0, 5.0], device=[1.0, 9.0]),
+        Step(phases=["data", "other"], host=[5.0, 5.0], device=[1.0, 9.0], starved_ms=4.0),
         Step(phases=["data", "other"], host=[5.0, 5.0]),
     ]
-    assert phase_shares(steps) == {"data": 0.3, "other": 0.7}
+    assert phase_shares(steps) == {"data": 0.3, "other": 0.7, "launches": 0.2}
     assert phase_shares(steps[:1]) == {}
 
 

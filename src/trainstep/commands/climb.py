@@ -40,6 +40,7 @@ def climb_script(
     at_once: bool,
     patch: Path | None,
     is_in_place: bool,
+    is_alone: bool,
     budget: str,
 ) -> int:
     """Climb, and report; the exit code.
@@ -52,6 +53,7 @@ def climb_script(
         at_once: whether all of them are tried together first.
         patch: the file that a diff is written to.
         is_in_place: whether it runs in the working folder itself, and not in copies of it.
+        is_alone: whether no runs go beside one another.
         budget: the time for all runs, such as 3m.
 
     Raises:
@@ -82,7 +84,7 @@ def climb_script(
     console.print(SEEN.format(steps=steps, place=place, folder=folder))
     # Without a thread of its own, which would take the signals that are for the script.
     live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
-    script = Script(leader, folder, steps, copies, partial(live.update, refresh=True), time_left)
+    script = Script(leader, folder, steps, copies, partial(live.update, refresh=True), time_left, is_alone)
     runner = ScriptRunner(script, are_named=names is not None, is_patched=patch is not None)
     under_way = [BASELINE]
     ladder = Ladder(changes, runner, at_once=at_once, budget=time_left, on_part=lambda name, _: under_way.append(name))

@@ -70,6 +70,9 @@ class Run(Common):
     """With --ladder: write what was accepted as a diff of the script, if that diff, run and measured again, holds."""
     in_place: FlagCreatePairsOff[bool] = False
     """With --ladder or --deep: run in the working folder itself; by default each run has a copy of it."""
+    one_at_a_time: FlagCreatePairsOff[bool] = False
+    """With --ladder: no runs beside one another; by default those that are only compared are, where memory and cores
+    allow it. For scripts that share a port, a lock, or a file outside of their folder."""
     verbatim: FlagCreatePairsOff[bool] = False
     """Report texts of exceptions and whole commands; by default their types and programs: the rest may
     hold secrets."""
@@ -93,7 +96,9 @@ class Run(Common):
             return own._climb(command, rank) if self.ladder else own._run(command, rank)
 
     def _check_once(self) -> None:
-        self.refuse("{flag} belongs to a ladder: add --ladder", "changes", "at_once", "budget", "patch")
+        self.refuse(
+            "{flag} belongs to a ladder: add --ladder", "changes", "at_once", "budget", "patch", "one_at_a_time"
+        )
         if not self.deep:
             self.refuse("{flag} belongs to a deep run: add --deep", "profiled_steps", "profile_after", "memory")
             self.refuse("{flag} belongs to a ladder or a deep run: add --ladder or --deep", "in_place")
@@ -149,6 +154,7 @@ class Run(Common):
                 at_once=self.at_once,
                 patch=self.patch,
                 is_in_place=self.in_place,
+                is_alone=self.one_at_a_time,
                 budget=self.budget or BUDGET,
             )
 

@@ -56,7 +56,7 @@ class Change:
         where: devices that it works on, in a script.
         precision: that it changes to.
         instead_of: changes that it takes the place of, in a script.
-        phase: of a script's step, beyond whose share it gains nothing; any where it is empty.
+        phase: of a script's step, or "launches", beyond whose share it gains nothing; any where it is empty.
         write: how it is written into the user's file; None where no line is certain.
     """
 
@@ -88,9 +88,12 @@ class Change:
 
     def gain(self, place: Place, shares: Mapping[str, float]) -> float:
         """The factor to expect: of a change of one phase the most that it can bring, once the phases' shares of a step
-        are known. One without a figure comes first."""
-        share = self._share(shares)
-        return self.expected.get(place, math.inf) if share is None else 1 / (1 - min(share, MOST_SHARE))
+        are known. One without a figure comes first. Another precision shortens no wait for launches."""
+        share, expected = self._share(shares), self.expected.get(place, math.inf)
+        if share is not None:
+            return 1 / (1 - min(share, MOST_SHARE))
+        idle = min(shares.get("launches", 0.0), MOST_SHARE) if self.precision else 0.0
+        return 1 / (idle + (1 - idle) / expected) if idle else expected
 
     def skipped(self, settings: Settings, *, is_named: bool = False) -> str:
         """Reason why a script's ladder does not try it; empty where it does. One that is named is tried even where its

@@ -6,9 +6,8 @@ turns, A B B A: a gain is a ratio of times that had the same moment. `StepRunner
 is certainly not much slower (`NO_SLOWER`). The speed-up is the product of the gains of what was accepted. At the end
 the final configuration and the first take turns once more: what this does not confirm is not claimed.
 
-What was right and brought nothing sure may bring something with others of its kind, as where launches set the pace and
-each change leaves some: all of it is tried at once, or everything is before anything is tried alone. And it may bring
-more where a step is shorter: each is tried once more on the top.
+Changes may bring more where a step is shorter. Where a try costs seconds, each that was rejected is tried once more on
+the top; where it costs minutes, all may be tried together first (`at_once`).
 """
 
 from __future__ import annotations
@@ -68,11 +67,8 @@ class Tried:
     gain: Ratio = field(default_factory=lambda: Ratio(1.0, None))
     speedup: Ratio = field(default_factory=lambda: Ratio(1.0, Interval(1.0, 1.0)))
     """Over the first."""
-    saved_ms: float | None = None
-    """Milliseconds of a step that it saves, at most; None where the gain has no interval."""
     peak: float | None = None
     """The most memory, in whichever unit; None where unknown."""
-    step_ms: float = 0.0
 
     def is_smaller(self, than: Tried) -> bool:
         """True if both peaks are known and its own is lower by more than runs differ."""
@@ -120,14 +116,6 @@ class Runner(Protocol):
         """The final configuration in turns with the first; None where so few acceptances need no further proof."""
 
 
-@dataclass(frozen=True)
-class _Left:
-    """A change that was not accepted."""
-
-    names: frozenset[str]  # what it was tried on
-    saved_ms: float | None  # of a step, at most
-
-
 class Ladder:
     """Climbs, and remembers what was accepted.
 
@@ -152,9 +140,9 @@ class Ladder:
         self.budget = budget
         self.first: Tried | None = None
         self.top: Tried | None = None
-        self._left: dict[str, _Left] = {}
+        self._left: dict[str, frozenset[str]] = {}
+        """Change that may be tried again → names of all that it was tried on."""
         self._times_accepted = 0
-        self._tried_together: set[tuple[frozenset[str], frozenset[str]]] = set()
 
     @property
     def accepted(self) -> list[Change]:
@@ -177,15 +165,13 @@ class Ladder:
         singly = changes
         every = self._compatible(each for each in singly if not self.runner.skipped(each)) if self.at_once else []
         if len(every) > 1:
-            yield (row := self._try_together(every))
+            yield (row := self._try(_together(every), every))
             if row.accepted:
                 yield from map(self._left_out, (each for each in singly if each.name not in self._names))
                 singly = []
-            singly = [each for each in singly if each.name not in self._left]  # the only one that found its place
+            singly = [each for each in singly if each.name != row.change]  # the only one that found its place
         for change in singly:
             yield self._try(change.name, [change])
-        if (left := self._left_together()) and self._fits(left):
-            yield self._try_together(left)
         for change in singly:
             if self._is_worth_another_try(change) and self._fits([change]):
                 yield self._try(change.name + ON_TOP, [change])
@@ -217,7 +203,7 @@ class Ladder:
             return self.runner.row(name, answers | refused.values)
         except Refused as refused:
             if refused.status == "out of memory" and self.runner.tries_all_again:
-                self._left |= {each.name: _Left(self._names, None) for each in made}
+                self._left |= {each.name: self._names for each in made}
             return self.runner.row(name, answers | refused.values)
         if len(made) > 1:
             name = _together(tried.made)  # some may have found no place
@@ -245,8 +231,8 @@ class Ladder:
             self._times_accepted += 1
             for each in tried.made:
                 self._left.pop(each.name, None)
-        elif self.runner.tries_all_again or (len(tried.made) == 1 and tried.saved_ms is not None):
-            self._left |= {each.name: _Left(top.names, tried.saved_ms) for each in tried.made}
+        elif self.runner.tries_all_again:
+            self._left |= {each.name: top.names for each in tried.made}
         ratios = ratio_fields("gain", tried.gain) | ratio_fields("speedup", tried.speedup)
         return {**fields, **ratios, "verdict": called, "accepted": accepted}
 
@@ -254,12 +240,9 @@ class Ladder:
         """Changes that go together: of two of which one takes the other's place, that one."""
         found: list[Change] = []
         for change in changes:
-            found = [*(each for each in found if not self.runner.excludes(change, each)), change]
+            if not any(self.runner.excludes(each, change) for each in found):
+                found = [*(each for each in found if not self.runner.excludes(change, each)), change]
         return found
-
-    def _try_together(self, changes: Sequence[Change]) -> ChangeRow:
-        self._tried_together.add((self._names, frozenset(each.name for each in changes)))
-        return self._try(_together(changes), changes)
 
     def _left_out(self, change: Change) -> ChangeRow:
         """The row of a change that is not among those that were accepted at once."""
@@ -269,30 +252,8 @@ class Ladder:
         return self.runner.row(change.name, Refused("unsupported", why or change.nothing, "not tried").values)
 
     def _is_worth_another_try(self, change: Change) -> bool:
-        """True if something that is not of its kind was accepted since it was tried, and the most that it may have
-        saved is more than runs of the top differ by."""
-        left = self._left.get(change.name)
-        if left is None or self.top is None or left.names == self._names:
-            return False
-        since = [each for each in self.accepted if each.name not in left.names]
-        if any(self.runner.excludes(change, each) or self.runner.excludes(each, change) for each in since):
-            return False
-        return self.runner.tries_all_again or (left.saved_ms or 0.0) > RUN_SPREAD * self.top.step_ms
-
-    def _left_together(self) -> list[Change]:
-        """Several changes that go with what was accepted and may save something together, by as much as each may have;
-        none where that is nothing."""
-        if self.top is None:
-            return []
-        may_save = {name: saved for name, left in self._left.items() if (saved := left.saved_ms or 0.0) > 0}
-        found = self._compatible(
-            change
-            for change in self.changes
-            if change.name in may_save
-            and not any(
-                self.runner.excludes(each, change) or self.runner.excludes(change, each) for each in self.accepted
-            )
-        )
-        is_something = sum(may_save[each.name] for each in found) > RUN_SPREAD * self.top.step_ms
-        is_new = (self._names, frozenset(each.name for each in found)) not in self._tried_together
-        return found if len(found) > 1 and is_something and is_new else []
+        """True if something that is not of its kind was accepted since it was tried."""
+        tried_on = self._left.get(change.name, self._names)
+        since = [each for each in self.accepted if each.name not in tried_on]
+        are_others = (self.runner.excludes(change, each) or self.runner.excludes(each, change) for each in since)
+        return tried_on != self._names and not any(are_others)

@@ -162,17 +162,13 @@ def arguments(
                 for each in ast.walk(tree)
                 if isinstance(each, ast.Call)
                 and each.lineno <= place["line"] <= (each.end_lineno or 0)
-                and _name_of(each.func) == function(place)
+                and ast.unparse(each.func).rpartition(".")[2] == function(place)
             ]
             return with_arguments(text, calls[-1], further) if len(calls) == 1 else None
 
         return files.edit(place["file"], change)
 
     return Writer(places, write, adds_lines=False)
-
-
-def _name_of(function: ast.expr) -> str:
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def with_arguments(text: str, call: ast.Call, further: Mapping[str, Any]) -> str:

@@ -15,8 +15,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from trainstep.base.errors import UsageError
 from trainstep.base.files import aside
 from trainstep.base.guards import STOPS
 from trainstep.ladder.trial.capture import FILE
-from trainstep.ladder.trial.in_memory import InMemory
+from trainstep.ladder.trial.in_memory import in_memory
 from trainstep.observe.command import Command
 from trainstep.observe.supervise import GRACE_S, Rank, run_script
 
@@ -70,11 +70,11 @@ class Interrupted(Exception):
     """A signal has come to this process that stops the ladder. A script that handles it may end as if it had not."""
 
 
-def carry_out(order: Order, command: Command, rank: Rank, files: InMemory) -> int:
+def carry_out(order: Order, command: Command, rank: Rank, is_over: Callable[[], bool] = lambda: False) -> int:
     """Run one rank's process of it; its exit code, −n for signal n.
 
     Args:
-        files: what the run before left for the judge, in whose place comes what this one leaves.
+        is_over: asked several times a second: whether it is to be ended.
 
     Raises:
         Interrupted: a signal came that stops the ladder.
@@ -84,10 +84,7 @@ def carry_out(order: Order, command: Command, rank: Rank, files: InMemory) -> in
     alone = rank.world_size == 1
     own = {} if alone else {"MASTER_PORT": str(order.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     others = [each for each in range(rank.world_size) if each != rank.rank]
-    captured = order.captured(rank.rank)
-    captured.mkdir(parents=True, exist_ok=True)
-    files.begin(captured, (FILE,) if order.is_judged else ())
-    kept = str(captured.resolve()) if order.is_judged else None
+    kept = str(order.captured(rank.rank).resolve()) if order.is_judged else None
     further: dict[str, Any] = {}
     if order.trial is not None:
         further = {"trial": {**order.trial, "by": TRIAL, "seed": SEED + rank.rank, "captured": kept}}
@@ -102,7 +99,7 @@ def carry_out(order: Order, command: Command, rank: Rank, files: InMemory) -> in
             further,
             limit_s=order.limit_s,
             on_signal=received.add,
-            is_over=lambda: any(found.code for each in others if (found := _end(order, each))),
+            is_over=lambda: is_over() or any(found.code for each in others if (found := _end(order, each))),
             cwd=order.place,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -131,7 +128,8 @@ class Leader:
 
     def __init__(self, command: Command, rank: Rank, folder: Path) -> None:
         self.command, self.rank, self._folder = command, rank, _shared(folder)
-        self._files = InMemory()
+        self.is_over = False
+        """True once no run is to go on."""
 
     def carry_out(self, order: Order) -> tuple[int, Failed | None]:
         """The first rank's exit code, and the first of the others that failed by itself.
@@ -140,11 +138,11 @@ class Leader:
             TimeoutError: the first rank's process took too long, and was ended.
         """
         if self.rank.world_size == 1:
-            return carry_out(order, self.command, self.rank, self._files), None
+            return carry_out(order, self.command, self.rank, lambda: self.is_over), None
         order = replace(order, port=_free_port())
         _write(self._folder / f"{order.number}.json", asdict(order))
         try:
-            code, late = _carry_out_and_tell(order, self.command, self.rank, self._files), None
+            code, late = _carry_out_and_tell(order, self.command, self.rank), None
         except TimeoutError as error:
             code, late = 1, error
         others = {each: self._wait(order, each) for each in range(1, self.rank.world_size)}
@@ -166,14 +164,12 @@ class Leader:
     def others(self) -> Iterator[None]:
         """Around the ladder: the other ranks end when it does."""
         if self.rank.world_size == 1:
-            with closing(self._files):
-                yield
+            yield
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             yield
         finally:
-            self._files.close()
             _write(self._folder / OVER, {})
             time.sleep(1.0)  # they look several times in that while
             if not self.missing(0.0):
@@ -192,22 +188,20 @@ class Leader:
 
 def follow(command: Command, rank: Rank, folder: Path) -> int:
     """Run what the first rank's ladder says until it is over; the exit code, which is the ladder's to tell."""
-    with closing(InMemory()) as files:
-        return _follow(command, rank, _shared(folder), files)
-
-
-def _follow(command: Command, rank: Rank, orders: Path, files: InMemory) -> int:
-    number = 1
+    orders, number, kept = _shared(folder), 1, ExitStack()
     orders.mkdir(parents=True, exist_ok=True)
     _write(orders / READY.format(rank.rank), {})
     while True:
         path = orders / f"{number}.json"
         if path.exists():
             order = Order(**json.loads(path.read_text()))
+            kept.close()  # what the run before left, which the first rank has read
+            kept.enter_context(in_memory(order.captured(rank.rank), (FILE,) if order.is_judged else ()))
             with suppress(TimeoutError, Interrupted):  # told, and the first rank says of what
-                _carry_out_and_tell(order, command, rank, files)
+                _carry_out_and_tell(order, command, rank)
             number += 1
         elif (orders / OVER).exists():
+            kept.close()
             return 0
         else:
             time.sleep(POLL_S)
@@ -230,10 +224,10 @@ class _End:
     """True if it was ended, since another rank had failed or since it took too long."""
 
 
-def _carry_out_and_tell(order: Order, command: Command, rank: Rank, files: InMemory) -> int:
+def _carry_out_and_tell(order: Order, command: Command, rank: Rank) -> int:
     end = _End(1)
     try:
-        end = _End(carry_out(order, command, rank, files))
+        end = _End(carry_out(order, command, rank))
     except TimeoutError:
         end = _End(1, is_ended=True)
         raise

@@ -4,12 +4,16 @@ The script as it is comes first, twice: what it does not repeat by itself cannot
 compared (`judge`) with the script as it is, in another precision and under random roundings, each run when the check
 asks for it; one that is wrong is never timed. One that is right takes turns with what was accepted before, B A A B (the
 run that was compared is the first B), every run a process of its own, and its gain is a ratio between runs.
+
+Timed runs are alone. Runs that are only compared go beside one another, as many as the first run's processor time and
+memory leave room for (`_ahead`).
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +45,8 @@ EAGER, BY_INDICES = "with the random numbers of eager code", "with batches that 
 MOVED = ". It ran in a copy of the folder; --in-place runs it in the folder itself"
 MOST_ROUNDS, ROUND = 3, 4
 """Times that B A A B is run, at most, and its runs."""
+Asked = tuple[str, Sequence[Change], tuple[PrecisionName, int] | None]
+"""A run that is only compared: in words, with which changes, and under which random roundings."""
 
 
 def not_judged(why: str, verdict: str = "not judged", **values: Any) -> Refused:
@@ -131,6 +137,8 @@ class ScriptRunner:
         self, script: Script, rounds: int = MOST_ROUNDS, *, are_named: bool = False, is_patched: bool = False
     ) -> None:
         self.script, self.rounds, self.are_named, self.is_patched = script, rounds, are_named, is_patched
+        self.beside = 1  # runs that are only compared, at once
+        self._ran_ahead: dict[str, Taken] = {}
         self.first: Taken | None = None
         self.code = 0  # the first run's exit code
         self.settings: Mapping[str, Any] = {}
@@ -154,8 +162,9 @@ class ScriptRunner:
     def cost_s(self, made: Sequence[Change], top: Tried | None) -> float:
         """Seconds of one round, of draws in a precision that is new, and of the proofs that follow."""
         new = {each.precision for each in made if each.precision} - self._precisions.keys()
-        proofs = ROUND * bool(top is not None and top.changes) + ROUND * self.is_patched
-        return (ROUND + self.draws + len(new) + proofs) * self.script.run_s + DRAWS * len(new) * self.script.drawn_s
+        timed = ROUND * (1 + bool(top is not None and top.changes) + self.is_patched) * self.script.run_s
+        compared = (self.draws + len(new)) * self.script.run_s + DRAWS * len(new) * self.script.drawn_s
+        return timed + compared / min(self.beside, 1 + DRAWS)
 
     def excludes(self, change: Change, other: Change) -> bool:
         """True if a change takes the other's place."""
@@ -180,10 +189,6 @@ class ScriptRunner:
         tried = self._tried(changes, taken, checked, own)
         tried.turns = None if top.changes else (others, own)
         tried.made, tried.gain = found, ratio_of_runs(times(others), times(own))
-        if is_lost(times(others), times(own)):
-            tried.saved_ms = 0.0
-        elif tried.gain.interval is not None:
-            tried.saved_ms = statistics.median(run.ms_per_step for run in others) * (1 - 1 / tried.gain.interval.high)
         return tried
 
     def row(self, name: str, values: Mapping[str, Any]) -> ChangeRow:
@@ -242,6 +247,7 @@ class ScriptRunner:
         self.first = first
         self.settings = first.log.facts["settings"] | seen_of(first.log)
         self._own, self.draws = _precision_of(self.settings), self.settings["draws"]
+        self.beside = 1 if self.settings["picks_by_time"] else self.script.beside(first)
         try:
             if self.script.changed:
                 names = ", ".join(self.script.changed[:3]) + " and more" * (len(self.script.changed) > 3)
@@ -258,15 +264,20 @@ class ScriptRunner:
     def _repeated(self, first: Captured) -> Verdict:
         if broken := first.what_is_not_finite:
             raise not_judged(f"{broken}: nothing can be held against a script that does not train")
-        reference = self._captured("the script as it is, without dropout") if self.draws else first
-        again = self._captured("the same again")
+        plain: Asked = ("the script as it is, without dropout", (), None)
+        once_more: Asked = ("the same again", (), None)
+        # A GPU seldom repeats itself to the bit, and changes in the script's own precision need the draws anyhow.
+        drawn = [self._drawn(self._own, seed) for seed in range(DRAWS * self.settings["on_gpu"])]
+        self._ahead([plain] * self.draws + [once_more, *drawn])
+        reference = self._captured(*plain) if self.draws else first
+        again = self._captured(*once_more)
         if again.weights != reference.weights:
             raise not_judged(
                 "two runs from the same seeds start from other weights: they are drawn from another seed, or the "
                 "second run resumes what the first one wrote, which a copy for each run (without --in-place) prevents",
                 NOT_REPRODUCIBLE,
             )
-        judge = ScriptCheck(reference, [again], self._own, self._draw)
+        judge = ScriptCheck(reference, [again], self._own, lambda *drawn: self._captured(*self._drawn(*drawn)))
         repeat = judge.of_repeat()
         if repeat.gradients is not None and repeat.gradients.is_vacuous:
             raise not_judged(
@@ -300,10 +311,14 @@ class ScriptRunner:
             captured: what it left.
             accepted: what the run left that it was changed from.
         """
-        if self.draws:
-            captured, accepted = self._captured(f"{changes[-1].name}, without dropout", changes), None
-        self._precisions |= {each.precision: each for each in changes if each.precision}
         precision = self._precision(changes)
+        is_known = precision in (self._own, *self._precisions)
+        self._precisions |= {each.precision: each for each in changes if each.precision}
+        own: Asked = (f"{changes[-1].name}, without dropout", changes, None)
+        drawn = [] if is_known else [self._drawn(precision, seed) for seed in (None, *range(DRAWS))]
+        self._ahead([own] * self.draws + drawn)
+        if self.draws:
+            captured, accepted = self._captured(*own), None
         found = self._judge.judge(captured, precision, accepted)
         if found.gradients is not None and found.gradients.is_vacuous:
             raise not_judged(f"what {precision}'s rounding alone does to its first gradients is as large as they are")
@@ -317,20 +332,39 @@ class ScriptRunner:
     def _precision(self, changes: Sequence[Change]) -> PrecisionName:
         return next((each.precision for each in reversed(changes) if each.precision), self._own)
 
-    def _captured(
-        self, what: str, changes: Sequence[Change] = (), rounding: tuple[PrecisionName, int] | None = None
-    ) -> Captured:
-        taken = self.script.run(what, changes, rounding=rounding, without_dropout=self.draws)
+    def _captured(self, what: str, changes: Sequence[Change], rounding: tuple[PrecisionName, int] | None) -> Captured:
+        taken = self._ran_ahead.pop(what, None)
+        if taken is None or taken.captured is None:  # beside others it may have failed for want of memory, or a port
+            taken = self._run(what, changes, rounding)
         if taken.captured is None:
             raise not_judged(f"{what} could not be run: {taken.failure}")
         return taken.captured
 
-    def _draw(self, precision: PrecisionName, seed: int | None) -> Captured:
+    def _run(self, what: str, changes: Sequence[Change], rounding: tuple[PrecisionName, int] | None) -> Taken:
+        return self.script.run(what, changes, rounding=rounding, without_dropout=self.draws)
+
+    def _ahead(self, asked: Sequence[Asked]) -> None:
+        """Make runs that will be asked for beside one another, where some fit."""
+        if min(len(asked), self.beside) < 2:
+            return
+        alone_s = self.script.run_s
+        with ThreadPoolExecutor(self.beside) as pool:
+            running = {pool.submit(self._run, *each): each[0] for each in asked}
+            try:
+                done, _ = wait(running, return_when=FIRST_EXCEPTION)
+                self._ran_ahead = {running[each]: each.result() for each in done}
+            except BaseException:  # the threads end when their runs do
+                self.script.leader.is_over = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        self.script.run_s = alone_s
+
+    def _drawn(self, precision: PrecisionName, seed: int | None) -> Asked:
         """The script in a precision, by itself or under random roundings."""
         change = [self._precisions[precision]] if precision != self._own else []
         if seed is None:
-            return self._captured(f"the script in {precision}", change)
-        return self._captured(f"roundings of {precision} at random, {seed + 1}", change, (precision, seed))
+            return f"the script in {precision}", change, None
+        return f"roundings of {precision} at random, {seed + 1}", change, (precision, seed)
 
     def _in_turns(
         self,
@@ -386,8 +420,7 @@ class ScriptRunner:
                 samples["training_loss"] = list(taken.captured.losses)
                 values |= {"updates": len(taken.captured.losses), "in_first_epoch": taken.is_in_first_epoch}
                 values["is_whole"] = (taken.log.ended or {}).get("how") == "returned"
-        step_ms = taken.ms_per_step if taken.step_ms else 0.0
-        return TriedRun(changes=list(changes), made=[], values=values, peak=peak, step_ms=step_ms, taken=taken)
+        return TriedRun(changes=list(changes), made=[], values=values, peak=peak, taken=taken)
 
     def _columns(self, found: Verdict) -> dict[str, Any]:
         """The fields of a row that say what was found; a budget that says nothing is left out."""

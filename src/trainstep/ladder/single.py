@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
+import resource
 import shutil
 import signal
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainstep.base.cores import busy, cores, load
 from trainstep.base.errors import OUT_OF_MEMORY
 from trainstep.base.files import remove
+from trainstep.base.hardware import free_host_bytes
 from trainstep.base.precision import PrecisionName
 from trainstep.ladder.budget import UNLIMITED, Budget, OutOfTime
 from trainstep.ladder.change import Change
 from trainstep.ladder.ranks import Failed, Leader, Order
 from trainstep.ladder.trial.capture import FILE, Captured, of_all_ranks, read_captured
+from trainstep.ladder.trial.in_memory import in_memory
 from trainstep.observe.command import Command
 from trainstep.observe.copying import Copies, InPlace
 from trainstep.observe.loaders import begins_again
@@ -34,6 +38,9 @@ LEAST_S, SLOWEST = 120.0, 10.0
 """Seconds after which a later run is ended, and times what the script took as it is; the longer counts."""
 MOST_FROM_STOCK = 0.5
 """Share of a run's batches that may have been loaded before it was timed; with more, it says too little of loading."""
+ROOM, GROWS, CONTEXT_GIB = 0.7, 1.5, 1.0
+"""Share of the free memory that runs beside one another may take, times a run's peak that one takes with what it is
+checked by, and memory of a GPU that each process has for itself."""
 TOLD = 200
 """Characters of a script's last words that are told."""
 
@@ -81,6 +88,7 @@ class Script:
         copies: makes a copy of the working folder for each run; None if all run in the folder itself.
         tell: called with what is run, before it is.
         budget: the time for all runs.
+        is_alone: whether each run is alone, also where it is only compared.
     """
 
     leader: Leader
@@ -89,7 +97,8 @@ class Script:
     copies: Copies | None = None
     tell: Callable[[str], object] = lambda text: None
     budget: Budget = UNLIMITED
-    runs: int = field(default=0, init=False)
+    is_alone: bool = False
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
     changed: list[str] = field(default_factory=list, init=False)
     """Files that were there before the first run, which changed them in place."""
     own_s: float | None = field(default=None, init=False)
@@ -102,6 +111,20 @@ class Script:
     def command(self) -> Command:
         """Command that is run."""
         return self.leader.command
+
+    def beside(self, first: Taken) -> int:
+        """Runs that fit beside one another, by what the first one took of the processor and of memory.
+
+        One on several ranks, or in the folder itself, has none beside it.
+        """
+        if self.is_alone or self.leader.rank.world_size > 1 or self.copies is None:
+            return 1
+        used, peak = resource.getrusage(resource.RUSAGE_CHILDREN), first.captured.peak_gib if first.captured else None
+        found = [cores() / max(1.0, (used.ru_utime + used.ru_stime) / (self.own_s or 1.0))]
+        found.append(ROOM * free_host_bytes() / (used.ru_maxrss * 1024))
+        if total := first.log.facts.get("environment", {}).get("device_memory_gib"):
+            found.append(ROOM * total / (GROWS * (peak or total) + CONTEXT_GIB))
+        return max(1, int(min(found)))
 
     def run(
         self,
@@ -132,9 +155,9 @@ class Script:
         """
         if (left_s := self.budget.left_s) <= 0:
             raise OutOfTime
-        self.runs += 1
-        self.tell(f"run {self.runs}: {what}{busy(load(), cores())}")
-        folder = self.folder / f"{self.runs:03d}-{''.join(each if each.isalnum() else '-' for each in what)}"
+        number = next(self._numbers)
+        self.tell(f"run {number}: {what}{busy(load(), cores())}")
+        folder = self.folder / f"{number:03d}-{''.join(each if each.isalnum() else '-' for each in what)}"
         remove(self.folder if self.folder.is_symlink() else folder)
         folder.mkdir(parents=True)
         command, place, files = self.command, Path.cwd(), frozenset[str]()
@@ -147,7 +170,7 @@ class Script:
             sources = {**sources, **{str(place / Path(path).relative_to(here)): text for path, text in own.items()}}
         is_limited = self.own_s is not None and rounding is None  # under random roundings it takes far longer
         order = Order(
-            self.runs,
+            number,
             str(folder),
             str(place),
             command.target,
@@ -162,24 +185,25 @@ class Script:
             is_judged,
         )
         start = time.monotonic()
-        try:
-            code, elsewhere = self.leader.carry_out(order)
-        except TimeoutError as error:
-            self._drop_captured(order)
-            if self.budget.left_s <= 0:
-                raise OutOfTime from None
-            failure = f"{error}; as it is, the script takes {self.own_s:.0f} s{_last_words(order.output(0))}"
-            return Taken(folder, -signal.SIGTERM, read_log(log_path(folder, 0)), (), None, failure, None)
-        finally:
-            if self.copies is not None:
-                files = self.copies.written(place)
-                shutil.rmtree(place, ignore_errors=True)
-            if before is not None:
-                self.changed = before.changed()
-        took_s = time.monotonic() - start
-        self.own_s = took_s if self.own_s is None else self.own_s
-        self.run_s, self.drawn_s = (self.run_s, took_s) if rounding else (took_s, self.drawn_s or took_s)
-        taken = self._taken(order, code, elsewhere)
+        with in_memory(order.captured(0), (FILE,) if order.is_judged else ()):
+            try:
+                code, elsewhere = self.leader.carry_out(order)
+            except TimeoutError as error:
+                self._drop_captured(order)
+                if self.budget.left_s <= 0:
+                    raise OutOfTime from None
+                failure = f"{error}; as it is, the script takes {self.own_s:.0f} s{_last_words(order.output(0))}"
+                return Taken(folder, -signal.SIGTERM, read_log(log_path(folder, 0)), (), None, failure, None)
+            finally:
+                if self.copies is not None:
+                    files = self.copies.written(place)
+                    shutil.rmtree(place, ignore_errors=True)
+                if before is not None:
+                    self.changed = before.changed()
+            took_s = time.monotonic() - start
+            self.own_s = took_s if self.own_s is None else self.own_s
+            self.run_s, self.drawn_s = (self.run_s, took_s) if rounding else (took_s, self.drawn_s or took_s)
+            taken = self._taken(order, code, elsewhere)
         if taken.captured is not None:
             taken = dataclasses.replace(taken, captured=dataclasses.replace(taken.captured, files=files))
         return taken

@@ -353,7 +353,8 @@ def how_it_ended(log: RankLog, code: int | None) -> str:
     Args:
         code: exit code; −n for signal n. None where the script goes on.
     """
-    ended, stopped = log.ended or {}, f" after trainstep received {_received(log)}" if log.signals else ""
+    received = ", ".join(f"signal {each['number']} at {each['after_s']:.1f} s" for each in log.signals)
+    ended, stopped = log.ended or {}, f" after trainstep received {received}" if received else ""
     if ended.get("how") == "steps":
         return "it was stopped after the steps that were asked for"
     if ended.get("how") == "raised" and code in (None, 1, -signal.SIGINT, 128 + signal.SIGINT):
@@ -366,11 +367,6 @@ def how_it_ended(log: RankLog, code: int | None) -> str:
     if not ended:
         return f"it ended without Python's own end, as by os._exit or exec{stopped}"
     return f"it ran to its end{stopped}" if code == 0 else f"it ended by sys.exit{stopped}"
-
-
-def _received(log: RankLog) -> str:
-    """Signals that the parent received, and when."""
-    return ", ".join(f"signal {each['number']} at {each['after_s']:.1f} s" for each in log.signals)
 
 
 def why_no_step(log: RankLog, code: int | None) -> str:

@@ -154,10 +154,11 @@ _LOGGED = tuple(each.name for each in fields(Step) if each.metadata.get("is_logg
 
 
 def phase_shares(steps: Sequence[Step]) -> dict[str, float]:
-    """Phase → its share of a run's steps, as the device had it where there is one. The first step, in which loaders
-    start, is left out."""
+    """Phase → its share of a run's steps, as the device had it where there is one; "launches" → the share in which the
+    device may have waited for them. The first step, in which loaders start, is left out."""
     found = sum((Counter(step.ms) for step in steps[1:]), Counter())
-    return {phase: ms / found.total() for phase, ms in found.items()}
+    ms = dict(found) | {"launches": sum(step.starved_ms for step in steps[1:])}
+    return {phase: each / found.total() for phase, each in ms.items()} if found else {}
 
 
 class StepFinder:

@@ -128,7 +128,7 @@ class Cluster:
         rates = [link.bus_bytes_per_s] if here > 1 else []
         overhead = link.overhead_s
         if nodes > 1:
-            network = self._network(collective)
+            network = self.machine.network.get(collective, Link(NETWORK_OVERHEAD_S, self.network_bytes_per_s))
             overhead = network.overhead_s
             rates.append(here * network.bus_bytes_per_s)
         hops = max(0, ranks - nodes - 1) * LINK_HOP_S + max(0, nodes - 1) * NETWORK_HOP_S
@@ -136,6 +136,3 @@ class Cluster:
             tree = max(0, here - 2) * LINK_HOP_S + math.log2(nodes) * NETWORK_HOP_S
             hops = 2 * min(hops, tree)
         return Link(overhead + hops, min(rates, default=link.bus_bytes_per_s))
-
-    def _network(self, collective: CollectiveName) -> Link:
-        return self.machine.network.get(collective, Link(NETWORK_OVERHEAD_S, self.network_bytes_per_s))

@@ -145,7 +145,8 @@ def _write_new(path: Path, rows: Iterable[Row]) -> None:
 def _line(row: Row) -> bytes:
     line = sections_of(row)
     text = json.dumps(line, ensure_ascii=False)
-    if not _is_text(text):  # half a surrogate, which a name may hold and UTF-8 cannot: as its escape
+    # Half a surrogate, which a name may hold and UTF-8 cannot: as its escape.
+    if not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text):
         text = json.dumps(line)
     return f"{text}\n".encode()
 
@@ -155,10 +156,6 @@ def sections_of(row: Row) -> dict[str, Any]:
     sections = {name: dict(getattr(row, name)) for name in SECTIONS}
     found: dict[str, Any] = _jsonable({"kind": row.kind, **sections, "status": row.status, "reason": row.reason})
     return found
-
-
-def _is_text(text: str) -> bool:
-    return text.isascii() or not any("\ud800" <= each <= "\udfff" for each in text)
 
 
 def write_all(file: IO[bytes], data: bytes) -> None:

@@ -8,13 +8,14 @@ from trainstep.ladder.changes import loaders
 BY_NAME = {rung.name: rung for rung in all_changes("script")}
 SETTINGS = {
     "on_gpu": True,
+    "picks_by_time": False,
     "matmul": "highest",
     "autocast": [],
     "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False}],
     "optimizers": [{"fused": False, "foreach": False, "file": "train.py"}],
     "models": [{"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "is_whole_compiled": False}],
     "recompiles": True,
-    "shares": {"data": 0.3, "optimizer": 0.2},
+    "shares": {"data": 0.3, "optimizer": 0.2, "launches": 0.3},
     "debugging": [{"name": "anomaly-detection"}],
     "operators": [
         *("LogSoftmaxBackward0", "NllLossBackward0"),

@@ -7,22 +7,14 @@ import pytest
 import torch
 
 from trainstep.base import hardware
-from trainstep.ladder.trial import in_memory
 from trainstep.ladder.trial.capture import TensorFile, read
-from trainstep.ladder.trial.in_memory import InMemory, make_room
+from trainstep.ladder.trial.in_memory import in_memory, make_room
 
 WEIGHTS = torch.arange(1000.0)
 
 needs_memory_files = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="this system has no files that are in memory alone"
 )
-
-
-@pytest.fixture
-def files():
-    found = InMemory()
-    yield found
-    found.close()
 
 
 def save(path):
@@ -37,54 +29,36 @@ def weights_in(path):
 
 
 @needs_memory_files
-def test_what_was_read_stays_when_its_file_is_gone(tmp_path, files):
-    files.begin(tmp_path, ["one", "two"])
-    pid = os.fork()
-    if not pid:  # another process writes
-        save(tmp_path / "one")
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert (tmp_path / "one").is_symlink()
-    found = weights_in(tmp_path / "one")
-    (tmp_path / "one").unlink()
-    files.close()
+def test_what_was_read_stays_when_its_file_is_gone(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    with in_memory(tmp_path / "run", ["one", "two"]):
+        pid = os.fork()
+        if not pid:  # another process writes
+            save(tmp_path / "run/one")
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert (tmp_path / "run/one").is_symlink()
+        found = weights_in(tmp_path / "run/one")
     assert torch.equal(found, WEIGHTS)
-    assert not (tmp_path / "two").exists(), "nothing holds it any more"
+    assert (os.listdir(tmp_path / "run"), os.listdir("/proc/self/fd")) == ([], before), "nothing holds it any more"
 
 
 @needs_memory_files
-@pytest.mark.parametrize("why", ["no room", "no room for all ranks", "no links", "its reader is gone"])
-def test_else_it_is_on_disk(tmp_path, files, monkeypatch, why):
+@pytest.mark.parametrize("why", ["no room", "no room for all ranks", "no links"])
+def test_else_it_is_on_disk(tmp_path, monkeypatch, why):
     if why == "no links":
 
         def refuse(*_):
             raise OSError
 
         monkeypatch.setattr(Path, "symlink_to", refuse)
-    files.begin(tmp_path, ["one"])
-    if why.startswith("no room"):
+    else:
         ranks = 2 if why.endswith("ranks") else 1
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        monkeypatch.setattr(in_memory, "free_host_bytes", lambda: 8000 * ranks - 1)
-    else:
-        files.close()
-    save(tmp_path / "one")
-    assert not (tmp_path / "one").is_symlink()
+        monkeypatch.setattr("trainstep.ladder.trial.in_memory.free_host_bytes", lambda: 8000 * ranks - 1)
+    with in_memory(tmp_path, ["one"]):
+        save(tmp_path / "one")
     assert torch.equal(weights_in(tmp_path / "one"), WEIGHTS)
-
-
-@needs_memory_files
-def test_the_next_run_has_files_of_its_own(tmp_path, files):
-    folders = [tmp_path / "first", tmp_path / "second"]
-    before = len(os.listdir("/proc/self/fd"))
-    for folder in folders:
-        folder.mkdir()
-        files.begin(folder, ["one"])
-        save(folder / "one")
-    assert [(folder / "one").exists() for folder in folders] == [False, True]
-    assert len(os.listdir("/proc/self/fd")) == before + 1
-    files.begin(tmp_path, ())
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_file_without_a_link_is_written_as_any_other(tmp_path):

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from trainstep.ladder.trial.outermost import Outermost
+from trainstep.ladder.trial.settings import Settings
 
 
 def test_models_are_seen_once_before_their_first_training_call():
@@ -44,3 +45,19 @@ def test_parts_whose_class_has_a_call_of_its_own_are_no_models(monkeypatch):
         assert seen == [model, other]
     finally:
         outermost.remove()
+
+
+def test_a_first_call_that_is_compiled_has_no_code_of_ours_in_it():
+    class Twice(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model, settings, outermost = Twice(2, 3), Settings(), Outermost()
+    outermost.on_first += [settings.see_model, lambda module: module.compile(backend="eager", fullgraph=True)]
+    outermost.on_first_over = settings.see_results
+    outermost.install()
+    try:
+        model(torch.ones(2))
+    finally:
+        outermost.remove()
+    assert settings._models[0]["floats"] == [True]

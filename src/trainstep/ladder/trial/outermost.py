@@ -18,7 +18,8 @@ from torch import nn
 
 
 class Outermost:
-    """Calls each of `on_first` with a model that is about to be called in training for the first time.
+    """Calls each of `on_first` with a model that is about to be called in training for the first time, and
+    `on_first_over` with it and its results after that call.
 
     Args:
         on_over: called with a module and its results when an outermost call is over.
@@ -26,6 +27,7 @@ class Outermost:
 
     def __init__(self, on_over: Callable[[nn.Module, Any], object] | None = None) -> None:
         self.on_first: list[Callable[[nn.Module], object]] = []
+        self.on_first_over: Callable[[nn.Module, Any], object] = lambda module, results: None
         self._on_over = on_over
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext
         """Makes the context that an outermost call runs in."""
@@ -45,7 +47,8 @@ class Outermost:
             self._is_within = True
             self._put(original)
             try:
-                if torch.is_grad_enabled() and module not in self._seen and _trains(module):
+                is_first = torch.is_grad_enabled() and module not in self._seen and _trains(module)
+                if is_first:
                     self._seen.add(module)
                     for tell in self.on_first:
                         tell(module)
@@ -53,6 +56,8 @@ class Outermost:
                 with self.around():
                     results = original(module, *args, **kwargs)
                 self.draws |= bool(states) and not all(map(torch.equal, states, _states()))
+                if is_first:
+                    self.on_first_over(module, results)
                 if self._on_over is not None:
                     self._on_over(module, results)
                 return results

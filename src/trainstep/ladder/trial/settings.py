@@ -69,14 +69,10 @@ class Settings:
                 "blocks": len(find_blocks(module)),
             }
         )
-        model = self._models[-1]
-        handles: list[Any] = []
 
-        def see_results(module: nn.Module, args: Any, results: Any) -> None:
-            handles.pop().remove()
-            model["floats"] = _floats(results)
-
-        handles.append(module.register_forward_hook(see_results))
+    def see_results(self, module: nn.Module, results: Any) -> None:
+        """Note which of its results are floating-point tensors. A hook of the module's would be compiled with it."""
+        self._models[self._roots.index(module)]["floats"] = _floats(results)
 
     def see_loss(self, tensors: Any) -> None:
         """See the loss that a backward pass begins at, whose graph has the operators of the forward pass."""
@@ -114,6 +110,7 @@ class Settings:
             "models": self._models,
             "operators": None if self._is_opaque or not self._operators else sorted(self._operators),
             "on_gpu": any(each.is_cuda for each in parameters_of(optimizers)),
+            "picks_by_time": torch.backends.cudnn.benchmark,  # its kernels, so that runs beside it change its bits
         }
 
     def _watch(self, owner: Any, name: str, tell: Callable[..., object]) -> None:

@@ -74,7 +74,7 @@ class Trial:
         self._capture = Capture(None if captured is None else Path(captured))
         self._outermost = Outermost(None if captured is None else self._see_call)
         self._settings = Settings()
-        self.on_first_call = self._outermost.on_first
+        self.on_first_call, self._outermost.on_first_over = self._outermost.on_first, self._settings.see_results
         self.on_first_call += [self._see_model, self._settings.see_model]
         if self._task["without_dropout"]:
             from trainstep.check.dropout import without_dropout

@@ -48,11 +48,6 @@ FITS = define(
 )
 
 
-def _last_fits(study: Sequence[FitRow]) -> list[FitRow]:
-    """Last choice for each budget."""
-    return list({row.budget_gib: row for row in study if row.form == "fit"}.values())
-
-
 def fit(records: Sequence[Row]) -> Section | None:
     """Section on what was chosen, and what came of it."""
     lead = (
@@ -65,7 +60,8 @@ def fit(records: Sequence[Row]) -> Section | None:
 def fit_findings(records: Sequence[Row]) -> list[Finding]:
     """Findings on what the choice came to, study by study."""
     studies = by_case(of_kind(records, FitRow), *_FORM)
-    return [finding for study in studies for row in _last_fits(study) for finding in _found(study, row)]
+    last = [(study, {row.budget_gib: row for row in study if row.form == "fit"}) for study in studies]
+    return [finding for study, by_budget in last for row in by_budget.values() for finding in _found(study, row)]
 
 
 def _found(study: Sequence[FitRow], row: FitRow) -> Iterator[Finding]:

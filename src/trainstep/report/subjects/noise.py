@@ -56,7 +56,8 @@ def _name(row: Row) -> str:
 def unsteady(rows: Sequence[Row]) -> Iterator[Finding]:
     """Rows of every kind whose intervals are wide; a disturbance of seconds hits single rows, and may soon be over."""
     for many, own in _groups(rows).items():
-        timed = [(name, every[whole]) for name, row in own for whole in _WHOLE if whole in (every := _times(row))]
+        every = [(name, getattr(row, "times", {})) for name, row in own]
+        timed = [(name, times[whole]) for name, times in every for whole in _WHOLE if whole in times]
         widths = [(width, name, times) for name, times in timed if (width := _width(times)) is not None]
         wide = [each for each in widths if each[0] > NOISY_INTERVAL]
         if not wide:
@@ -75,10 +76,6 @@ def unsteady(rows: Sequence[Row]) -> Iterator[Finding]:
         figures: dict[str, Scalar] = {"rows": len(wide), "of": len(widths), "worst": name, "width": worst}
         figures |= {"low_ms": times.low, "ms": times.median, "high_ms": times.high}
         yield found(f"noise.unsteady-{many.rpartition(' ')[2]}", said, **figures)
-
-
-def _times(row: Row) -> Mapping[str, Times]:
-    return getattr(row, "times", {})
 
 
 def _width(times: Times) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from trainstep.base.config import PHASES
 from trainstep.report import columns
 from trainstep.report.blocks import Chart, Charts, Section, section, told_apart
 from trainstep.report.charts.traces import LEGEND, overlap_chart
@@ -34,11 +35,6 @@ SHARES_DIFFER = 1e-3
 """Gradients of a batch further than this from the mean of its shares' differ by more than rounding."""
 
 
-def _computing(phase: str) -> Column:
-    """A phase without its waits."""
-    return columns.value(f"{phase} (ms)", f"{phase}_computing_ms")
-
-
 SCHEMES = define(
     ParallelRow,
     "Schemes of data parallel training, on the slowest rank: phases without their waits for other ranks, and those "
@@ -51,7 +47,7 @@ SCHEMES = define(
     columns.COUNTED,
     columns.value("rounds", "rounds", brief=False, page=False),
     columns.median("step (ms) [95 %]", "step"),
-    *map(_computing, ("forward", "loss", "backward", "optimizer")),
+    *(columns.value(f"{phase} (ms)", f"{phase}_computing_ms") for phase in PHASES),  # without its waits
     *columns.values({"exposed (ms)": "exposed_communication_ms", "of the step (%)": "exposed_share"}),
     Column("speed-up", lambda row: _times_as_fast(row)),
     *columns.values({"samples/s": "samples_per_s", "communication in all (ms)": "all_communication_ms"}),

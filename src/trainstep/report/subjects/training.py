@@ -133,14 +133,9 @@ def training(rows: Sequence[Row]) -> Section | None:
             blocks.append(_starts(row, place, which))
         named = [("Run", Cell(_name(row, drawn)))] if which else []
         blocks.append(Facts([*named, *_facts(row)], f"training{f'-{place}' if place else ''}"))
-    width = max((_width(row) for row in drawn), default=1)
+    width = max((-(-(row.done or 0) // max(1, len(row.series["step"]))) for row in drawn), default=1)  # of a point
     lead = f"Each point is of {width} updates: means, and medians of times." if width > 1 else ""
     return section("training", "Training", "Training runs", lead, *blocks, page_table(RUNS, rows))
-
-
-def _width(row: TrainRow) -> int:
-    """Updates of a point."""
-    return -(-(row.done or 0) // max(1, len(row.series["step"])))
 
 
 def _name(row: TrainRow, rows: Sequence[TrainRow]) -> str:
