@@ -82,12 +82,13 @@ def test_memory_that_grows_is_told_first_with_its_lines():
     assert next(line for line in said if line.startswith(" • ")).startswith(" • Memory")
 
 
-def test_a_change_has_its_whole_name():
+def test_a_change_has_its_whole_name_and_its_gain_over_what_was_accepted_before():
     name = "compiled model with CUDA graphs"
-    said = told([rung("baseline"), rung(name), rung(f"{name} + more")])
+    said = told([rung("baseline"), rung(name), rung(f"{name} + more", gain=1.01, speedup=1.13)])
     at = said.index(f" ✓ {name} + more")
     assert said[at - 1].startswith(f" ✓ {name} ")
     assert said[at - 1].index("ms") == said[at + 1].index("ms")
+    assert "1.01×" in said[at + 1]
 
 
 def test_a_grid_s_cases_are_listed_with_time_and_peak():

@@ -215,7 +215,7 @@ def _changes(rows: Sequence[Row], launch: Launch) -> list[Text]:
         return []
     own = [row for row in climb.rows if row.step_ms or row.status != "ok"]
     tried = [row for row in own if row.verdict != "not tried"]
-    lines = [Text(f"   {'change':<{NAME}} {'step':>9}   {'speed-up [95% CI]':<19} verdict", "dim")]
+    lines = [Text(f"   {'change':<{NAME}} {'step':>9}   {'gain [95% CI]':<19} verdict", "dim")]
     for row in tried:
         told = change_line(row, row.verdict or row.status).splitlines()
         lines += [Text(line, "green" if row.accepted else "") for line in told]
@@ -223,8 +223,9 @@ def _changes(rows: Sequence[Row], launch: Launch) -> list[Text]:
 
 
 def change_line(row: ChangeRow, told: str | None) -> str:
-    """A change with its time, its speed-up and its verdict or reason."""
-    mark, gain = "✓" if row.accepted else "–", ratio_cell(row, "speedup").plain
+    """A change with its time, its gain over what was accepted before it, and its verdict or reason; with the speed-up
+    of what was measured against the baseline alone."""
+    mark, gain = "✓" if row.accepted else "–", ratio_cell(row, "speedup" if row.gain is None else "gain").plain
     name = f"{row.change:<{NAME}}" if len(row.change) <= NAME else f"{row.change}\n{'':{NAME + 3}}"
     return f" {mark} {name} {in_ms(row.step_ms) if row.step_ms else '–':>9}   {gain:<19} {told}"
 
