@@ -84,7 +84,7 @@ def of(rows, **settings):
         ("gain.smaller", [rung("baseline", "baseline", step_ms=90.0), rung("x", speedup_low=0.9)], {}),
         ("gain.script", [SCRIPT, FUSED], {"ms": 5.0} | ASIDE | APART),
         ("data.bound", [LAUNCHES], {"ms": 4.0, "action": advice.loader_workers(workers_here())}),
-        ("launches.script", [LAUNCHES], {"ms": 9.9, "action": advice.COMPILED_MODEL}),
+        ("launches.script", [LAUNCHES], {"ms": 9.9, "action": advice.IN_GRAPHS}),
         ("waits.line", [LAUNCHES, WAIT], {"ms": 2.0}),
         ("script.lines", [replace(LAUNCHES, times={"step": Times(10.0), "other": Times(4.0)}), LINE],
          {"ms": 4.0}),
@@ -175,9 +175,10 @@ def card(rows, begin):
     return next((each for each in (shown.cards if shown else ()) if each.claim.startswith(begin)), None)
 
 
-@pytest.mark.parametrize(
-    ("claim", "name"), [("Launches set the step", "compiled model"), ("Steps wait for their batch", "loader workers")]
-)
+GRAPHS = ("The step is launch-bound", "compiled model with CUDA graphs")
+
+
+@pytest.mark.parametrize(("claim", "name"), [GRAPHS, ("Steps wait for their batch", "loader workers")])
 def test_what_the_script_s_ladder_did_not_keep_is_not_advised(claim, name):
     left = script_rung(name, 12.0, verdict="slower", gain=0.8)
     kept = script_rung(name, 8.0, verdict="faster", gain=1.2, gain_low=1.1, gain_high=1.3, accepted=True)

@@ -31,6 +31,7 @@ FUSED_ATTENTION = Line(
 FUSED_OPTIMIZER = Line("Optimizer(…, fused=True)", "your own class, if that is Adam, AdamW, SGD or Adagrad")
 COMPILED_BLOCKS = Line("for block in blocks: block.compile()", "the model's own list of blocks")
 COMPILED_MODEL = Line("model.compile()", "after the model is on its device")
+IN_GRAPHS = Line('model.compile(mode="reduce-overhead")', "or that mode in a torch.compile that is there")
 MOST_WORKERS = 4
 """Workers of a loader that has fewer, where its process may run on as many cores."""
 

@@ -113,7 +113,7 @@ MODEL = Change(
 _WRITE_CALL = before_optimizer('{}.compile(mode="reduce-overhead")')
 MODEL_GRAPHS = Change(
     "compiled model with CUDA graphs",
-    Line('model.compile(mode="reduce-overhead")', "or that mode in a torch.compile that is there"),
+    advice.IN_GRAPHS,
     {"script": 1.155},
     answers=_ANSWERS,
     script=models_in_graphs,

@@ -377,8 +377,7 @@ def launch_bound(rows: Sequence[Row]) -> Iterator[Finding]:
                     "The GPU may wait for launches for {starved_ms:ms} of a step that takes {step_ms:ms}: they set its "
                     "pace, not the GPU. Larger batches, torch.compile or CUDA graphs help; faster kernels will not."
                 )
-                claimed, action = "Launches set the step’s pace, not the GPU", advice.COMPILED_MODEL
-                claim = Claim(claimed, ("script",), starved, action=action)
+                claim = Claim("The step is launch-bound", ("script",), starved, action=advice.IN_GRAPHS)
                 yield found("launches.script", said, claim, starved_ms=starved, step_ms=step_ms)
 
 

@@ -219,7 +219,7 @@ def launch_bound(rows: Sequence[Row]) -> list[Finding]:
         f"its pace, not the GPU. Larger batches{compiling} or CUDA graphs help; faster kernels will not.{result}"
     )
     figures = {"forward_issue_ms": issue, "forward_ms": forward, "is_compiled": is_compiled, **gains}
-    claimed, mend = "Launches set the pace of forward, not the GPU", advice.COMPILED_BLOCKS
+    claimed, mend = "Forward is launch-bound", advice.COMPILED_BLOCKS
     claim = Claim(claimed, ("phases",), issue, action="" if is_compiled else mend)
     return [found("launches.bound", said, claim, **figures)]
 
