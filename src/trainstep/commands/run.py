@@ -7,6 +7,7 @@ import dataclasses
 import os
 import shlex
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,14 +208,13 @@ class Run(Common):
         from trainstep.rows.records import of_kind
 
         place: Place = "cuda" if any(row.on_gpu for row in of_kind(rows, ScriptRow)) else "cpu"
-        named = command.words[: len(command.words) - len(command.arguments)]
-        words = shlex.join([Path(named[0]).name, *named[1:]]) + " …" * bool(command.arguments)  # which may hold secrets
-        launcher = "torchrun … -m " if rank.world_size > 1 else ""
-        prove = f"{launcher}trainstep run --ladder --patch fix.diff {words}"
+        own, count = command.interpreter, len(command.arguments)  # which may hold secrets
+        words = ["python" if own == sys.executable else Path(own).name, *command.words[1 : -count or None]]
+        prove = f"{'torchrun … -m ' * (rank.world_size > 1)}trainstep run --ladder --patch fix.diff {shlex.join(words)}"
         changes = [each for each in all_changes("script") if each.needs_nothing]
         tries = [Try(each.line.code, each.expected.get(place, 1.0), each.phase) for each in changes]
-        machine = next((busy(row.load, cores(), row.cpu_share) for row in of_kind(rows, ScriptRow)), "")
-        return Launch(f"trainstep run · {command.name}", prove=prove, tries=tries, machine=machine.strip(" ()"))
+        machine = next((busy(row.load, cores(), row.cpu_share) for row in of_kind(rows, ScriptRow)), "").strip(" ()")
+        return Launch(f"trainstep run · {command.name}", prove=prove + " …" * bool(count), tries=tries, machine=machine)
 
 
 def split_script(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
