@@ -226,7 +226,8 @@ class _Sent:
     def __init__(self, tensor: Tensor, call: _Call) -> None:
         self._call = call
         self._device = tensor.device
-        self._bytes: Tensor | None = _as_bytes(tensor.untyped_storage())
+        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self._bytes: Tensor | None = empty.set_(tensor.untyped_storage())
         self._size = self._bytes.numel()
         self._watched: list[tuple[Tensor, int]] = []
         self._is_changed = False
@@ -327,10 +328,6 @@ class _Pool:
     def give(self, buffer: Tensor, used: torch.cuda.Event | None, device: torch.device) -> None:
         """A buffer back, which a copy may be using until the event."""
         self._free[buffer.numel(), device.type == "cuda"].append((buffer, used))
-
-
-def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _unpack(packed: _Kept | _Part) -> Tensor:

@@ -108,11 +108,6 @@ def _is_lower(used: torch.Tensor) -> bool:
     return not bool(above.any()) and bool(used.any())
 
 
-def _is_square(used: torch.Tensor) -> bool:
-    """The same where no element is known: as many queries as keys, as in a decoder that is trained."""
-    return used.shape[-1] == used.shape[-2]
-
-
 @contextmanager
 def counted_flops(*, masks_are_known: bool = True) -> Iterator[FlopCount]:
     """Count what runs inside.
@@ -121,7 +116,8 @@ def counted_flops(*, masks_are_known: bool = True) -> Iterator[FlopCount]:
         masks_are_known: whether a mask can be looked at. If not, as with tensors that have no data, attention of as
             many queries as keys is taken for causal where it has a mask, or is written out.
     """
-    is_lower = _is_lower if masks_are_known else _is_square
+    # Where no element is known: as many queries as keys, as in a decoder that is trained.
+    is_lower = _is_lower if masks_are_known else lambda used: used.shape[-1] == used.shape[-2]
     written_out = _WrittenOut(is_lower)
     with _Counter(_formulas(written_out, is_lower)) as counter:
         yield FlopCount(counter, written_out)

@@ -214,7 +214,8 @@ class Entry:
         if (site := self._border.counted.get((id(frame.f_code), frame.f_lasti))) is not None:
             site.calls += 1
             return bound
-        if self._name == "__call__" and _names(frame.f_code, self._name):
+        # Code that looks the attribute up by its name does not call the object.
+        if self._name == "__call__" and self._name in frame.f_code.co_names + frame.f_code.co_consts:
             return bound  # `kept = model.__call__`, which is called later or never
         noted = self._border.guard(self._noted, of, bound, frame)
         return bound if noted is None else noted
@@ -268,11 +269,6 @@ def _set(owner: Any, name: str, value: Any) -> None:
         getattr(type if isinstance(owner, type) else object, change)(owner, *given)
     except TypeError:  # a metaclass in C++, as of torch's bindings, has its own
         getattr(type(owner), change)(owner, *given)
-
-
-def _names(code: CodeType, name: str) -> bool:
-    """True if code looks an attribute up by its name: then it does not call the object."""
-    return name in code.co_names or name in code.co_consts
 
 
 class _Never:
