@@ -30,7 +30,7 @@ def weights_in(path):
 
 @needs_memory_files
 def test_what_was_read_stays_when_its_file_is_gone(tmp_path):
-    before = os.listdir("/proc/self/fd")
+    before = len(os.listdir("/proc/self/fd"))
     with in_memory(tmp_path / "run", ["one", "two"]):
         pid = os.fork()
         if not pid:  # another process writes
@@ -40,7 +40,8 @@ def test_what_was_read_stays_when_its_file_is_gone(tmp_path):
         assert (tmp_path / "run/one").is_symlink()
         found = weights_in(tmp_path / "run/one")
     assert torch.equal(found, WEIGHTS)
-    assert (os.listdir(tmp_path / "run"), os.listdir("/proc/self/fd")) == ([], before), "nothing holds it any more"
+    assert os.listdir(tmp_path / "run") == []
+    assert len(os.listdir("/proc/self/fd")) <= before, "nothing holds it any more"
 
 
 @needs_memory_files
