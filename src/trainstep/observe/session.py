@@ -56,7 +56,7 @@ class Plan:
 
 JOINED = (
     "forward includes the loss and all else before backward, where no call of a model was seen: a class of torch's "
-    "such as nn.Sequential is not observed; trainstep run --deep tells them apart"
+    "such as nn.Sequential is not observed; tables of trainstep run --deep tell them apart"
 )
 _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 _STARTS_WORKERS = _MultiProcessingDataLoaderIter.__init__.__code__

@@ -223,8 +223,8 @@ def _changes(rows: Sequence[Row], launch: Launch) -> list[Text]:
 
 
 def change_line(row: ChangeRow, told: str | None) -> str:
-    """A change with its time, its gain over what was accepted before it, and its verdict or reason; with the speed-up
-    of what was measured against the baseline alone."""
+    """A change with its time in ms, its gain over what was accepted before it (of the final configuration and the
+    patch the speed-up over the baseline), and its verdict or reason."""
     mark, gain = "✓" if row.accepted else "–", ratio_cell(row, "speedup" if row.gain is None else "gain").plain
     name = f"{row.change:<{NAME}}" if len(row.change) <= NAME else f"{row.change}\n{'':{NAME + 3}}"
     return f" {mark} {name} {in_ms(row.step_ms) if row.step_ms else '–':>9}   {gain:<19} {told}"

@@ -57,7 +57,7 @@ def any_sizes(trial: Trial) -> None:
 
 
 def _compile_with(further: dict[str, Any], calls: list[bool]) -> Callable[..., Any]:
-    """Give torch.compile further arguments, and note each call of the script's; what it was before."""
+    """Give torch.compile further arguments and note each call of the script's; return torch's own function."""
     import torch
 
     original = torch.compile
@@ -110,7 +110,7 @@ MODEL = Change(
     instead_of=("compiled blocks", "fused loss"),
     write=before_optimizer("{}.compile()"),
 )
-_WRITE_CALL = before_optimizer('{}.compile(mode="reduce-overhead")')
+_WRITE_CALL = before_optimizer(advice.IN_GRAPHS.code.replace("model", "{}"))
 MODEL_GRAPHS = Change(
     "compiled model with CUDA graphs",
     advice.IN_GRAPHS,
