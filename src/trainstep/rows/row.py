@@ -40,7 +40,7 @@ def further(section: str) -> Any:
     return field(default_factory=dict, metadata={"section": section, "open": True})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Times:
     """Milliseconds of one phase: the median with its 95 % interval (None below 6 samples), and how they spread."""
 

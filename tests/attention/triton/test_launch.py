@@ -157,8 +157,8 @@ def watched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     monkeypatch.setattr(triton.compiler, "compile", compile_nothing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(flash, "unsupported", lambda q, k, v: None)
     for launcher in LAUNCHERS:
         monkeypatch.setattr(launcher, "_prepared", {})
