@@ -1,13 +1,11 @@
 """examples/step8b.py: the leaderboard's step on two ranks, and the reduced model by which an arm is checked."""
 
 import dataclasses
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from examples.step8b import Step8b, checkpointing_of, reduced, source_of
+from tests.torchrun import torchrun
 from trainstep.base.config import SIZES, ModelConfig, StepConfig
 from trainstep.base.errors import UsageError
 from trainstep.base.schemes import SCHEMES
@@ -22,24 +20,9 @@ MODEL = ModelConfig(vocab_size=300, d_model=16, d_ff=20, num_layers=5, num_heads
 def test_the_whole_script(tmp_path):
     toml, out = tmp_path / "small.toml", tmp_path / "out"
     toml.write_text("[model]\n" + "\n".join(f"{name} = {value}" for name, value in vars(MODEL).items()))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "examples.step8b", "--size", str(toml), "--context", "32", "--checkpoint-blocks", "3"]
-    command += [
-        "--attention",
-        "sdpa",
-        "--peer-attention",
-        "sdpa",
-        "--loss",
-        "chunked",
-        "--fused",
-        "none",
-        "--precision",
-        "bf16",
-        "--device",
-        "cpu",
-    ]
-    command += ["--compile", "off", "--warmup", "1", "--rep", "40", "--trace", "--out", str(out)]
-    found = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=560)
+    step = "--context 32 --attention sdpa --peer-attention sdpa --loss chunked --fused none --precision bf16"
+    how = "--device cpu --compile off --warmup 1 --rep 40 --trace --checkpoint-blocks 3"
+    found = torchrun("examples.step8b", "--size", toml, *step.split(), *how.split(), "--out", out)
     assert found.returncode == 0, found.stdout + found.stderr
     records = read_records(out / "results.jsonl")
     rows = of_kind(records, ParallelRow)

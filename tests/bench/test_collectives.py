@@ -4,12 +4,12 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.torchrun import REPOSITORY, torchrun
 from trainstep.base.errors import UsageError
 from trainstep.bench import collectives as bench
 from trainstep.bench.cases import CollectiveCase, collective_cases
@@ -18,18 +18,14 @@ from trainstep.parallel.process import Process
 from trainstep.plan.communication import COLLECTIVES, Link, collective_seconds
 from trainstep.rows.records import read_records
 
-REPOSITORY = Path(__file__).parents[2]
 
-
-def torchrun(processes, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "trainstep", "bench", "collectives", "--device", "cpu", *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=560)
+def collectives(*words):
+    return torchrun("trainstep", "bench", "collectives", "--device", "cpu", *words)
 
 
 @pytest.mark.distributed
 def test_under_torchrun_the_first_rank_writes_what_all_ranks_measured(tmp_path):
-    found = torchrun(2, "--size-mb", "0.01,0.1", "--steps", 7, "--warmup", 1, "--out", tmp_path)
+    found = collectives("--size-mb", "0.01,0.1", "--steps", 7, "--warmup", 1, "--out", tmp_path)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("Written to") == 1
     records = read_records(tmp_path / "results.jsonl")
@@ -71,7 +67,7 @@ def test_under_torchrun_the_first_rank_writes_what_all_ranks_measured(tmp_path):
     ids=["parsing", "before the ranks meet", "after they met"],
 )
 def test_a_mistake_of_all_ranks_is_one_line_that_one_rank_prints(words, line):
-    found = torchrun(2, *words)
+    found = collectives(*words)
     assert found.returncode != 0
     told = [each for each in (found.stdout + found.stderr).splitlines() if each.startswith("trainstep: ")]
     assert len(told) == 1, told

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.observe.measuring import SCRIPTS
+from tests.torchrun import torchrun
 from trainstep.base.errors import UsageError
 from trainstep.ladder.ranks import Leader, Order, check_one_host
 from trainstep.observe.command import command_of
@@ -85,16 +86,10 @@ def test_runs_are_of_all_ranks_and_end_when_one_fails(two):
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
 def test_a_script_under_torchrun_climbs(tmp_path):
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainstep", "run"]
     names = "fused optimizer,bf16 autocast"
-    options = ["--ladder", "--in-place", "--steps", "8", "--changes", names, "--out", str(tmp_path)]
-    ended = subprocess.run(
-        [sys.executable, *command, *options, str(SCRIPTS / "data_parallel.py")],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "WIDTH": "256"},  # gradients of more than one bucket
-    )
+    options = ["--ladder", "--in-place", "--steps", 8, "--changes", names, "--out", tmp_path]
+    # Gradients of more than one bucket.
+    ended = torchrun("trainstep", "run", *options, SCRIPTS / "data_parallel.py", timeout=900, WIDTH="256")
     assert ended.returncode == 0, ended.stderr
     rows = {row.change: row for row in of_kind(read_records(tmp_path / "results.jsonl"), ChangeRow)}
     assert (rows["baseline"].verdict, rows["baseline"].gradient_error) == ("baseline", 0.0)

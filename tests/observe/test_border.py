@@ -227,12 +227,12 @@ def test_what_raises_in_ours_never_reaches_the_script(where, border):
     assert [str(each) for each in border.failures] == ["ours"], "it is told once, and nothing more is observed"
 
 
-def test_an_exception_of_a_signal_s_handler_passes_through_our_code(border):
-    class Late:
-        def handle(self, number, frame):
-            raise TimeoutError("the script's own")
+def raises(number, frame):
+    raise TimeoutError("the script's own")
 
-    before = signal.signal(signal.SIGUSR1, Late().handle)
+
+def test_an_exception_of_a_signal_s_handler_passes_through_our_code(border):
+    before = signal.signal(signal.SIGUSR1, raises)
     try:
         border.method(Owner, "run", lambda of, frame: signal.raise_signal(signal.SIGUSR1))
         with pytest.raises(TimeoutError, match="own"):
@@ -244,28 +244,12 @@ def test_an_exception_of_a_signal_s_handler_passes_through_our_code(border):
 
 def test_an_exception_of_a_signal_s_handler_is_not_lost_at_the_end_of_a_call(border):
     """A signal arrives while C code runs, and Python comes to its handler after that."""
-
-    class Waits:
-        def __bool__(self):
-            return signal.raise_signal(signal.SIGUSR1) is None
-
-    def handler(number, frame):
-        raise TimeoutError("the script's own")
-
-    class Ends:
-        signalled = functools.partial(signal.pthread_kill, threading.main_thread().ident, signal.SIGUSR1)
-
-        def __init__(self):
-            self.call = None
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    ended = []
+    before, ended, lost = signal.signal(signal.SIGUSR1, raises), [], []
     try:
         border.function((FUNCTIONS,), "double", lambda of, frame: (ended.append, ()))
-        lost = []
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(sys, "unraisablehook", lost.append)
-            FUNCTIONS.double.own = Ends.signalled
+            FUNCTIONS.double.own = functools.partial(signal.pthread_kill, threading.main_thread().ident, signal.SIGUSR1)
             with pytest.raises(TimeoutError, match="own"):
                 FUNCTIONS.double()
         assert not lost

@@ -1,13 +1,12 @@
 """Scripts with a cause that a finding names by its line, and clean ones that have none of these findings."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.observe.measuring import run_command
+from tests.torchrun import torchrun
 from trainstep.report.page import Report
 from trainstep.report.subjects.run import HABITS, late_ranks
 from trainstep.rows.records import read_records
@@ -43,9 +42,7 @@ def test_a_cause_is_found_with_its_line(text, ids, tmp_path):
 @pytest.mark.parametrize(("text", "ids"), scripts("ranks/*.md"))
 def test_a_straggler_is_named_with_its_loader(text, ids, tmp_path):
     (tmp_path / "train.py").write_text(text)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launch, "-m", "trainstep", "run", "--out", "out", "train.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    ended = torchrun("trainstep", "run", "--out", "out", "train.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     (told,) = late_ranks(read_records(tmp_path / "out" / "results.jsonl"))
     assert [told.id, f"rank-{told.figures.get('rank')}"] == ids

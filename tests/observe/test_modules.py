@@ -9,13 +9,9 @@ from trainstep.observe.lines import Lines
 from trainstep.observe.steps import StepFinder
 
 
-class Own(nn.Module):
+class Own(nn.Sequential):
     def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.layer(x)
+        super().__init__(nn.Linear(4, 1))
 
 
 class NeverBegun(nn.Module):

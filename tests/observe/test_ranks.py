@@ -1,13 +1,11 @@
 """Several ranks under torchrun: each has its rows, and the one that the others wait for is told."""
 
-import os
 import statistics
-import subprocess
-import sys
 
 import pytest
 
 from tests.observe.measuring import SCRIPTS
+from tests.torchrun import torchrun
 from trainstep.report.subjects.run import late_ranks
 from trainstep.rows import ScriptRow
 from trainstep.rows.records import of_kind, read_records
@@ -18,12 +16,7 @@ LATE_MS = 1000
 
 @pytest.mark.distributed
 def test_the_late_rank_is_told_by_what_it_did_before_the_others_waited(tmp_path):
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainstep", "run"]
-    options = ["--out", str(tmp_path), str(SCRIPTS / "ranks.py")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "LATE": str(LATE_MS / 1e3)}
-    ended = subprocess.run(
-        [sys.executable, *command, *options], capture_output=True, text=True, timeout=560, env=environment
-    )
+    ended = torchrun("trainstep", "run", "--out", tmp_path, SCRIPTS / "ranks.py", LATE=str(LATE_MS / 1e3))
     assert ended.returncode == 0, ended.stderr
     rows = read_records(tmp_path / "results.jsonl")
     first, last = of_kind(rows, ScriptRow)
@@ -31,9 +24,8 @@ def test_the_late_rank_is_told_by_what_it_did_before_the_others_waited(tmp_path)
     assert first.times["communication"].median > LATE_MS / 2, "it waits for the other one"
     assert last.times["communication"].median < LATE_MS / 2
     assert last.times["own"].median > first.times["own"].median + LATE_MS / 2
-    lasted = [
-        statistics.mean(row.samples["step"]) for row in (first, last)
-    ]  # a step of one may end in the other's next
+    # A step of one may end in the other's next.
+    lasted = [statistics.mean(row.samples["step"]) for row in (first, last)]
     assert lasted[1] == pytest.approx(lasted[0], rel=0.3)
     (finding,) = late_ranks(rows)
     assert (finding.id, finding.figures["rank"], finding.figures["phase"]) == ("ranks.late", 1, "loss")

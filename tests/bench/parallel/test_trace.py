@@ -1,11 +1,8 @@
 """`trainstep bench parallel --trace` under torchrun, as a user starts it: what Gloo's collectives lie beside."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.torchrun import torchrun
 from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.ranges import GLOO
 from trainstep.rows import ParallelTraceRow
@@ -13,7 +10,6 @@ from trainstep.rows.records import of_kind, read_records
 
 pytestmark = pytest.mark.thorough
 
-REPOSITORY = Path(__file__).parents[3]
 MODEL = ["--num-layers", "2", "--d-model", "32", "--d-ff", "64", "--num-heads", "2", "--vocab-size", "256",
          "--context", "16", "--batch", "2"]  # fmt: skip
 SCHEMES = ("single", "flat", "overlapped")
@@ -22,10 +18,8 @@ SCHEMES = ("single", "flat", "overlapped")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("traced")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
-               "trainstep", "bench", "parallel", *MODEL, "--device", "cpu", "--steps", "6", "--warmup", "1",
-               "--scheme", ",".join(SCHEMES), "--trace", "--out", str(out)]  # fmt: skip
-    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=560)
+    words = [*MODEL, "--device", "cpu", "--steps", 6, "--warmup", 1, "--scheme", ",".join(SCHEMES)]
+    found = torchrun("trainstep", "bench", "parallel", *words, "--trace", "--out", out)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("Written to") == 1
     assert "computation hides" in found.stdout

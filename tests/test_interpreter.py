@@ -1,4 +1,4 @@
-"""Run the kernels' arithmetic here, without a GPU: this folder in a process of its own, in Triton's interpreter."""
+"""Run the kernels' arithmetic here, without a GPU: files of tests in a process of its own, in Triton's interpreter."""
 
 import os
 import subprocess
@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
-NOT_HERE = ("test_interpreter.py", "test_kernels.py", "test_liger.py")  # itself, and kernels compiled or a peer's
+HERE = Path(__file__).parent
+NOT_HERE = ("test_kernels.py", "test_liger.py")  # compiled kernels, and a peer's
+OPERATORS = [each for each in sorted(HERE.glob("fused/test_*.py")) if each.name not in NOT_HERE]
+ATTENTION = [HERE / "attention/triton/interpreted.py"]
 
 
 @pytest.mark.timeout(900)  # on a slow machine, beside others, over five minutes
 @pytest.mark.parametrize("which", ["not thorough", pytest.param("thorough", marks=pytest.mark.thorough)])
-def test_the_operators_in_the_interpreter(which: str) -> None:
-    files = [str(each) for each in sorted(Path(__file__).parent.glob("test_*.py")) if each.name not in NOT_HERE]
+@pytest.mark.parametrize("files", [OPERATORS, ATTENTION], ids=["fused", "attention"])
+def test_kernels_in_the_interpreter(files: list[Path], which: str) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", f"{which} and not gpu", *files],
         env=os.environ | {"TRITON_INTERPRET": "1"},
