@@ -9,7 +9,7 @@ from trainstep.base.errors import UsageError
 from trainstep.commands.compare import Compare
 from trainstep.commands.output import CASE_FAILED
 from trainstep.report.compare import compare, comparison_table, other_conditions, repeatability, unmatched
-from trainstep.rows import row_of
+from trainstep.rows import ScriptRow, row_of
 from trainstep.rows.records import write_whole
 
 LOSSES = [4.0, 3.0, 2.0]
@@ -396,6 +396,19 @@ def test_conditions_that_differ_between_files_are_told():
     assert other_conditions([old, more], [old]) == ["threads 1 and 2 → 1"]
 
 
+def ranks(count):
+    """Rows of a script under so many ranks."""
+    row = ScriptRow(workload="t.py", world_size=count, samples={"step": [10.0] * 9})
+    return [replace(row, rank=at if count > 1 else None) for at in range(count)]
+
+
+def test_other_numbers_of_ranks_are_told():
+    assert other_conditions(ranks(2), ranks(4)) == ["ranks 2 → 4"]
+    assert other_conditions(ranks(2), ranks(2)) == []
+    with pytest.raises(UsageError, match=r"\(the first has 1 cases, the second 2\); ranks 1 → 2: "):
+        compare(ranks(1), ranks(2))
+
+
 def test_the_command_names_them_and_ends_with_an_error_where_a_case_was_lost(tmp_path, capsys):
     def printed(code, *rows):
         write_whole(tmp_path / "new.jsonl", rows)
@@ -474,6 +487,16 @@ def test_a_slower_run_fails_the_gate_and_is_said_first(share, gate, tmp_path, ca
     assert said[verdict - 1] == ""
     assert len(said) <= 25
     assert [line.split(":")[0] for line in said if "•" in line] == [f"• {gate}"] * bool(gate)
+
+
+def test_a_failed_run_of_several_is_named_with_its_folder(tmp_path, capsys):
+    for side, at in itertools.product(("old", "new"), range(3)):
+        (tmp_path / side / str(at)).mkdir(parents=True)
+        row = replace(timed([10.0 + at / 100] * 9), status="failed" if (side, at) == ("new", 1) else "ok", reason="why")
+        write_whole(tmp_path / side / str(at) / "results.jsonl", [row])
+    assert Compare(old=tmp_path / "old", new=tmp_path / "new", fail_if_slower="5%").run() == CASE_FAILED
+    _, line = " ".join(capsys.readouterr().out.split()).split("• ")
+    assert (line[:7], f"failed (in {tmp_path / 'new/1'}: why) in the second" in line) == ("Failed:", True)
 
 
 @pytest.mark.parametrize("share", ["-5%", "five", "5 %", "%", "nan"])

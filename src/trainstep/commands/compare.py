@@ -66,7 +66,10 @@ class Compare(Common):
             said = [f"   {each}" for each in (() if is_verbose else comparisons[:MOST_SHOWN])]
             conditions = other_conditions(old, new)
             said += [f"• Not measured under the same conditions: {'; '.join(conditions)}."] if conditions else []
-            said += [f"• Left out: {each}." for each in (left_out if is_verbose else left_out[:MOST_LEFT])]
+            left_out.sort(key=lambda each: not each.is_lost)
+            for each in left_out if is_verbose else left_out[:MOST_LEFT]:
+                what, then = ("Failed", " Run that again, or leave it out.") if each.is_lost else ("Left out", "")
+                said.append(f"• {what}: {each}.{then}")
             if gate[True]:
                 said.append(f"• Failed: {gate[True]} take over {self.fail_if_slower} longer.")
             elif gate[None]:
@@ -85,13 +88,20 @@ def _share(text: str) -> float:
 
 
 def _runs(path: Path) -> list[Row]:
-    """Rows of a run; of a folder that has folders of runs, and nothing newest among them, the rows of each."""
+    """Rows of a run; of a folder that has folders of runs, and nothing newest among them, the rows of each, which say
+    in whose folder a run failed."""
     from trainstep.rows import ScriptRow, StepRow
     from trainstep.rows.records import read_records
 
     if (path / "results.jsonl").exists() or (path / "latest").exists():
         return read_records(path)
-    every = [read_records(each) for each in sorted(path.glob("*/results.jsonl"))] or [read_records(path)]
-    runs = [(number, row) for number, rows in enumerate(every) for row in rows]
-    is_several = len(every) > 1
-    return [replace(row, run=at) if is_several and isinstance(row, StepRow | ScriptRow) else row for at, row in runs]
+    files = sorted(path.glob("*/results.jsonl"))
+    if len(files) < 2:
+        return read_records(files[0] if files else path)
+    found: list[Row] = []
+    for at, file in enumerate(files):
+        for row in read_records(file):
+            if isinstance(row, StepRow | ScriptRow):
+                row = replace(row, run=at, reason=f"in {file.parent}: {row.reason}" * (row.status != "ok"))
+            found.append(row)
+    return found

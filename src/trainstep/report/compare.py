@@ -30,8 +30,8 @@ MATCHED_BY = {
     "train": ("kind", *ACROSS, "world_size"),
 }
 """The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all."""
-CONDITIONS = ("device", "torch", "threads")
-"""Columns of the environment that a ratio of times is a ratio of, too."""
+CONDITIONS = ("device", "torch", "threads", "ranks")
+"""Facts that a ratio of times is a ratio of, too: columns of the environment, and the number of ranks."""
 
 CaseKey = tuple[tuple[str, ...], tuple[Scalar, ...]]  # columns, the kind first, and their values
 WINDOWS = 8  # of a run: the least number whose median has an interval in a ratio, and one more
@@ -126,9 +126,11 @@ def compare(
     if not shared:
         differing = _differing(old, new)
         advice = f"; they differ in {', '.join(differing)}: --across {','.join(differing)} compares them"
+        ranks = [each for each in other_conditions(old, new) if each.startswith("ranks ")]
+        advice = f"; {ranks[0]}: compare runs with as many ranks" if ranks else advice if differing else ""
         raise UsageError(
             "the two files have no measured case in common "
-            f"(the first has {len(before)} cases, the second {len(after)}){advice if differing else ''}"
+            f"(the first has {len(before)} cases, the second {len(after)}){advice}"
             f"{_lost(old, new, across)}"
         )
     return [_compare_case(key, before[key], after[key], spread) for key in shared]
@@ -313,12 +315,16 @@ def unmatched(old: Sequence[Row], new: Sequence[Row], across: Collection[str] = 
 def other_conditions(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
     """In which of `CONDITIONS` the measured rows of both files differ, as `device A → B`."""
     found = []
-    sides = [{id(row.environment): row.environment for row in rows if is_measured(row)} for rows in (old, new)]
+    sides = [{(id(row.environment), _fact(row)): row for row in rows if is_measured(row)} for rows in (old, new)]
     for name in CONDITIONS:
-        before, after = ({each.get(name) for each in side.values()} for side in sides)
+        before, after = ({_fact(row, name) for row in side.values()} for side in sides)
         if before != after:
             found.append(f"{name} {' → '.join(' and '.join(sorted(map(number, side))) for side in (before, after))}")
     return found
+
+
+def _fact(row: Row, name: str = "ranks") -> Scalar:
+    return getattr(row, "world_size", None) or 1 if name == "ranks" else row.environment.get(name)
 
 
 def _states(rows: Sequence[Row], across: Collection[str]) -> dict[CaseKey, str]:
