@@ -15,7 +15,7 @@ import torch
 
 import trainstep
 from trainstep.base.errors import UsageError, say
-from trainstep.commands.output import console_for_output, run_and_report, show_table
+from trainstep.commands.output import STOPPED, console_for_output, run_and_report, show_table
 from trainstep.report.tables import text_table
 from trainstep.rows import StepRow
 from trainstep.rows.records import Times, read_records
@@ -87,7 +87,7 @@ def test_a_signal_keeps_the_rows_and_writes_the_report(number, ended, tmp_path):
     slow = f"time.sleep(60)\n    except KeyboardInterrupt:\n        {ended}"
     out, err, code = signal_at(start(tmp_path, measure=slow), ("measuring", number))
     assert (code, err.split()) == (CODES[number], ["measuring", "cleaning", "reporting"])
-    assert "1 rows measured so far are kept" in out
+    assert f"{STOPPED}. 1 rows measured so far are kept" in out
     assert len(read_records(tmp_path / "results.jsonl")) == 1
     assert "toy" in (tmp_path / "report.html").read_text()
 
@@ -99,7 +99,7 @@ def test_a_mistake_in_the_middle_keeps_the_rows_and_writes_the_report(tmp_path):
     assert err.splitlines()[:3] == ["measuring", "cleaning", "reporting"]
     assert "the batches are used up" in err
     assert "Traceback" not in err
-    assert "1 rows measured so far are kept" in out
+    assert ("1 rows measured so far are kept" in out, STOPPED in out) == (True, False), "nobody stopped it"
     assert "Written to" in out
     assert len(read_records(tmp_path / "results.jsonl")) == 1
     assert "toy" in (tmp_path / "report.html").read_text()

@@ -12,7 +12,7 @@ from trainstep.base.cores import busy, cores, load
 from trainstep.base.errors import UsageError
 from trainstep.base.files import aside, is_replaceable
 from trainstep.base.guards import StopSignals, code_of
-from trainstep.commands.output import CASE_FAILED, console_for_output, show_report
+from trainstep.commands.output import CASE_FAILED, STOPPED, console_for_output, show_report
 from trainstep.rows import BASELINE, PATCHED, ChangeRow
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def climb_script(
             writer.write(found)
     writer.close()
     launch = Launch(f"trainstep run --ladder · {command.name}")
-    show_report(writer.rows, out, console, launch, is_interrupted=is_interrupted, kinds=(ChangeRow,))
+    show_report(writer.rows, out, console, launch, early=STOPPED * is_interrupted, kinds=(ChangeRow,))
     for line in said:
         console.print(line)
     if is_interrupted:

@@ -32,6 +32,8 @@ CASE_FAILED = 1
 """Exit code when a case failed or computed wrong, when none could be measured, or when `compare` found one lost."""
 BAD_INPUT = 2
 """Exit code of a mistake that the user can mend, a disk or an output that takes no more among them."""
+STOPPED = "Stopped"
+"""First word of the line on what a signal left."""
 WIDTH, LEAST_WIDTH = 80, 40
 """Characters of a line where the output is no terminal and COLUMNS is not set, and of a line at least."""
 How = Literal["", "verbose", "json", "quiet"]
@@ -179,9 +181,9 @@ def run_and_report(
             raise
     finally:
         writer.close()
-    launch, is_stopped = Launch(title, machine=machine), code != 0 or stopped is not None
+    launch, early = Launch(title, machine=machine), STOPPED if code else "An error ended this" if stopped else ""
     try:
-        failed = show_report(writer.rows, out, console, launch, is_interrupted=is_stopped)
+        failed = show_report(writer.rows, out, console, launch, early=early)
     except UsageError as error:
         stopped = error if stopped is None else UsageError(f"{stopped}; {error}")
     if stopped is not None:
@@ -195,7 +197,7 @@ def show_report(
     console: rich.console.Console,
     launch: Launch,
     *,
-    is_interrupted: bool = False,
+    early: str = "",
     kinds: tuple[type[Row], ...] = (),
 ) -> bool:
     """Write the report of rows and its summary, and print the answer, with -v tables and all findings below it; with
@@ -205,7 +207,7 @@ def show_report(
         rows, out: results, and the report's folder.
         console: where to print.
         launch: what the rows are of.
-        is_interrupted: whether the run was stopped.
+        early: words on how it ended before its end, if it did.
         kinds: of which rows -v prints tables; by default of all.
 
     Raises:
@@ -221,7 +223,7 @@ def show_report(
     files = {"report": "report.html", "results": "results.jsonl", "tables": "tables/", "summary": "summary.json"}
     named = ("trace", "snapshot")  # values that name a file written beside the rows
     files |= {f"{name} {each}": str(each) for row in rows for name in named if (each := row.values.get(name))}
-    summary = json.dumps(as_json(rows, found, launch, files, is_stopped=is_interrupted))
+    summary = json.dumps(as_json(rows, found, launch, files, is_stopped=bool(early)))
     unwritten: Exception | None = None
     try:
         if rows:
@@ -230,8 +232,8 @@ def show_report(
             report.write(out)
     except Exception as error:  # also of a drawing, beside which the tables stand
         unwritten = error
-    if is_interrupted:
-        say(f"Stopped. {len(rows)} rows measured so far are kept.", to_stderr=console.stderr or not is_shown)
+    if early:
+        say(f"{early}. {len(rows)} rows measured so far are kept.", to_stderr=console.stderr or not is_shown)
     without = failed_baselines(rows)
     for row in without:
         why = f"The baseline failed. {row.workload}: {row.status}: {row.reason}"
