@@ -2,17 +2,17 @@
 
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 
 from tests.observe.measuring import SCRIPTS, measure, run_command, sentences
+from tests.torchrun import torchrun
 from trainstep.commands import deep
 from trainstep.commands.deep import DeepRun
 from trainstep.observe.command import command_of
 from trainstep.observe.instruments import steps_needed
 from trainstep.observe.supervise import Rank
+from trainstep.report.subjects.run import how_it_went
 from trainstep.rows import DtypeRow, KernelRow, PeakRow, ProfileRow, ScriptRow
 from trainstep.rows.records import of_kind, read_records
 
@@ -69,6 +69,7 @@ def deep_run(timed, tmp_path, monkeypatch):
         run.close()
         assert not (tmp_path / "out/deep/copy").exists()
         assert found[1:] == rows[1:]
+        assert "script.no-deep" not in {each.id for each in how_it_went(found)}
         return (found[0].notes or ())[len(rows[0].notes or ()) :]  # those of the deep run
 
     return left
@@ -118,16 +119,8 @@ def test_a_deep_run_takes_a_few_steps(plan, steps):
 
 @pytest.mark.distributed
 def test_all_ranks_take_part_in_a_deep_run(tmp_path):
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainstep", "run", "--deep"]
-    options = ["--steps", "7", "--out", str(tmp_path / "out"), "--profiled-steps", "0", str(SCRIPTS / "ranks.py")]
-    ended = subprocess.run(
-        [sys.executable, *command, *options],
-        capture_output=True,
-        text=True,
-        timeout=560,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "LATE": "0"},
-        cwd=tmp_path,
-    )
+    words = ["--deep", "--steps", 7, "--out", "out", "--profiled-steps", 0, SCRIPTS / "ranks.py"]
+    ended = torchrun("trainstep", "run", *words, cwd=tmp_path, LATE="0")
     assert ended.returncode == 0, ended.stderr
     rows = read_records(tmp_path / "out/results.jsonl")
     ranks = of_kind(rows, ScriptRow)

@@ -4,12 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from tests.observe.measuring import measure
 from trainstep.observe import instruments
 from trainstep.observe.rows import kernel_records
 from trainstep.observe.session import Plan
 from trainstep.observe.steps import StepFinder
+from trainstep.parallel import FullyShardedDataParallel
 from trainstep.rows import AllocationRow, DtypeRow, FamilyRow, OwnerRow, PeakRow, ProfileRow, ScriptRow
 from trainstep.rows.records import of_kind
 
@@ -99,6 +102,29 @@ def test_all_models_that_are_called_have_their_memory(tmp_path, monkeypatch):
     assert owners["unknown"] < parameters / 8, "images that were made before the step that is recorded"
     modules = {row.module for row in of_kind(rows, DtypeRow)}
     assert {"Sequential.*", "Sequential 2.*"} <= modules
+
+
+def test_gradients_that_ranks_share_are_known_once_they_are_averaged(tmp_path):
+    """Until then, reading one of our sharded parameters' gradients is an error."""
+
+    def train():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            model = FullyShardedDataParallel(nn.Sequential(nn.Linear(WIDTH, 1)))
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+            for _ in range(8):
+                model(torch.randn(1, WIDTH)).square().mean().backward()
+                model.finish_gradient_synchronization()
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            dist.destroy_process_group()
+
+    _, rows = measure("sharded", tmp_path, Plan(is_deep=True, profiled_steps=0, folder=str(tmp_path)), call=train)
+    assert of_kind(rows, ScriptRow)[0].notes is None
+    owners = {row.owner: row.mib * 2**20 for row in of_kind(rows, OwnerRow) if row.is_total}
+    assert owners["parameters"] == pytest.approx(4 * (WIDTH + 1), rel=1e-5)
+    assert owners["gradients"] == pytest.approx(4 * (WIDTH + 2), rel=0.02), "the bias is padded"
 
 
 def test_too_few_steps_are_said(tmp_path, monkeypatch):

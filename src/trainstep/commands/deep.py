@@ -109,13 +109,13 @@ class DeepRun:
         return [*self._noted(rows), *found]
 
     def _noted(self, rows: Sequence[Row]) -> Iterator[Row]:
-        """The rows, of which the first script's has what is missing."""
+        """The rows: the scripts' say that a deep run was asked for, and the first of them what is missing."""
         from trainstep.rows import ScriptRow
 
         notes = list(self.notes)
         for row in rows:
-            if notes and isinstance(row, ScriptRow):
-                row = replace(row, notes=(*(row.notes or ()), *notes))
+            if isinstance(row, ScriptRow):
+                row = replace(row, deep=True, notes=(*(row.notes or ()), *notes) or None)
                 notes.clear()
             yield row
 

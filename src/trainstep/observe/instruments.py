@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from trainstep.base.errors import one_line
+from trainstep.base.errors import UsageError, one_line
 from trainstep.measure.allocations.recording import Recording, StepWatch, recording_on_cpu, recording_on_cuda
 from trainstep.measure.allocations.rows import groups_by_owner, timeline_rows
 from trainstep.measure.allocations.timeline import Timeline
@@ -34,6 +34,9 @@ from trainstep.observe.modules import is_compiled
 from trainstep.observe.steps import BACKWARD, FORWARD, LOSS, OPTIMIZER, StepFinder
 from trainstep.rows import PeakRow
 from trainstep.rows.records import Row
+
+if TYPE_CHECKING:
+    from trainstep.observe.session import Plan
 
 RECORDED_AFTER = 4  # steps before the one whose allocations are recorded
 SETTLED = RECORDED_AFTER + 2  # steps before the profiler at least
@@ -59,14 +62,11 @@ class Instruments:
     Args:
         finder, hooks: of the session.
         device: where the script trains.
+        plan: of the session: what is recorded and profiled.
+        rank: of which the first alone records allocations and dtypes.
         own: columns that every row has.
         write: takes a row, or a sentence that says why there is none.
-        memory: whether to record a step's allocations and dtypes.
-        profiled: steps to profile.
-        profile_after: steps before them.
         synced: called with the number of a line at which the host waited, in the step that is recorded.
-        trace: the file of the trace.
-        last: the last step there will be, if that is known.
     """
 
     def __init__(
@@ -74,22 +74,19 @@ class Instruments:
         finder: StepFinder,
         hooks: Hooks,
         device: torch.device,
+        plan: Plan,
+        rank: int,
         own: dict[str, Any],
         write: Callable[[Row | str], object],
-        *,
-        memory: bool,
-        profiled: int,
-        profile_after: int,
         synced: Callable[[int], object],
-        trace: Path,
-        last: int | None,
     ) -> None:
         self._finder, self._hooks, self._device, self._own, self._write = finder, hooks, device, own, write
-        self._profiled, self._trace, self._synced = profiled, trace, synced
-        self._record_at = RECORDED_AFTER if memory else None
-        self._profile_at = profile_after if profiled else None
-        if last is not None and profiled:
-            self._profile_at = last - WARMUP - profiled
+        self._trace, self._synced = trace_path(Path(plan.folder), rank), synced
+        self._profiled, last = plan.profiled_steps, plan.steps
+        self._record_at = RECORDED_AFTER if plan.has_memory and rank == 0 else None
+        self._profile_at = plan.profile_after if self._profiled else None
+        if last is not None and self._profiled:
+            self._profile_at = last - WARMUP - self._profiled
         if self._record_at is not None and last is not None and last <= self._record_at + 1:
             self._record_at = None
             write(f"{last} steps are too few to record the allocations of one")
@@ -166,9 +163,7 @@ class Instruments:
             what = "compiled code" if _has_compiled(root) else "a process that has compiled something"
             self._write(f"allocations of {what} cannot be followed on a CPU")
             return
-        self._recording = _Recording(
-            root, optimizers, self._device, self._finder, self._hooks, self._own, self._synced, self.guard
-        )
+        self._recording = _Recording(root, optimizers, self)
         self._tag = RECORDED
 
     def _record_end(self) -> None:
@@ -277,18 +272,9 @@ class _Profiling:
 class _Recording:
     """Allocations and dtypes of one step."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        optimizers: Sequence[Optimizer],
-        device: torch.device,
-        finder: StepFinder,
-        hooks: Hooks,
-        own: dict[str, Any],
-        synced: Callable[[int], object],
-        guard: Callable[[Callable[[], object]], object],
-    ) -> None:
-        self._finder, self._hooks, self._own = finder, hooks, own
+    def __init__(self, root: nn.Module, optimizers: Sequence[Optimizer], of: Instruments) -> None:
+        self._finder, self._hooks, self._own = of._finder, of._hooks, of._own
+        device, finder, hooks, guard = of._device, of._finder, of._hooks, of.guard
         self.dtypes: list[Row] = []
         self._phase: AbstractContextManager[Any] | None = None
         sees_modules, on_gpu = not (_has_compiled(root) or is_anything_compiled()), device.type == "cuda"
@@ -301,7 +287,7 @@ class _Recording:
             recording = recording_on_cuda(self._watch, device) if on_gpu else recording_on_cpu(self._watch)
             self.found: list[Recording] = stack.enter_context(recording)
             if on_gpu:  # left first: the recording waits for the device when it ends
-                stack.enter_context(synchronisations(hooks.lines, synced, lambda: hooks.is_reading))
+                stack.enter_context(synchronisations(hooks.lines, of._synced, lambda: hooks.is_reading))
             self._stack = stack.pop_all()
         self._modes = _modes()
         self._finder.listeners.append(lambda phase: guard(lambda: self._on_phase(phase)))
@@ -313,9 +299,10 @@ class _Recording:
         another optimizer's update still to come."""
         if self._dtypes is None or self.dtypes:
             return
-        modules = [each for each in self._dtypes.found().modules if each.inputs or each.parameters]
-        if any(each.inputs for each in modules):
-            self.dtypes = list(module_rows(modules, self._own))
+        with contextlib.suppress(UsageError):  # those of another model are not averaged yet
+            modules = [each for each in self._dtypes.found().modules if each.inputs or each.parameters]
+            if any(each.inputs for each in modules):
+                self.dtypes = list(module_rows(modules, self._own))
 
     def leave(self) -> bool:
         """End the recording; False where a mode that the script has entered since must be left first."""

@@ -169,22 +169,11 @@ class Session:
             self.finder.mark, self.hooks.coming_mark = self._mark_on_gpu, lambda: self._coming_mark(clock)
             clock.synchronize()  # once: from here on both clocks are held against each other
         if self.plan.is_deep and (self.plan.profiled_steps or self.plan.has_memory):
-            from trainstep.observe.instruments import Instruments, trace_path
+            from trainstep.observe.instruments import Instruments
 
-            rank = self.log.rank
-            self._instruments = Instruments(
-                self.finder,
-                self.hooks,
-                self.device,
-                {"workload": self.script},
-                self._write_found,
-                memory=self.plan.has_memory and rank == 0,
-                profiled=self.plan.profiled_steps,
-                profile_after=self.plan.profile_after,
-                synced=lambda number: self.log.write("sync", {"number": number}),
-                trace=trace_path(Path(self.plan.folder), rank),
-                last=self.plan.steps,
-            )
+            own, synced = {"workload": self.script}, lambda number: self.log.write("sync", {"number": number})
+            seen = self.finder, self.hooks, self.device
+            self._instruments = Instruments(*seen, self.plan, self.log.rank, own, self._write_found, synced)
         known = {"on_gpu": self.hooks.on_gpu, "calls": user_calls(), "load": load()}
         self.log.write("facts", {"environment": describe(self.device, has_commit=False), **known})
 

@@ -48,6 +48,7 @@ class ScriptRow(OfScript, Timed, kind="script"):
     waits: float | None = None  # calls per step in which the host waits for the device, or on a CPU would
     latest_share: float | None = None  # of steps in which this rank's own part took longest
     hooks_ms: float | None = None  # per step, the time that the observer's own code takes
+    deep: bool | None = None  # whether a deep run was asked for, however it went
     deep_copies_ms: float | None = None  # per step of the deep run, from host to device
     deep_communication_ms: float | None = None  # per step of the deep run, in collectives that Python calls too
     loader: str | None = None  # that most batches came from: its line, workers, and whether it pins memory

@@ -19,7 +19,7 @@ import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from trainstep.base.errors import UsageError
 from trainstep.measure.allocations.snapshot import blocks_of, snapshot_of, with_owners
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, PhaseSpan, Timeline, is_alive, made_at
 from trainstep.measure.memory import LiveStorages, StorageLife, graph_nodes, module_calls, operation_name, storages_of
@@ -92,6 +93,8 @@ class StepWatch:
         self._phase, self._node = name, _Mark(start, name)
         if name in LEAVING_ACTIVATIONS:
             self.spans.append(-1)
+        if name == "optimizer":  # by now those that ranks share are averaged
+            self._know_gradients()
         self._mark()
         yield
         if name in LEAVING_ACTIVATIONS:
@@ -156,7 +159,8 @@ class StepWatch:
         self.known.append((self.position(), known))
 
     def _know_gradients(self) -> None:
-        self._know(("gradients", name, weight.grad) for name, weight in self.module.named_parameters())
+        with suppress(UsageError):  # of `trainstep.parallel`, until ranks have averaged them
+            self._know(("gradients", name, weight.grad) for name, weight in self.module.named_parameters())
 
     def _know_optimizer_state(self) -> None:
         names = {id(weight): name for name, weight in self.module.named_parameters()}

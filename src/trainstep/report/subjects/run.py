@@ -202,7 +202,7 @@ def how_it_went(rows: Sequence[Row]) -> Iterator[Finding]:
             told += ["communication takes {communication_ms:ms}"] * (row.deep_communication_ms is not None)
             said, figures = f"In a step of the deep run, {' and '.join(told)}.", (copies, row.deep_communication_ms)
             yield found("script.deep", said, copies_ms=figures[0], communication_ms=figures[1])
-        is_deep = any(isinstance(each, PeakRow | ProfileRow | ChangeRow) for each in rows)
+        is_deep = row.deep or any(isinstance(each, PeakRow | ProfileRow | ChangeRow) for each in rows)
         if row.status == "ok" and row.exit_code is not None and not is_deep:
             yield found("script.no-deep", literal(NO_DEEP))
         if row.peak_gib is not None:
