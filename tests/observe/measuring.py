@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from torch import nn
+
 from trainstep.ladder.ranks import Leader
 from trainstep.observe.command import command_of
 from trainstep.observe.log import LogWriter, log_path, read_log
@@ -20,6 +22,10 @@ from trainstep.rows.records import read_records
 SCRIPTS = Path(__file__).parent / "scripts"
 DEEP = Plan(is_deep=True, profiled_steps=0, has_memory=False)
 """Every entry that a deep session has, without its instruments."""
+
+
+class Net(nn.Sequential):
+    """A model of a script's own class."""
 
 
 def line_of(script, marker):

@@ -11,12 +11,12 @@ from trainstep.observe import rows
 from trainstep.observe.lines import shown_line
 from trainstep.observe.log import RankLog, log_path, read_log
 from trainstep.observe.rows import how_it_ended, script_records, why_no_step
-from trainstep.observe.sampling import LATE
 from trainstep.observe.steps import Step
 from trainstep.report.page import Report, render
 from trainstep.report.subjects import run as subject
 from trainstep.rows import LineRow, RecompilationRow, ScriptRow, WaitRow
 from trainstep.rows.records import of_kind
+from trainstep.rows.run import LATE
 
 ITEM = {"file": "train.py", "line": 31, "function": "main", "call": "item"}
 

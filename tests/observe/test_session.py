@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from tests.observe.measuring import DEEP, SCRIPTS, line_of, measure, run_command
+from tests.observe.measuring import DEEP, SCRIPTS, Net, line_of, measure, run_command
 from trainstep.observe.beyond import COLLECTIVES
 from trainstep.observe.border import READS
 from trainstep.observe.hooks import TIMED, Hooks
@@ -88,20 +88,13 @@ def test_accumulation_and_two_optimizers_of_one_step(tmp_path):
     assert (row.steps_seen, row.forwards, row.backwards, row.optimizers) == (12, 4, 4, ("SGD", "AdamW"))
 
 
-class Net(nn.Module):
-    """A model of the script's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
-
-    def forward(self, x):
-        return self.layers(x)
+def two_layers(kind=Net):
+    return kind(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_the_border_tells_forward_from_loss_where_a_model_has_a_class_of_its_own(tmp_path, is_own):
-    model = Net() if is_own else Net().layers
+    model = two_layers(Net if is_own else nn.Sequential)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train():
@@ -120,7 +113,7 @@ def test_the_border_tells_forward_from_loss_where_a_model_has_a_class_of_its_own
 
 
 def test_a_mode_of_the_script_s_sees_its_own_calls_alone(tmp_path):
-    model, seen = Net(), []
+    model, seen = two_layers(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     class Mode(torch.overrides.TorchFunctionMode):
@@ -144,7 +137,7 @@ def test_a_mode_of_the_script_s_sees_its_own_calls_alone(tmp_path):
 
 
 def test_gradients_that_a_script_asks_for_are_a_step_s_backward_pass_only_where_it_has_no_other(tmp_path):
-    model = Net()
+    model = two_layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train(is_penalty):

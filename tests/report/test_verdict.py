@@ -11,6 +11,7 @@ from trainstep.report.subjects.run import DEBUGGING
 from trainstep.report.verdict import MIXED, RULES, judge
 from trainstep.rows import HabitRow, LineRow, RecompilationRow, ScriptRow, WaitRow
 from trainstep.rows.records import Times
+from trainstep.rows.run import LATE
 
 NAME = "train.py"
 
@@ -33,6 +34,13 @@ def again(compilations):
 def lines(share, phase="other"):
     rows = script(**{"forward": 100 - share, phase: share})
     return [rows, LineRow(workload=NAME, line="train.py:31", phase=phase, function="log", seen=40, share=1.0)]
+
+
+def before_backward(plain, ms):
+    """So many samples of plain Python among 40 before backward, which is so long."""
+    seen = {"forward": 40, "python": plain}.items()
+    rows = [replace(lines(0.0, phase)[1], seen=count) for phase, count in seen]
+    return [script(forward=ms, other=100 - ms), *rows]
 
 
 def waits(ms, starved=50.0):
@@ -76,6 +84,8 @@ CASES = [
     ("LAUNCH-BOUND", [step(forward_issue_ms=28.0)], [step(forward_issue_ms=29.0)]),
     ("PYTHON-BOUND", lines(24.0), lines(25.0)),
     ("PYTHON-BOUND", lines(49.0, "loss"), lines(50.0, "loss")),
+    ("PYTHON-BOUND", before_backward(19, 50.0), before_backward(20, 50.0)),  # of 40 samples before backward
+    ("PYTHON-BOUND", before_backward(20, 49.0), before_backward(20, 50.0)),
     ("SYNC-BOUND", waits(9.0), waits(10.0)),
     ("SYNC-BOUND", waits(50.0, starved=9.0), waits(50.0, starved=10.0)),  # waits that cost the GPU nothing are none
     ("COPY-BOUND", [replace(script(**GPU), deep_copies_ms=9.0)], [replace(script(**GPU), deep_copies_ms=10.0)]),
@@ -134,3 +144,6 @@ def test_a_verdict_names_the_line():
     said = {each.word: each.says for each in judge(rows, findings(rows))[0]}
     assert said["DATA-BOUND"].endswith(" the DataLoader at train.py:39, which runs train.py:31 in log")
     assert said["DEBUG-ON"] == "anomaly detection is on at train.py:7"
+    for line, code in (("train.py:9", "code at train.py:9"), (f"{LATE}train.py:9", f"{LATE}train.py:9")):
+        rows = [lines(50.0)[0], replace(lines(50.0)[1], line=line)]
+        assert judge(rows, findings(rows))[0][0].says == f"50% of each step runs your {code} in log"

@@ -19,10 +19,11 @@ from trainstep.observe.keeping import keeping_lines
 from trainstep.observe.lines import shown_line
 from trainstep.observe.loaders import main_loader, most_used
 from trainstep.observe.log import ENDED, RankLog
-from trainstep.observe.sampling import LATE
-from trainstep.observe.steps import COMMUNICATION, COUNTS, DATA, Step
+from trainstep.observe.sampling import PYTHON
+from trainstep.observe.steps import COMMUNICATION, COUNTS, DATA, FORWARD, Step
 from trainstep.rows import HabitRow, LineRow, RecompilationRow, ScriptRow, WaitRow, row_of
 from trainstep.rows.records import Row, Times, make_row, of_kind
+from trainstep.rows.run import LATE
 
 WARMUP = 3  # steps left out of many
 MANY = 10  # steps from which that many are; of fewer, the first alone
@@ -86,17 +87,11 @@ def _step_rows(log: RankLog, own: Mapping[str, Any], how: Mapping[str, Any]) -> 
     if len(groups) > 1:  # a set that some optimizer of another one misses once, as where one of them is left out
         groups = {names: steps for names, steps in groups.items() if len(steps) > 1} or groups
     for names, steps in groups.items():
-        yield _step_row(log, steps, names, ", ".join(names) if len(groups) > 1 else None, own, how)
+        whose = {"updates": ", ".join(names) if len(groups) > 1 else None, "optimizers": names}
+        yield _step_row(log, steps, {**own, **how, **whose})
 
 
-def _step_row(
-    log: RankLog,
-    steps: Sequence[Step],
-    names: tuple[str, ...],
-    updates: str | None,
-    own: Mapping[str, Any],
-    how: Mapping[str, Any],
-) -> ScriptRow:
+def _step_row(log: RankLog, steps: Sequence[Step], known: Mapping[str, Any]) -> ScriptRow:
     counts, compiled = Counter[str](), {each["step"] for each in log.recompilations}
     left_out = WARMUP if len(steps) >= MANY else min(1, len(steps) - 1)
     apart = [_what_is_apart(step, compiled) for step in steps]
@@ -110,22 +105,20 @@ def _step_row(
     if by_device := [step for step in kept if step.device]:  # the others have the host's times alone
         counts["instrumented"] += len(kept) - len(by_device)
         kept = by_device
+    most = ", ".join(f"{count} {why}" for why, count in counts.most_common() if why) or "none came after the warm-up"
     taken = [_times_of(step) for step in kept]
     phases = list(dict.fromkeys(phase for each in taken for phase in each))
     samples = {phase: [each.get(phase, 0.0) for each in taken] for phase in phases}
     memory = zip(*(step.memory for step in kept), strict=False)
     loaders = log.facts.get("loaders", ())
     return ScriptRow(
-        **own,
-        **how,
-        updates=updates,
+        **known,
         times={phase: Times.of(summarize(values)) for phase, values in samples.items()},
         samples=samples,
         series=dict(zip(("process_mib", "allocated_mib"), memory, strict=False)),
         n=len(kept),
         world_size=log.header.get("world_size"),
         on_gpu=log.facts.get("on_gpu"),
-        optimizers=names,
         steps_seen=len(steps),
         left_out=left_out,
         skipped=counts["skipped"],
@@ -145,7 +138,7 @@ def _step_row(
         loader=main_loader(loaders),
         worker_start=most_used(loaders).get("start") if loaders else None,
         status="ok" if kept else "failed",
-        reason="" if kept else f"no step of {len(steps)} could be timed: {_most_common(counts)}",
+        reason="" if kept else f"no step of {len(steps)} could be timed: {most}",
     )
 
 
@@ -169,10 +162,6 @@ def _samples_per_step(steps: Sequence[Step]) -> float | None:
     if not steps or any(step.evaluations for step in steps):
         return None
     return statistics.median([step.samples for step in steps]) or None
-
-
-def _most_common(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {why}" for why, count in counts.most_common() if why) or "none came after the warm-up"
 
 
 def _taken_from_stock(log: RankLog, steps: Sequence[Step]) -> int:
@@ -268,7 +257,8 @@ def _line_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[LineRow]:
                 found[WORKERS][key] += count
                 late[WORKERS, *key] += count * is_late
     for phase, lines in found.items():
-        whole_ms = sum(step.host_ms.get(phase, 0.0) for step in later) / len(later) if later else 0.0
+        timed, part = (FORWARD, lines.total() / found[FORWARD].total()) if phase == PYTHON else (phase, 1.0)
+        whole_ms = part * sum(step.host_ms.get(timed, 0.0) for step in later) / len(later) if later else 0.0
         for (line, function), count in lines.most_common():
             if line and count > LEAST_SEEN * lines.total():
                 share = count / lines.total()

@@ -9,6 +9,10 @@ A sample needs the interpreter. Code that keeps it for longer than Python's swit
 up, and is seen where it is; code of C, where it returns. Other code keeps it until torch or the system gives it up, and
 where that is soon over, for many times. So its sample comes `LATE`, at a line that may have done nothing but follow.
 Where the next phase has begun meanwhile, that is the call around it.
+
+Where no call of the model was seen, "forward" is all from the batch to backward. A sample of it that had to ask for
+the interpreter, in a line that calls no function of torch's in Python, is one of plain Python: an operator of torch's
+gives the interpreter up by itself while it computes.
 """
 
 from __future__ import annotations
@@ -28,13 +32,14 @@ from types import CodeType
 from typing import Any
 
 from trainstep.observe.lines import Place, owner_of
-from trainstep.observe.steps import Step
+from trainstep.observe.steps import FORWARD, Step
+from trainstep.rows.run import LATE
 
 EVERY_S = 0.01
 KEPT = 2000  # samples that wait for the end of their step: of a longer one the last
 DEEPEST = 60  # frames of a stack, from the innermost
-LATE = "code at or before "
-"""In front of the phase of a sample that came late, and of a line most of whose samples did."""
+PYTHON = "python"
+"""In the place of a phase, plain Python in a forward that is all before backward."""
 WAKES_S = 5e-4  # A thread whose turn has come runs by then, where a core is free.
 NOWHERE = Place("", 0, "")
 AT, STACK = 3, 4
@@ -123,7 +128,10 @@ class SampledLines:
             then = bisect(times, due) - 1 if due >= times[0] else now
             late = LATE * (then != now or came_late(due, at))
             if then == now:
-                yield late + step.phases[then], place_in(sample[STACK])
+                yield late + step.phases[then], (place := place_in(sample[STACK]))
+                is_joined = step.phases[then] == FORWARD and not step.forwards
+                if is_joined and at - due > sys.getswitchinterval() and is_plain(sample[STACK]):
+                    yield late + PYTHON, place
             else:
                 yield late + step.phases[then], call_in(sample[STACK]) if now == then + 1 else NOWHERE
 
@@ -144,6 +152,12 @@ def place_in(stack: Stack) -> Place:
         if owner == "user":
             break
     return found
+
+
+def is_plain(stack: Stack) -> bool:
+    """True if the user's own line is under way by itself, and not a function of torch's that it called."""
+    owners = (owner_of(code.co_filename) for code, _ in stack)
+    return next((owner for owner in owners if owner in ("torch", "user")), None) == "user"
 
 
 def call_in(stack: Stack) -> Place:

@@ -19,6 +19,7 @@ from trainstep.report.subjects.kernel_findings import FUSABLE
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.rows import FamilyRow, HabitRow, ProfileRow, RecompilationRow, ScriptRow, StepRow
 from trainstep.rows.records import Row, of_kind
+from trainstep.rows.run import LATE
 
 Step = ScriptRow | StepRow | ProfileRow
 Evidence = tuple[float, str]
@@ -86,10 +87,9 @@ def _unsteady(seen: Seen) -> Evidence | None:
 
 
 def _debugging(seen: Seen) -> Evidence | None:
-    own = [row for row in of_kind(seen.rows, HabitRow) if row.habit in run.DEBUGGING]
-    if not own:
+    own = (row for row in of_kind(seen.rows, HabitRow) if row.habit in run.DEBUGGING)
+    if (most := max(own, key=lambda row: row.seen or 0.0, default=None)) is None:
         return None
-    most = max(own, key=lambda row: row.seen or 0.0)
     return most.seen or 0.0, f"{most.habit.replace('-', ' ')} is on{f' at {most.line}' if most.line else ''}"
 
 
@@ -115,7 +115,7 @@ def _straggler(seen: Seen) -> Evidence | None:
 
 def _data(seen: Seen) -> Evidence | None:
     at = ((seen.script.loader if seen.script is not None else None) or "").partition(",")[0]
-    lines = [_lines(each, 1) for each in seen.figures("data.lines")[:1]]
+    lines = [line for each in seen.figures("data.lines")[:1] for line in _lines(each, 1)]
     runs = "".join(f", which runs {line}" for line in lines if not at or at not in line)
     return _share(seen.phases("data"), "waits for {}", (f"the DataLoader at {at}" if at else "its batch") + runs)
 
@@ -136,7 +136,7 @@ def _python(seen: Seen) -> Evidence | None:
     most = max(own, key=lambda each: numeric(each.figures["share"]), default=None)
     if most is None:
         return None
-    return _share(numeric(most.figures["share"]), "runs your code at {}", _lines(most, 1))
+    return _share(numeric(most.figures["share"]), "runs your {}", _code(most, 1))
 
 
 def _sync(seen: Seen) -> Evidence | None:
@@ -152,8 +152,6 @@ def _sync(seen: Seen) -> Evidence | None:
 def _copies(seen: Seen) -> Evidence | None:
     ms = seen.script.deep_copies_ms if seen.script is not None and seen.on_gpu else None
     exposed = [each.claim.ms or 0.0 for each in seen.figures("kernels.transfers")]
-    if ms is None and not exposed:
-        return None
     return _share(max([ms or 0.0, *exposed]) / seen.whole_ms, "copies between host and {}", "device")
 
 
@@ -193,16 +191,21 @@ def _growing(seen: Seen) -> Evidence | None:
 def _ends(seen: Seen, id: str, unit: str) -> tuple[float, float, str]:
     """First and last figure of what grows, equal where nothing does, and the lines that bring it."""
     for each in seen.figures(id):
-        where = f", at {_lines(each)}" if each.figures["lines"] else ""
+        where = f", in {_code(each)}" if each.figures["lines"] else ""
         return numeric(each.figures[f"from_{unit}"]), numeric(each.figures[f"to_{unit}"]), where
     return 1.0, 1.0, ""
 
 
-def _lines(each: Finding, most: int | None = None) -> str:
+def _lines(each: Finding, most: int | None = None) -> list[str]:
     """The lines that a finding names, without their shares."""
     lines = each.figures["lines"]
     assert isinstance(lines, tuple)
-    return listed([str(line).partition(" (")[0] for line in lines[:most]])
+    return [str(line).partition(" (")[0] for line in lines[:most]]
+
+
+def _code(each: Finding, most: int | None = None) -> str:
+    """`code at train.py:31`; the line of a sample that came late is `code at or before train.py:31` already."""
+    return listed([line if line.startswith(LATE) else f"code at {line}" for line in _lines(each, most)])
 
 
 def _share(share: float, does: str, what: str) -> Evidence:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from trainstep.rows.row import Row, Timed, setting
 
+LATE = "code at or before "
+"""In front of a line most of whose samples came late, and of the phase of each of these."""
+
 
 class OfScript(Row):
     """Script of a row, and the rank of it."""
@@ -77,7 +80,7 @@ class LineRow(OfScript, kind="line"):
     samples came late."""
 
     line: str = setting()  # `train.py:31`, or `code at or before train.py:31`
-    phase: str = setting()  # or "workers", in which loaders' workers fetch batches
+    phase: str = setting()  # or "workers", in which loaders fetch batches, or "python", a part of a joined forward
     function: str | None = None
     seen: int | None = None  # samples
     share: float | None = None  # of the phase's samples

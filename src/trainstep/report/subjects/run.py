@@ -32,8 +32,11 @@ PHASES = {
 }
 """Phase → its name in words, in the order of a step."""
 DATA_BOUND = 0.1  # Share of the step spent waiting for data from which it is remarked on
-LINES_BOUND = {"other": 0.25, "loss": 0.5, "data": DATA_BOUND, "workers": DATA_BOUND}
+LINES_BOUND = {"other": 0.25, "loss": 0.5, "data": DATA_BOUND, "workers": DATA_BOUND, "python": 0.25}
 """Share of the step from which the lines of a phase are named; of workers, the share that waits for data."""
+WITHIN = {"workers": "data", "python": "forward"}
+"""Part of a phase that has lines of its own → that phase."""
+PLAIN = 0.5  # Share of the samples before backward, from which plain Python there is what takes the time
 LINE, FEWEST, MOST_LINES = 0.1, 10, 3
 """A named line's least share of the phase's samples, the fewest samples of the phase, and the most lines."""
 LAUNCH_BOUND = 0.9  # Share of the step for which the GPU may have waited for launches, from which they set its pace
@@ -46,7 +49,6 @@ GROWN_MIB = 16.0  # By how much memory grows meanwhile, from which it is remarke
 OVERHEAD = 0.02  # Share of the step that measuring may cost before it is remarked on
 
 
-NO_DEEP = "Kernels, dtypes and the owners of memory: trainstep run --deep."
 UNEVEN = 0.25
 """By how much the mean step must exceed the median one for means to be told in place of medians."""
 MISSED = 0.1
@@ -204,7 +206,7 @@ def how_it_went(rows: Sequence[Row]) -> Iterator[Finding]:
             yield found("script.deep", said, copies_ms=figures[0], communication_ms=figures[1])
         is_deep = row.deep or any(isinstance(each, PeakRow | ProfileRow | ChangeRow) for each in rows)
         if row.status == "ok" and row.exit_code is not None and not is_deep:
-            yield found("script.no-deep", literal(NO_DEEP))
+            yield found("script.no-deep", literal("Kernels, dtypes and the owners of memory: trainstep run --deep."))
         if row.peak_gib is not None:
             whose = "as torch counts it on the GPU" if row.on_gpu else "of the whole process"
             yield found("script.peak", f"Peak memory, {whose}: {{peak_gib:gib}}.", peak_gib=row.peak_gib)
@@ -331,22 +333,25 @@ def slow_lines(rows: Sequence[Row]) -> Iterator[Finding]:
     """The user's own lines in phases that no call of torch's explains, and in loaders."""
     for row in first_rank(rows)[:1]:
         for phase, least in LINES_BOUND.items():
-            timed, (named, total) = "data" if phase == "workers" else phase, _named_lines(rows, row, phase)
-            share = share_of(row, timed)
-            if share < least or not named:
+            timed, (named, total) = WITHIN.get(phase, phase), _named_lines(rows, row, phase)
+            # No clock tells plain Python from the forward around it, but samples do.
+            part = total / max(total, 1, _named_lines(rows, row, timed)[1]) if phase == "python" else 1.0
+            share = part * share_of(row, timed)
+            if share < least or part < PLAIN or not named:
                 continue
-            lines, ms = _shown(named), mean_of(row.times[timed])
+            lines, ms = _shown(named), part * mean_of(row.times[timed])
             figures: dict[str, Scalar] = {"lines": lines, "share": share, "ms": ms, "samples": total}
             if phase in ("data", "workers"):
                 whose = "a loader’s worker fetches batches" if phase == "workers" else "batches are made"
                 said = f"Where {whose}: {{lines:list}} of the time, by {{samples:n}} samples."
                 yield found("data.lines", said, **figures)
             else:
+                name = PHASES[phase].capitalize() if phase in PHASES else "Plain Python before backward"
                 said = (
-                    f"{PHASES[phase].capitalize()} takes {{ms:ms}} a step, {{share:share}} of it. It runs "
+                    f"{name} takes {{ms:ms}} a step, {{share:share}} of it. It runs "
                     "{lines:list} of that time, by {samples:n} samples. Run that code less often, or on tensors."
                 )
-                claim = Claim(f"{PHASES[phase].capitalize()}: {named[0].line}", ("script",), ms)
+                claim = Claim(f"{name}: {named[0].line}", ("script",), ms)
                 yield found("script.lines", said, claim, **figures)
 
 
@@ -456,8 +461,8 @@ def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
     ) + " More workers in its DataLoader, or less work per sample, would shorten all steps." * is_data
     figures: dict[str, Scalar] = {"rank": last, "own_ms": own[last], "usual_ms": usual, "phase": why}
     figures |= {"excess_ms": excess[why], "latest_share": row.latest_share}
-    claim = Claim(f"Rank {{rank}} is the straggler: {PHASES[why]}", ("script",), excess[why])
-    claim = replace(claim, action=advice.loader_workers(_workers(row)) if is_data else None)
+    action = advice.loader_workers(_workers(row)) if is_data else None
+    claim = Claim(f"Rank {{rank}} is the straggler: {PHASES[why]}", ("script",), excess[why], action=action)
     yield found("ranks.late_data" if is_data else "ranks.late", said, claim, **figures)
 
 
