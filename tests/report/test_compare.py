@@ -499,7 +499,7 @@ def test_a_failed_run_of_several_is_named_with_its_folder(tmp_path, capsys):
     assert (line[:7], f"failed (in {tmp_path / 'new/1'}: why) in the second" in line) == ("Failed:", True)
 
 
-@pytest.mark.parametrize("share", ["-5%", "five", "5 %", "%", "nan"])
+@pytest.mark.parametrize("share", ["-5%", "five", "5 %", "%", "nan", "5"])
 def test_a_gate_needs_a_share(share, tmp_path):
     write_whole(tmp_path / "results.jsonl", [step(100.0)])
     with pytest.raises(UsageError, match=r"expected a share of 0 or more, as 5% or 0\.05"):

@@ -38,8 +38,7 @@ def lines(share, phase="other"):
 
 def before_backward(plain, ms):
     """So many samples of plain Python among 40 before backward, which is so long."""
-    seen = {"forward": 40, "python": plain}.items()
-    rows = [replace(lines(0.0, phase)[1], seen=count) for phase, count in seen]
+    rows = [replace(lines(0.0, phase)[1], seen=n) for phase, n in (("forward", 40), ("python", plain))]
     return [script(forward=ms, other=100 - ms), *rows]
 
 
@@ -90,6 +89,8 @@ CASES = [
     ("SYNC-BOUND", waits(50.0, starved=9.0), waits(50.0, starved=10.0)),  # waits that cost the GPU nothing are none
     ("COPY-BOUND", [replace(script(**GPU), deep_copies_ms=9.0)], [replace(script(**GPU), deep_copies_ms=10.0)]),
     ("COMMUNICATION-BOUND", [script(communication=9.0)], [script(communication=10.0)]),
+    ("COMMUNICATION-BOUND", *([script(), replace(PROFILE, profiled_step_ms=200.0, communication_ms=ms,
+                                                 communication_overlapped_ms=0.0)] for ms in (19.0, 20.0))),
     ("COMPUTE-BOUND", [script(forward=20.0, backward=29.0)], [script(forward=20.0, backward=30.0)]),
     ("COMPUTE-BOUND", [step(), ceiling(61.0)], [step(), ceiling(60.0)]),
     ("COMPUTE-BOUND", kernels(matmul=0.49, softmax=0.3), kernels(matmul=0.5, softmax=0.3)),

@@ -82,9 +82,9 @@ class Compare(Common):
 
 
 def _share(text: str) -> float:
-    if not (found := re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", text)):
+    if not re.fullmatch(r"(\d+(?:\.\d+)?%|0(?:\.\d+)?)", text):  # 5 alone would be a share of 500 %
         raise UsageError(f"--fail-if-slower is {text}; expected a share of 0 or more, as 5% or 0.05")
-    return float(found[1]) / (100 if found[2] else 1)
+    return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
 
 
 def _runs(path: Path) -> list[Row]:

@@ -115,7 +115,7 @@ class DeepRun:
         notes = list(self.notes)
         for row in rows:
             if isinstance(row, ScriptRow):
-                row = replace(row, deep=True, notes=(*(row.notes or ()), *notes) or None)
+                row = replace(row, deep=True, notes=(*notes, *(row.notes or ())) or None)
                 notes.clear()
             yield row
 

@@ -45,6 +45,7 @@ class Seen:
         self.rows, self.found = rows, found
         self.script: ScriptRow | None = next(iter(run.first_rank(rows)), None)
         self.profile = next((row for row in of_kind(rows, ProfileRow) if row.status == "ok" and row.step_ms), None)
+        self.profiled_ms = (self.profile and self.profile.profiled_step_ms) or 0.0
         self.step: Step | None = self.script or analysed_step(rows) or self.profile
 
         self.on_gpu = self.script is not None and bool(self.script.on_gpu)
@@ -157,7 +158,7 @@ def _copies(seen: Seen) -> Evidence | None:
 
 def _communication(seen: Seen) -> Evidence | None:
     exposed = [each.claim.ms or 0.0 for each in seen.figures("kernels.communication")]
-    share = max([seen.phases("communication"), *(ms / seen.whole_ms for ms in exposed)])
+    share = max([seen.phases("communication"), *(ms / max(seen.whole_ms, seen.profiled_ms) for ms in exposed)])
     return _share(share, "waits for {}", "communication between ranks")
 
 
@@ -205,7 +206,7 @@ def _lines(each: Finding, most: int | None = None) -> list[str]:
 
 def _code(each: Finding, most: int | None = None) -> str:
     """`code at train.py:31`; the line of a sample that came late is `code at or before train.py:31` already."""
-    return listed([line if line.startswith(LATE) else f"code at {line}" for line in _lines(each, most)])
+    return f"code at {listed(_lines(each, most))}".replace(f"code at {LATE}", LATE)
 
 
 def _share(share: float, does: str, what: str) -> Evidence:

@@ -210,11 +210,11 @@ def how_it_went(rows: Sequence[Row]) -> Iterator[Finding]:
         if row.peak_gib is not None:
             whose = "as torch counts it on the GPU" if row.on_gpu else "of the whole process"
             yield found("script.peak", f"Peak memory, {whose}: {{peak_gib:gib}}.", peak_gib=row.peak_gib)
-        for note in row.notes or ():
-            yield found("script.note", literal(f"{note[:1].upper()}{note[1:]}."))
         if row.exit_code and row.status == "ok":
             said = "The script ended with exit code {code}: {ended}. What was measured before is kept."
             yield found("script.ended", said, code=row.exit_code, ended=row.ended)
+        for note in row.notes or ():
+            yield found("script.note", literal(f"{note[:1].upper()}{note[1:]}."))
 
 
 HABITS = {
@@ -440,8 +440,7 @@ def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
     last = max(own, key=lambda rank: own[rank])
     others = sorted(value for rank, value in own.items() if rank != last)
     usual = others[len(others) // 2]
-    low = by_rank[last].times["own"].low
-    if low is None:
+    if (low := by_rank[last].times["own"].low) is None:
         return  # of few steps nothing can be said
     if low < (1 + LATE) * usual:
         said = "All {ranks:n} ranks take as long for their own part of a step: {least_ms:ms} to {most_ms:ms}."
