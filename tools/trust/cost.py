@@ -20,10 +20,10 @@ import contextlib
 import itertools
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, check_call
 
 SCRIPT = """
 import os, sys, time, torch
@@ -47,7 +47,7 @@ print("CLOCK", time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_
 def one(way: str, *words: str) -> None:
     """Run `python` or `trainstep run` with these words here, and print the CPU time of the process that it starts."""
     if way == "plain":
-        subprocess.run([sys.executable, *words], check=True)
+        check_call([sys.executable, *words])
     else:
         from trainstep.commands.cli import main as trainstep
 
@@ -57,9 +57,9 @@ def one(way: str, *words: str) -> None:
     print("CPU", used.ru_utime + used.ru_stime)
 
 
-def measured(ways: list[list[str]], what: str) -> list[float]:
+def measured(ways: list[list[str]], what: str, folder: str) -> list[float]:
     """CPU or CLOCK time in s of the scripts that these commands run at once: Python, or what `run` starts for them."""
-    started = [subprocess.Popen(way, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for way in ways]
+    started = [Popen(way, cwd=folder, stdout=PIPE, stderr=DEVNULL, text=True) for way in ways]
     return [float(each.communicate()[0].rpartition(what)[2].split()[0]) for each in started]
 
 
@@ -79,10 +79,9 @@ def main() -> None:
         script.write_text(SCRIPT)
         for (step_s, steps), modules in itertools.product(lengths, (10, 5000)):
             words = [str(script), str(steps), str(step_s), str(modules), device]
-            start = [sys.executable, "-m", "tools.trust.cost", "one"]
-            ways = [[*start, "plain", *words], [*start, "run", "--out", f"{folder}/out", *words]]
+            ways = [[sys.executable, __file__, "one", way, *words] for way in ("plain", "run")]
             together = [ways * 3] if options.gpu else [[way] for way in ways]
-            turns = [[s for each in together for s in measured(each, what)] for _ in range(options.turns)]
+            turns = [[s for each in together for s in measured(each, what, folder)] for _ in range(options.turns)]
             plain, run = (statistics.median(s for turn in turns for s in turn[way::2]) for way in (0, 1))
             added = statistics.median(statistics.mean(turn[1::2]) - statistics.mean(turn[::2]) for turn in turns)
             allowed = 1.0 + 0.01 * (steps * step_s or plain)
