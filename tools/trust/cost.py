@@ -75,10 +75,9 @@ def main() -> None:
     is_over = False
     print(f"step (ms)  modules  steps  plain {what} (s)  run {what} (s)  added (s)  allowed (s)")
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "train.py"
-        script.write_text(SCRIPT)
+        Path(folder, "train.py").write_text(SCRIPT)
         for (step_s, steps), modules in itertools.product(lengths, (10, 5000)):
-            words = [str(script), str(steps), str(step_s), str(modules), device]
+            words = ["train.py", str(steps), str(step_s), str(modules), device]
             ways = [[sys.executable, __file__, "one", way, *words] for way in ("plain", "run")]
             together = [ways * 3] if options.gpu else [[way] for way in ways]
             turns = [[s for each in together for s in measured(each, what, folder)] for _ in range(options.turns)]

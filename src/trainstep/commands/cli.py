@@ -54,7 +54,7 @@ def parse(words: Sequence[str]) -> Common:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command and exit with its code; docs/commands.md has the table of them."""
-    with steady_outputs() as out, _leaving_at_once():
+    with steady_outputs() as out, _leaving_at_once(is_program=words is None):
         code = _run(sys.argv[1:] if words is None else words)
         out.flush()
         if failure := output_failed(out):
@@ -118,9 +118,10 @@ def _say(mistake: str) -> int:
 
 
 @contextlib.contextmanager
-def _leaving_at_once() -> Iterator[None]:
+def _leaving_at_once(*, is_program: bool) -> Iterator[None]:
     """While nothing is measured (imports, printing), Ctrl-C ends the process at once: libraries that are being imported
-    may swallow a KeyboardInterrupt, or fail later because of it."""
+    may swallow a KeyboardInterrupt, or fail later because of it. A terminal that closes while a program ends does not
+    change its code."""
 
     def leave(number: int, frame: object) -> None:
         if os.getpid() == process:  # else a worker's end
@@ -140,7 +141,7 @@ def _leaving_at_once() -> Iterator[None]:
         yield
     finally:
         for each, handler in before.items():
-            signal.signal(each, handler)
+            signal.signal(each, signal.SIG_IGN if is_program and each == signal.SIGHUP else handler)
 
 
 if __name__ == "__main__":

@@ -110,8 +110,7 @@ def test_what_compiles_differently_is_compiled_again() -> None:
 def test_no_memory_is_kept_alive() -> None:
     kernel = Kernel()
     launch = Launcher(kernel, arguments)
-    a, b = torch.empty(8), torch.empty(8)
-    launch((a, b), 2)
+    launch((torch.empty(8), torch.empty(8)), 2)
     kernel.compiled.clear()
     kernel.launched.clear()
     ((_, kept, _),) = launch._prepared.values()
