@@ -60,7 +60,7 @@ def test_help_needs_no_torch_and_little_time(command, seconds_of_torch):
     assert getattr(found, "returncode", "too slow") == 0
     assert "usage: trainstep" in found.stdout
     modules = set(found.stdout.splitlines()[-1].split())
-    assert not modules & {"torch", "triton", "pandas", "bokeh", "numpy"}
+    assert not modules & {"torch", "triton", "pandas", "numpy"}
 
 
 @pytest.mark.parametrize("module", ["trainstep", "trainstep.commands.cli"])

@@ -15,16 +15,12 @@ def open_page(browser: Any, url: str, *, width: int = 1280, scheme: str = "light
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.get(url)
-    wait_until_drawn(browser, scheme)
+    wait_for(browser, "return document.documentElement.dataset.drawn")
 
 
 def set_scheme(browser: Any, scheme: str) -> None:
     feature = {"name": "prefers-color-scheme", "value": scheme}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-
-
-def wait_until_drawn(browser: Any, scheme: str) -> None:
-    wait_for(browser, f"return document.documentElement.dataset.drawn === '{scheme}'")
 
 
 def wait_for(browser: Any, script: str, *arguments: object, seconds: float = 10) -> Any:
@@ -53,9 +49,9 @@ def noise(browser: Any) -> list[str]:
 
 
 def drag(browser: Any, chart: str) -> None:
-    """Drag over the fifth of a chart right of two fifths of its width, at half of its height."""
+    """Drag over the fifth of a chart's frame right of two fifths of its width, at half of its height."""
     box = browser.execute_script(
-        "const el = document.getElementById(arguments[0]); el.scrollIntoView({block: 'center'});"
+        "const el = document.querySelector(`#${arguments[0]} .back`); el.scrollIntoView({block: 'center'});"
         "const {left, top, width, height} = el.getBoundingClientRect(); return {left, top, width, height}",
         chart,
     )
@@ -65,42 +61,35 @@ def drag(browser: Any, chart: str) -> None:
         browser.execute_cdp_cmd("Input.dispatchMouseEvent", at | pressed)
 
 
-BAR = """
-const [chart, model, bar, tipped] = arguments;
-const source = Bokeh.documents.map((doc) => doc.get_model_by_name(model)).find(Boolean);
-const {left, right, y, name: names, tip} = source.data;
-const at = [...names].findIndex((each, i) => each === bar && tip[i].startsWith(tipped));
-const view = Bokeh.index.get_by_id(source.document.roots()[0].id).frame;
-const {width} = document.getElementById(chart).getBoundingClientRect();
-return [view.x_scale.compute((left[at] + right[at]) / 2) / width, view.y_scale.compute(y[at])];"""
-
-
-def hover_bar(browser: Any, chart: str, model: str, bar: str, tipped: str = "") -> str:
-    """Move the pointer to the first bar of this name whose tooltip begins so; the lines that show."""
-    return hover(browser, chart, *browser.execute_script(BAR, chart, model, bar, tipped))
-
-
-DEEP = """
-const deep = (root, selector) => [
-  ...root.querySelectorAll(selector),
-  ...[...root.querySelectorAll("*")].flatMap((el) => (el.shadowRoot ? deep(el.shadowRoot, selector) : [])),
-];
-"""
+def hover_bar(browser: Any, chart: str, name: str, tipped: str = "") -> str:
+    """Move the pointer to the first mark whose tooltip has this name and begins so below it; the lines that show."""
+    return _hover(
+        browser,
+        "const [chart, start] = arguments;"
+        "const el = [...chart.querySelectorAll('[data-tip]')].find((el) => el.dataset.tip.startsWith(start));"
+        "const {left, top, width, height} = el.getBoundingClientRect(); return [left + width / 2, top + height / 2]",
+        chart,
+        f"{name}\n{tipped}",
+    )
 
 
 def hover(browser: Any, chart: str, x: float, y: float) -> str:
-    """Move the pointer over a chart, to fractions of its width and pixels from its top; the text that shows."""
-    box = browser.execute_script(
-        "const el = document.getElementById(arguments[0]); el.scrollIntoView({block: 'center'});"
-        "const {left, top, width} = el.getBoundingClientRect(); return {left, top, width}",
-        chart,
-    )
-    for wobble in (0, 1):
-        at = {"type": "mouseMoved", "x": box["left"] + x * box["width"] + wobble, "y": box["top"] + y}
-        browser.execute_cdp_cmd("Input.dispatchMouseEvent", at)
-    return wait_for(
+    """Move the pointer over a chart's frame, to fractions of its width and height; the text that shows."""
+    return _hover(
         browser,
-        DEEP + "return deep(document, '.bk-tooltip-content').filter((el) => el.checkVisibility())"
-        ".map((el) => el.innerText).join('')",
-        seconds=3,
+        "const [chart, x, y] = arguments, {left, top, width, height} = chart.querySelector('.back')"
+        ".getBoundingClientRect(); return [left + x * width, top + y * height]",
+        chart,
+        x,
+        y,
     )
+
+
+def _hover(browser: Any, where: str, chart: str, *arguments: object) -> str:
+    element = browser.find_element("id", chart)
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    browser.execute_script("return new Promise((done) => requestAnimationFrame(() => setTimeout(() => done(1), 20)))")
+    x, y = browser.execute_script(where, element, *arguments)
+    for wobble in (0, 1):
+        browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y + wobble / 2})
+    return wait_for(browser, "return document.querySelector('.tip:not([hidden])')?.innerText", seconds=3)

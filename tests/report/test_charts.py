@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
+from dataclasses import replace
+from importlib.resources import files
+from xml.etree import ElementTree
 
 import pytest
-from bokeh.models import GlyphRenderer, HBar, HoverTool, PlainText, Scatter, Segment
-from bokeh.plotting import figure
 
-from trainstep.report.charts import COLOURS, embedded
-from trainstep.report.charts.lines import Series, curves, lines
-from trainstep.report.charts.rows import Fall, waterfall
+from trainstep.report.charts import ROLES, Plot, Scale
+from trainstep.report.charts.lines import Series, lines
+from trainstep.report.charts.rows import BEYOND, BROKEN, Fall, waterfall
 
 FALLS = [
     Fall("baseline", 0, 200, "baseline", "200 ms", "", 190, 205),
@@ -24,94 +23,139 @@ FALLS = [
 LINES = [Series("one", [1, 2, 3], [1.0, 2.0, 4.0], "accent"), Series("two", [2, 3], [2.0, 3.0], "neutral")]
 
 
-def glyphs(plot: figure, kind: type) -> list[dict[str, Any]]:
-    """The data behind every glyph of a kind that has its columns to itself."""
-    found = []
-    for renderer in plot.renderers:
-        if isinstance(renderer, GlyphRenderer) and isinstance(renderer.glyph, kind):
-            found.append(dict(renderer.data_source.data))
-    return found
+def drawn(chart: str, tag: str, role: str = "") -> list[dict[str, str]]:
+    """The attributes of all marks of a kind, their text among them; of one with the words of `role` as classes."""
+    marks = ElementTree.fromstring(chart).find(".//*[@class='marks']")
+    assert marks is not None
+    found = [each.attrib | {"text": each.text or ""} for each in marks.iter(tag)]
+    return [each for each in found if set(role.split()) <= set(each["class"].split())]
 
 
-def hover_texts(plot: figure) -> list[tuple[str, str]]:
-    (tool,) = plot.select(HoverTool)
-    (renderer,) = tool.renderers
-    data = renderer.data_source.data
-    return list(zip(data["name"], data["tip"], strict=True))
+def spans(chart: str, tag: str = "rect", role: str = "") -> list[tuple[float, float]]:
+    """Left and right of rectangles, in the chart's unit."""
+    low, high = ends(chart)[:2]
+    share = [[float(each[name].removesuffix("%")) / 100 for name in ("x", "width")] for each in drawn(chart, tag, role)]
+    return [(low + x * (high - low), low + (x + width) * (high - low)) for x, width in share]
 
 
-def labels(plot: figure, side: str) -> list[Any]:
-    (axis,) = getattr(plot, side)
-    return [axis.major_label_overrides[tick] for tick in axis.ticker.ticks]
+def ends(chart: str) -> list[float]:
+    """Both ends of x and of y."""
+    frame = ElementTree.fromstring(chart).find(".//*[@class='frame']")
+    assert frame is not None
+    return [float(each) for each in frame.attrib["data-ends"].split()]
 
 
-def plots() -> list[figure]:
-    return [waterfall(FALLS, "ms"), lines(LINES, "x", "y"), curves([1, 2, 3], LINES, "x", "y")]
+def names(chart: str, axis: str) -> list[str]:
+    group = ElementTree.fromstring(chart).find(f".//*[@class='{axis}-axis']")
+    assert group is not None
+    return [text.text or "" for text in group.iter("text")]
+
+
+def tips(chart: str) -> list[str]:
+    return [each["data-tip"] for each in drawn(chart, "rect", "cover")]
 
 
 def test_the_waterfall_runs_from_the_kept_time_to_each_rung_s() -> None:
-    plot = waterfall(FALLS, "ms")
+    chart = waterfall(FALLS, "ms")
 
-    drawn = [(data["y"][0], data["left"][0], data["right"][0]) for data in glyphs(plot, HBar) if "left" in data]
-    assert drawn == [(0, 0, 200), (-1, 120, 200), (-3, 119, 120), (-4, 120, 150)]
-    assert [(data["x"], data["y"]) for data in glyphs(plot, Scatter)] == [([120], [-2])]
-    levels = [data["x0"][0] for data in glyphs(plot, Segment) if len(data["x0"]) == 1]
-    assert levels == [200, 120, 120, 120]
-    assert plot.x_range.end > 205
+    bars = {role: spans(chart, role=role) for role in ("neutral", "accent", "outline", "hatched")}
+    expected = {
+        "neutral": [(0, 200), (119, 120)],
+        "accent": [(120, 200)],
+        "outline": [(119, 120)],
+        "hatched": [(120, 150)],
+    }
+    assert bars == {role: [pytest.approx(each, abs=0.01) for each in found] for role, found in expected.items()}
+    (cross,) = drawn(chart, "text", "cross")
+    assert float(cross["x"].removesuffix("%")) / 100 * ends(chart)[1] == pytest.approx(120, abs=0.01)
+    levels = [float(each["d"].split()[0][1:]) / 1000 * ends(chart)[1] for each in drawn(chart, "path", "muted")]
+    assert levels == pytest.approx([200, 120, 120, 120], abs=0.1)
+    assert ends(chart)[1] > 205
 
 
 def test_a_waterfall_that_starts_with_a_failure() -> None:
-    plot = waterfall([Fall("first", 0, None, "failed", "out of memory", "full"), *FALLS], "ms")
+    chart = waterfall([Fall("first", 0, None, "failed", "out of memory", "full"), *FALLS], "ms")
 
-    assert [(data["x"], data["y"]) for data in glyphs(plot, Scatter)] == [([0, 120], [0, -3])]
-    assert [data["x0"][0] for data in glyphs(plot, Segment) if len(data["x0"]) == 1] == [200, 120, 120, 120]
+    first, _ = drawn(chart, "text", "cross")
+    assert first["x"] == "0%"
+    assert len(drawn(chart, "path", "muted")) == 4
 
 
-def test_rows_are_labelled_with_plain_text_never_typeset() -> None:
-    tex = "$$\\frac{1}{2}$$"
-    plot = waterfall([Fall(tex, 0, 1.0, "baseline", tex, ""), Fall("x" * 60, 0, 1.0, "left", "", "")], "ms")
+@pytest.mark.parametrize("times", [0.9, 1.1])
+def test_one_slow_change_breaks_the_axis_and_flattens_no_other(times: float) -> None:
+    slow = replace(FALLS[-1], end=200 * BROKEN * times, low=None, high=None)
+    chart = waterfall([*FALLS[:-1], slow], "ms")
 
-    left, right = labels(plot, "left"), labels(plot, "right")
-    assert all(isinstance(text, PlainText) for text in left + right)
-    assert left[0].text == right[0].text == tex
-    assert left[1].text == "x" * 23 + "…"
+    is_broken = times > 1
+    assert len(drawn(chart, "text", "break")) == is_broken
+    assert ends(chart)[1] == pytest.approx(BEYOND * 200 if is_broken else 1.03 * slow.end)
+    assert spans(chart, role="hatched")[0][1] == pytest.approx(min(slow.end, ends(chart)[1]), rel=1e-3)
+
+
+def test_names_are_escaped_and_cut() -> None:
+    tex = r"$$\frac{1}{2}$$ <b>&"
+    chart = waterfall([Fall(tex, 0, 1.0, "baseline", tex, tex), Fall("x" * 60, 0, 1.0, "left", "", "")], "ms")
+
+    assert names(chart, "y") == [tex, "x" * 23 + "…", tex, ""]
+    assert tips(chart)[0] == f"{tex}\n{tex}"
 
 
 def test_hovering_shows_each_row_or_all_lines_at_one_x() -> None:
-    assert hover_texts(waterfall(FALLS, "ms"))[:3] == [("baseline", ""), ("faster", ""), ("wrong", "off")]
-    assert hover_texts(lines(LINES, "batch", "loss")) == [
-        ("batch 1", "one: 1"),
-        ("batch 2", "one: 2\ntwo: 2"),
-        ("batch 3", "one: 4\ntwo: 3"),
-    ]
-    named = [Series("one", [1], [1.0], "accent", texts=["1e-5"])]
-    assert hover_texts(lines(named, "batch", "loss")) == [("batch 1", "one: 1e-5")]
+    assert tips(waterfall(FALLS, "ms"))[:3] == ["baseline\n", "faster\n", "wrong\noff"]
+    chart = lines(LINES, "batch", "loss")
+    assert tips(chart) == ["batch 1\none: 1", "batch 2\none: 2\ntwo: 2", "batch 3\none: 4\ntwo: 3"]
+    low, high = ends(chart)[:2]
+    columns = [(low, 1.5), (1.5, 2.5), (2.5, high)]
+    assert spans(chart, role="cover") == [pytest.approx(each, abs=0.01) for each in columns]
+    assert tips(lines([Series("one", [1], [1.0], "accent", texts=["1e-5"])], "batch", "loss")) == ["batch 1\none: 1e-5"]
+
+
+def test_curves_have_a_tick_and_a_dot_at_each_size() -> None:
+    chart = lines([Series("one", [64, 256], [1.0, 8.0], "accent")], "length", "ms", log=True, sizes=[64, 128, 256])
+    assert names(chart, "x") == ["64", "128", "256"]
+    assert len(drawn(chart, "circle")) == 2
+    first, last = (float(each["cx"].removesuffix("%")) for each in drawn(chart, "circle"))
+    assert first == pytest.approx(100 - last, abs=0.01)
 
 
 def test_noise_is_not_blown_up_to_fill_a_chart() -> None:
-    flat = lines([Series("flat", [1, 2], [100.0, 100.1], "accent")], "x", "y")
-    assert flat.y_range.end - flat.y_range.start >= 5
+    low, high = ends(lines([Series("flat", [1, 2], [100.0, 100.1], "accent")], "x", "y"))[2:]
+    assert high - low >= 5
 
-    wide = lines([Series("wide", [1, 2], [1.0, 9.0], "accent")], "x", "y")
-    assert wide.y_range.start < 1 < 9 < wide.y_range.end < 11
+    low, high = ends(lines([Series("wide", [1, 2], [1.0, 9.0], "accent")], "x", "y"))[2:]
+    assert low < 1 < 9 < high < 11
 
-    balanced = lines([Series("off", [1, 2], [-1.0, 3.0], "accent")], "x", "y", around_zero=True)
-    assert balanced.y_range.start == -balanced.y_range.end < -3
-
-
-@pytest.mark.parametrize("plot", plots(), ids=["waterfall", "lines", "curves"])
-def test_charts_take_no_gestures_fill_their_column_and_have_stand_ins_for_colours(plot: figure) -> None:
-    colours = set(re.findall(r"#[0-9a-fA-F]{6}\b", json.dumps(embedded(plot))))
-    assert set() < colours <= set(COLOURS.values())
-    assert (plot.toolbar_location, plot.sizing_mode) == (None, "stretch_width")
-    assert [type(tool) for tool in plot.tools] == [HoverTool]
+    low, high = ends(lines([Series("off", [1, 2], [-1.0, 3.0], "accent")], "x", "y", around_zero=True))[2:]
+    assert low == -high < -3
 
 
-def test_stand_ins_are_distinct_and_are_in_the_style_sheet() -> None:
-    from importlib.resources import files
+@pytest.mark.parametrize(
+    ("scale", "texts"),
+    [
+        (Scale(0, 250), ["0", "50", "100", "150", "200", "250"]),
+        (Scale(0.97, 4.1), ["1", "2", "3", "4"]),
+        (Scale(-0.3, 0.3), ["−0.2", "0", "0.2"]),
+        (Scale(0.9, 4000, log=True), ["1", "10", "100", "1,000"]),
+        (Scale(3, 40, log=True), ["5", "10", "20"]),
+        (Scale(1e-6, 4e-6), ["1×10⁻⁶", "2×10⁻⁶", "3×10⁻⁶", "4×10⁻⁶"]),
+    ],
+)
+def test_ticks_are_round(scale: Scale, texts: list[str]) -> None:
+    assert list(scale.ticks().values()) == texts
+    assert [scale(scale.low), scale(scale.high)] == [0, pytest.approx(100)]
 
+
+def test_every_role_has_a_colour_by_day_and_by_night() -> None:
     css = files("trainstep.report").joinpath("page.css").read_text()
     day, night = css.split("prefers-color-scheme: dark", 1)
-    assert len(set(COLOURS.values())) == len(COLOURS)
     for part in (day, night):
-        assert [role for role in COLOURS if not re.search(rf"--{role}: #[0-9a-f]{{6}};", part)] == []
+        assert [role for role in ROLES if not re.search(rf"--{role}: #[0-9a-f]{{6}};", part)] == []
+    assert [role for role in ROLES if f".{role} {{ --swatch: var(--{role}); }}" not in css] == []
+
+
+def test_a_chart_s_places_are_shares_of_its_width() -> None:
+    plot = Plot(Scale(0, 10), Scale(0, 1), 100)
+    plot.bar((2, 4), (0, 1), "accent")
+    plot.text(5, 0.5, "half", "ink")
+    (bar,), (text,) = drawn(plot.svg(), "rect"), drawn(plot.svg(), "text")
+    assert (bar["x"], bar["width"], bar["height"], text["x"]) == ("20%", "20%", "100%", "50%")

@@ -149,11 +149,11 @@ def test_nothing_on_the_page_is_fetched() -> None:
 
     assert len(addresses) == len(page.links) + 1, "the links and the icon"
     assert [address for address in addresses if not address.startswith(("#", "data:"))] == []
-    assert re.findall(r"url\(|@import|https?://", html) == []
+    assert re.findall(r"url\((?!#)|@import|https?://", html) == []
 
 
 def test_the_page_is_small() -> None:
-    assert len(render(sample.h200_analysis()).encode()) < 700_000
+    assert len(render(sample.h200_analysis()).encode()) < 250_000
 
 
 def test_names_are_escaped_everywhere() -> None:
@@ -161,7 +161,7 @@ def test_names_are_escaped_everywhere() -> None:
 
     assert HOSTILE not in html
     assert "&lt;script&gt;document.title" in html
-    assert html.count("<script") == 3
+    assert html.count("<script") == 1
 
 
 def test_an_unwritable_path_is_a_user_s_error(tmp_path: Path) -> None:

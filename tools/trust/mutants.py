@@ -123,7 +123,7 @@ SLOW = ("ladder/steps.py", "check/reference.py", "check/step.py", "check/ranks.p
 """Files whose tests train models, which takes minutes; a sample is drawn from the others."""
 NOT_YET_JUDGED = {"check/ranks.py"}
 """Files that were rewritten, and whose mutants nobody has judged since: a run takes half an hour."""
-WARM = ("torch", "torch._dynamo", "torch.distributed", "numpy", "pandas", "bokeh.plotting", "jinja2", "hypothesis",
+WARM = ("torch", "torch._dynamo", "torch.distributed", "numpy", "pandas", "jinja2", "hypothesis",
         "pytest")  # fmt: skip
 ORDER = {
     ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.GtE), ast.Gt: (ast.GtE, ast.Lt), ast.GtE: (ast.Gt, ast.LtE),

@@ -1,7 +1,7 @@
 // Stacks a step's allocations: the largest one by one, the others as one strip for each group.
 "use strict";
 
-function layOutAllocations(data, count, colours) {
+function layOutAllocations(data, count) {
   const size = (bytes) => {
     const power = Math.min(3, Math.max(1, Math.floor(Math.log2(bytes) / 10)));
     const [value, unit] = [bytes / 2 ** (10 * power), ["KiB", "MiB", "GiB"][power - 1]];
@@ -16,7 +16,7 @@ function layOutAllocations(data, count, colours) {
   const ticks = Float64Array.from(times).sort();
   const tickOf = new Map(Array.from(ticks, (time, index) => [time, index]));
   const base = new Float64Array(ticks.length - 1); // how high the stack is in each stretch between two ticks
-  const made = { xs: [], ys: [], colour: [], alpha: [], name: [], tip: [] };
+  const made = [];
   const tolerance = data.peak / 1500; // less than a pixel
 
   // One shape on top of the stack: from tick `first` to tick `last`, `height(i)` bytes high in stretch i.
@@ -33,12 +33,8 @@ function layOutAllocations(data, count, colours) {
       base[i] = top;
     }
     xs.push(ticks[last]); low.push(from); high.push(to);
-    made.xs.push([...xs, ...xs.toReversed()]);
-    made.ys.push([...low, ...high.reverse()].map((bytes) => bytes / data.per_unit));
-    made.colour.push(colours[data.roles[group]]);
-    made.alpha.push(alpha);
-    made.name.push(name);
-    made.tip.push(tip);
+    const ys = [...low, ...high.reverse()].map((bytes) => bytes / data.per_unit);
+    made.push({ xs: [...xs, ...xs.toReversed()], ys, role: data.roles[group], alpha, tip: `${name}\n${tip}` });
   }
 
   // The most bytes that a group's other allocations hold in each stretch.
@@ -80,7 +76,7 @@ function layOutAllocations(data, count, colours) {
       const to = data.end[item] >= data.last ? "the end" : `event ${data.end[item]}`;
       const lines = [size(data.bytes[item]), data.whats[data.what[item]], `alive from ${from} to ${to}`, data.stacks[data.stack[item]]];
       add(tickOf.get(data.start[item]), tickOf.get(data.end[item]), () => data.bytes[item], group,
-        made.xs.length % 2 ? 0.95 : 0.8, data.groups[group], lines.filter(Boolean).join("\n"));
+        made.length % 2 ? 0.95 : 0.8, data.groups[group], lines.filter(Boolean).join("\n"));
     }
   }
   const hidden = data.start.length - shown.size + data.left_out;
@@ -91,17 +87,27 @@ function layOutAllocations(data, count, colours) {
   return { made, says };
 }
 
-// Fill a drawn chart, and again whenever its slider moves. The slider is logarithmic: small counts matter most.
-function fillAllocations(view, data, colours, slider, says) {
-  const source = view.roots[0].model.document.get_model_by_name("allocations");
+// Fill a chart, and again whenever its slider moves. The slider is logarithmic: small counts matter most.
+function fillAllocations(marks, data, slider, says) {
+  const [, high] = marks.parentNode.dataset.ends.split(" ").slice(2).map(Number);
+  const shapes = marks.querySelector("svg");
+  marks.querySelectorAll("svg:has(.area)").forEach((each) => each.remove());
+  marks.prepend(shapes);
   const most = data.start.length;
   const count = () => Math.max(1, Math.round(most ** Number(slider.value)));
   function fill() {
-    const laidOut = layOutAllocations(data, count(), colours);
-    source.data = laidOut.made;
-    says.textContent = laidOut.says;
+    const { made, says: said } = layOutAllocations(data, count());
+    shapes.replaceChildren(...made.map(({ xs, ys, role, alpha, tip }) => {
+      const path = document.createElementNS(marks.namespaceURI, "path");
+      path.setAttribute("class", `${role} area`);
+      path.setAttribute("style", `fill-opacity: ${alpha}`);
+      path.setAttribute("d", `M${xs.map((x, i) => `${(1000 * x / data.last).toFixed(3)} ${(1000 - 1000 * ys[i] / high).toFixed(3)}`).join(" ")}Z`);
+      path.dataset.tip = tip;
+      return path;
+    }));
+    says.textContent = said;
   }
-  if (!slider.dataset.touched) slider.value = most > 1 ? Math.log(data.shown) / Math.log(most) : 1;
-  slider.oninput = () => { slider.dataset.touched = "yes"; fill(); };
+  slider.value = most > 1 ? Math.log(data.shown) / Math.log(most) : 1;
+  slider.oninput = fill;
   fill();
 }

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainstep.report.columns import Cell, median_cell
 from trainstep.report.numbers import as_float, gib, number
 from trainstep.report.tables import Table
 from trainstep.rows.records import Row, Scalar
-
-if TYPE_CHECKING:
-    from bokeh.plotting import figure
 
 
 @dataclass(frozen=True)
@@ -22,9 +19,9 @@ class Chart:
     name: str
     title: str
     caption: str
-    plot: Callable[[], figure]  # Draws it; called when the page is written
+    plot: Callable[[], str]  # Draws it; called when the page is written
     legend: Sequence[tuple[str, str]] = ()
-    """(swatch, meaning); a swatch is a role of `charts.COLOURS`, or a class of the style sheet."""
+    """(swatch, meaning); a swatch is a role of `charts.ROLES`, or a class of the style sheet."""
     allocations: Mapping[str, Any] | None = None
     """Data that the page's script stacks in it, with a slider for the detail; see `charts.allocations`."""
 
@@ -97,7 +94,7 @@ class Part:
 
     name: str
     ms: float
-    role: str  # of `charts.COLOURS`, or "idle"
+    role: str  # of `charts.ROLES`, or "idle"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-// Charts are drawn after the text is on screen, in the page's own colours, and again when light turns to dark.
+// What a page does beyond being read: copying, sorting, printing, and charts that answer the pointer.
 (async () => {
   "use strict";
   async function unpack(id) {
@@ -64,41 +64,82 @@
   }, { rootMargin: "-20% 0px -60% 0px" });
   for (const id of links.keys()) watch.observe(document.getElementById(id));
 
-  if (!document.getElementById("library")) return;
-  await new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));
-  if (!window.DecompressionStream) {
-    document.documentElement.classList.add("no-charts");
-    return;
-  }
-  const script = document.createElement("script");
-  script.textContent = await unpack("library");
-  document.head.append(script);
+  // What lies under the pointer in a chart is told beside it.
+  const tip = document.createElement("div");
+  tip.className = "tip";
+  tip.hidden = true;
+  document.body.append(tip);
+  addEventListener("pointermove", (event) => {
+    const said = event.target.dataset?.tip;
+    tip.hidden = !said;
+    if (!said) return;
+    tip.textContent = said;
+    const { width, height } = tip.getBoundingClientRect();
+    tip.style.left = `${Math.max(8, Math.min(event.clientX + 14, innerWidth - width - 8))}px`;
+    tip.style.top = `${event.clientY + 18 + height < innerHeight ? event.clientY + 18 : Math.max(8, event.clientY - 12 - height)}px`;
+  });
+  addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
 
-  const { colours, items, allocations } = JSON.parse(await unpack("charts"));
-  let views = [];
-  let drawing = Promise.resolve();
-  async function draw() {
-    for (const view of views) view.clear();
-    views = [];
-    Bokeh.documents.length = 0;
-    const style = getComputedStyle(document.documentElement);
-    const values = new Map(Object.entries(colours).map(([role, key]) => [key, style.getPropertyValue(`--${role}`).trim()]));
-    const stand_in = new RegExp([...values.keys()].join("|"), "g");
-    for (const [name, item] of Object.entries(items)) {
-      const target = document.getElementById(`chart-${name}`);
-      target.replaceChildren();
-      const themed = JSON.stringify(item).replace(stand_in, (key) => values.get(key));
-      const view = await Bokeh.embed.embed_item(JSON.parse(themed), target);
-      views.push(view);
-      if (name in allocations) {
-        const slider = document.getElementById(`detail-${name}`);
-        const inks = Object.fromEntries(Object.entries(colours).map(([role, key]) => [role, values.get(key)]));
-        fillAllocations(view, allocations[name], inks, slider, slider.nextElementSibling);
-      }
+  // Drag over a part of a chart, or turn the wheel with Shift, to see it closer; double-click for all of it.
+  const round = (low, high, most) => {
+    const unit = 10 ** Math.floor(Math.log10((high - low) / most));
+    const step = [1, 2, 5, 10].map((digit) => digit * unit).find((each) => each >= 0.999 * (high - low) / most);
+    return Array.from({ length: Math.floor(high / step + 1e-9) - Math.ceil(low / step) + 1 }, (_, at) => (Math.ceil(low / step) + at) * step);
+  };
+  for (const frame of document.querySelectorAll("[data-zoom*=x]")) {
+    const marks = frame.querySelector(".marks"), plot = frame.parentNode, ends = frame.dataset.ends.split(" ").map(Number);
+    const all = document.createElement("button");
+    Object.assign(all, { type: "button", className: "all", textContent: "Show all", hidden: true });
+    plot.parentNode.append(all);
+    let shown = [...ends], from = null;
+    function show(next) {
+      shown = next;
+      ["x", "y"].forEach((axis, at) => {
+        const [low, high, first, last] = [next[2 * at], next[2 * at + 1], ends[2 * at], ends[2 * at + 1]];
+        const scale = (last - first) / (high - low);
+        marks.setAttribute(axis, `${100 * (axis === "x" ? (first - low) : (high - last)) / (high - low)}%`);
+        marks.setAttribute(axis === "x" ? "width" : "height", `${100 * scale}%`);
+        if (!frame.dataset.zoom.includes(axis)) return;
+        const group = plot.querySelector(`.${axis}-axis`), line = group.querySelector("line"), text = group.querySelector("text");
+        group.querySelectorAll("line, text:not([dy='-.6em'])").forEach((each) => each.remove());
+        for (const value of round(low, high, 5)) {
+          const place = `${axis === "x" ? 100 * (value - low) / (high - low) : 100 * (high - value) / (high - low)}%`;
+          const [rule, name] = [line, text].map((each) => each && group.appendChild(each.cloneNode()));
+          for (const end of [1, 2]) rule?.setAttribute(`${axis}${end}`, place);
+          name.setAttribute(axis, place);
+          name.textContent = Number(value.toPrecision(6)).toLocaleString("en", { maximumFractionDigits: 9 });
+        }
+      });
+      all.hidden = next.every((each, at) => each === ends[at]);
     }
-    document.documentElement.dataset.drawn = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+    const part = (event) => {
+      const { left, top, width, height } = frame.firstElementChild.getBoundingClientRect();
+      return [(event.clientX - left) / width, 1 - (event.clientY - top) / height].map((each) => Math.min(1, Math.max(0, each)));
+    };
+    const along = (at, share) => shown[2 * at] + share * (shown[2 * at + 1] - shown[2 * at]);
+    frame.addEventListener("pointerdown", (event) => { from = event; frame.setPointerCapture(event.pointerId); event.preventDefault(); });
+    frame.addEventListener("pointerup", (event) => {
+      if (!from) return;
+      const [start, end] = [part(from), part(event)];
+      const far = [Math.abs(event.clientX - from.clientX) > 5, frame.dataset.zoom.includes("y") && Math.abs(event.clientY - from.clientY) > 12];
+      from = null;
+      if (far.some(Boolean)) show([0, 1].flatMap((at) => (far[at] ? [start[at], end[at]].sort((a, b) => a - b).map((share) => along(at, share)) : shown.slice(2 * at, 2 * at + 2))));
+    });
+    frame.addEventListener("wheel", (event) => {
+      if (!event.shiftKey) return;
+      event.preventDefault();
+      const middle = along(0, part(event)[0]), factor = (event.deltaY || event.deltaX) < 0 ? 0.8 : 1.25;
+      show([Math.max(ends[0], middle - factor * (middle - shown[0])), Math.min(ends[1], middle + factor * (shown[1] - middle)), ...shown.slice(2)]);
+    }, { passive: false });
+    frame.addEventListener("dblclick", () => show([...ends]));
+    all.addEventListener("click", () => show([...ends]));
   }
-  const redraw = () => { drawing = drawing.then(draw); };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  redraw();
+
+  const packed = document.getElementById("allocations-data");
+  if (packed && window.DecompressionStream) for (const [name, data] of Object.entries(JSON.parse(await unpack(packed.id)))) {
+    const slider = document.getElementById(`detail-${name}`);
+    slider.parentNode.hidden = false;
+    fillAllocations(document.querySelector(`#chart-${name} .marks`), data, slider, slider.nextElementSibling);
+  }
+  document.documentElement.dataset.drawn = "yes";
 })();

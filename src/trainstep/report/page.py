@@ -1,8 +1,8 @@
 """A report: rows, what they say, and the files made of them: tables, and `report.html`, which begins with a summary.
 
-The page is one file that opens from disk and asks the network for nothing. Text and tables are plain HTML and come
-first; charts are drawn after the first paint. They and the library that draws them travel compressed (0.5 MB instead of
-1.5 MB), and the reader's browser unpacks them. Every name goes through Jinja's autoescape.
+The page is one file that opens from disk and asks the network for nothing. Text, tables and charts are plain HTML and
+SVG, so that they are the same on paper, in a screenshot and where no script runs; the allocations of a step, which a
+script lays out, travel compressed. Every name is escaped, in charts by `charts` and elsewhere by Jinja's autoescape.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from trainstep.base.errors import UsageError
 from trainstep.base.files import aside
 from trainstep.report.blocks import Charts
-from trainstep.report.charts import COLOURS, embedded
 from trainstep.report.findings import Finding
 from trainstep.report.formats import write_tables
 from trainstep.report.numbers import in_ms, typeset
@@ -76,8 +75,6 @@ def render(records: Sequence[Row]) -> str:
     sections = [*([first] if first is not None else []), *sections]
     blocks = (block for section in sections for block in section.blocks)
     drawn = [chart for block in blocks if isinstance(block, Charts) for chart in block.charts]
-    plots = {chart.name: chart.plot() for chart in drawn}
-    items = {name: embedded(plot) for name, plot in plots.items()}
     allocations = {chart.name: chart.allocations for chart in drawn if chart.allocations is not None}
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -94,10 +91,8 @@ def render(records: Sequence[Row]) -> str:
         title=_title(records),
         subtitle=_subtitle(records, every),
         sections=sections,
-        heights={name: plot.height for name, plot in plots.items()},
         has_intervals=any(name.endswith(("_low_ms", "_low")) for row in records for name in row.values),
-        charts=_packed(json.dumps({"colours": COLOURS, "items": items, "allocations": allocations})),
-        library=_packed(_library()) if plots else "",
+        allocations=_packed(json.dumps(allocations)) if allocations else "",
         style=source(environment, "page.css")[0],
         script=source(environment, "allocations.js")[0] + source(environment, "page.js")[0],
     )
@@ -137,12 +132,6 @@ def _subtitle(records: Sequence[Row], every: int) -> list[str]:
         for name in ("device", "date")
     ]
     return [*ends[0], *parts, *ends[1]]
-
-
-def _library() -> str:
-    from bokeh.resources import Resources
-
-    return "\n".join(Resources(mode="inline", minified=True, log_level="warn", components=["bokeh"]).js_raw)
 
 
 def _packed(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.report import sample
-from tests.report.browsing import drag, hover_bar, noise, open_page, wait_for
+from tests.report.browsing import drag, hover_bar, noise, open_page
 from tests.report.page import Page
 from trainstep.measure.profile.kernels import Family, Kernel, KernelProfile, Lane
 from trainstep.measure.profile.rows import profile_rows, summary_values
@@ -133,8 +133,8 @@ def test_beside_the_rest_of_an_analysis() -> None:
 # In a browser
 
 CHART = "chart-timeline"
-FIGURE = "const source = Bokeh.documents.map((doc) => doc.get_model_by_name('timeline')).find(Boolean);" \
-         "const figure = source.document.roots()[0];"  # fmt: skip
+SHOWN = "return ['width', 'height'].map((name) => document.querySelector(`#chart-timeline .marks`)" \
+        ".getAttribute(name) ?? '100%')"  # fmt: skip
 
 
 def large_profile(count: int = 30_000) -> KernelProfile:
@@ -163,20 +163,21 @@ def kernels_page(page_folder: Path) -> str:
 @pytest.mark.browser
 def test_hovering_shows_a_kernel_and_dragging_zooms_in_time_alone(browser: Any, kernels_page: str) -> None:
     open_page(browser, kernels_page)
-    tip = hover_bar(browser, CHART, "timeline", "nvjet_backward")
+    tip = hover_bar(browser, CHART, "nvjet_backward")
     assert tip.split("\n") == ["nvjet_backward", "tensor-core matmul, backward", "blocks.1.attention", "150 µs"]
-    tip = hover_bar(browser, CHART, "timeline", "ncclDevKernel_AllReduce")
+    tip = hover_bar(browser, CHART, "ncclDevKernel_AllReduce")
     assert tip.startswith("ncclDevKernel_AllReduce\ncommunication, backward")
-    assert HOSTILE in hover_bar(browser, CHART, "timeline", f"elementwise {HOSTILE}")
+    assert HOSTILE in hover_bar(browser, CHART, f"elementwise {HOSTILE}")
     assert browser.title == "large · trainstep report"
     assert noise(browser) == []
 
-    ranges = FIGURE + "return [figure.x_range.end - figure.x_range.start, figure.y_range.end - figure.y_range.start]"
-    whole, lanes = browser.execute_script(ranges)
+    texts = "return [...document.querySelectorAll(`#${arguments[0]} .x-axis text`)].map((each) => each.textContent)"
+    whole = browser.execute_script(texts, CHART)
     drag(browser, CHART)
-    wait_for(browser, FIGURE + "return figure.x_range.end - figure.x_range.start < 0.5 * arguments[0]", whole)
-    assert browser.execute_script(ranges)[1] == lanes
-    browser.execute_script(FIGURE + "figure.reset.emit()")
-    wait_for(browser, FIGURE + "return figure.x_range.end - figure.x_range.start === arguments[0]", whole)
+    across, down = (float(size.removesuffix("%")) for size in browser.execute_script(SHOWN))
+    assert (across, down) == (pytest.approx(500, rel=0.02), 100), "a fifth of the time, and all lanes"
+    assert browser.execute_script(texts, CHART) != whole
+    browser.find_element("css selector", f"#{CHART} button.all").click()
+    assert (browser.execute_script(SHOWN), browser.execute_script(texts, CHART)) == (["100%", "100%"], whole)
     open_page(browser, kernels_page, width=320)
     assert browser.execute_script("return document.documentElement.scrollWidth") == 320, "a phone has room for it"

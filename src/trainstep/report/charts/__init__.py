@@ -1,103 +1,137 @@
-"""The page's charts, drawn with Bokeh from plain rows. Bokeh is imported when a chart is drawn, not before.
+"""The page's charts: SVG, drawn from plain rows when the page is written.
 
-No colour is fixed here. Every colour is a stand-in for a CSS variable of the page (`COLOURS`); the page's script puts
-the variable's value in its place when it draws, and draws again when the reader switches between light and dark.
-Charts have no toolbar and take no gestures, so they never catch a finger that scrolls the page; hovering (or tapping)
-shows a row's figures. Names come from the user's model: they are drawn as plain text, and escaped in tooltips.
+Every place is in per cent of the chart's frame. So a chart is as wide as its column, on a screen and on paper, while
+texts, lines and dots keep their size. Colours are classes of the style sheet. A mark's `data-tip` is what the page's
+script shows beside the pointer; names come from the user's model and are escaped.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from html import escape
 
-if TYPE_CHECKING:
-    from bokeh.plotting import figure
+from trainstep.report.numbers import typeset
 
 SERIES = ("series-1", "series-2", "series-3", "series-4")  # For lines that follow one another, the first the palest
 KINDS = tuple(f"kind-{number}" for number in range(1, 9))  # For different things, told apart by hue (Okabe & Ito)
-_ROLES = ("ink", "muted", "rule", "accent", "neutral", "warn", "paper", *SERIES, *KINDS)
-COLOURS: Mapping[str, str] = {role: f"#fe{number:02x}fd" for number, role in enumerate(_ROLES)}
-"""Role → the stand-in for the page's CSS variable of that name."""
-
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
-
-TOOLTIP = '<div style="white-space: pre-line"><strong>@name</strong>\n@tip</div>'
-
-COVER: Mapping[str, Any] = {
-    "fill_color": COLOURS["muted"],
-    "fill_alpha": 0,
-    "line_color": None,
-    "hover_fill_color": COLOURS["muted"],
-    "hover_fill_alpha": 0.08,
-    "hover_line_color": None,
-}  # Of an invisible bar over what hovering should react to: it shows only under the pointer
+ROLES = ("ink", "muted", "rule", "accent", "neutral", "warn", "paper", *SERIES, *KINDS)
+"""Classes of a mark; each has the colour of the CSS variable of its name."""
+_LETTER = 0.55  # em that a letter takes
 
 
-def embedded(plot: figure) -> dict[str, Any]:
-    """A chart as the object that BokehJS draws from."""
-    from bokeh.embed import json_item
+@dataclass(frozen=True)
+class Scale:
+    """An axis from one value to another."""
 
-    return dict(json_item(plot))
+    low: float
+    high: float
+    log: bool = False
 
+    def __call__(self, value: float) -> float:
+        """Per cent of the way from low to high."""
+        low, high, at = map(math.log10, (self.low, self.high, value)) if self.log else (self.low, self.high, value)
+        return 100 * (at - low) / (high - low or 1)
 
-def empty_figure(**options: Any) -> figure:
-    """An empty chart in the page's style."""
-    from bokeh.plotting import figure
-
-    bare = dict.fromkeys(("toolbar_location", "background_fill_color", "border_fill_color", "outline_line_color"))
-    plot = figure(sizing_mode="stretch_width", tools="", min_border=0, **bare, **options)
-    style_axes(plot.axis)
-    plot.grid.grid_line_color = None
-    return plot
-
-
-def style_axes(axes: Any) -> None:
-    """Quiet axes: labels, and no lines."""
-    axes.axis_line_color = axes.major_tick_line_color = axes.minor_tick_line_color = None
-    axes.major_label_text_color = axes.axis_label_text_color = COLOURS["muted"]
-    axes.major_label_text_font = axes.axis_label_text_font = FONT
-    axes.major_label_text_font_size = axes.axis_label_text_font_size = "12px"
-    axes.axis_label_text_font_style = "normal"
-    axes.axis_label_standoff = 6
-
-
-def name_ticks(axis: Any, texts: Mapping[float, str], role: str = "muted") -> None:
-    """Texts for ticks, as `PlainText`: Bokeh would typeset `$$` as TeX, by a script from the network."""
-    from bokeh.models import FixedTicker, PlainText
-
-    axis.ticker = FixedTicker(ticks=list(texts))
-    axis.major_label_overrides = {place: PlainText(text=text) for place, text in texts.items()}
-    axis.major_label_text_color = COLOURS[role]
+    def ticks(self, most: int = 5, least: float = 0.0) -> dict[float, str]:
+        """About `most` round numbers with their texts, at least `least` apart."""
+        if self.log:
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            found = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+            found = [each for each in found if self.low <= each <= self.high]
+            tens = [each for each in found if f"{each:e}".startswith("1.0")]
+            found = found if len(found) <= most + 2 else tens[:: -(-len(tens) // (most + 2))]
+        else:
+            apart = max((self.high - self.low) / most, least) or 1.0
+            unit = 10.0 ** math.floor(math.log10(apart))
+            step = next(unit * digit for digit in (1, 2, 5, 10) if unit * digit >= 0.999 * apart)
+            found = [step * at for at in range(math.ceil(self.low / step), math.floor(self.high / step + 1e-9) + 1)]
+        return {each: typeset(f"{each:,.6g}") for each in found}
 
 
-def add_hover(plot: figure, *renderers: Any) -> None:
-    """Show `@name` and `@tip` of what lies under the pointer in these."""
-    from bokeh.models import HoverTool
+class Plot:
+    """A chart: marks in a frame, and around it the axes' texts."""
 
-    plot.add_tools(HoverTool(renderers=[*renderers], tooltips=TOOLTIP, point_policy="follow_mouse", visible=False))
+    def __init__(self, x: Scale, y: Scale, height: int) -> None:
+        self.x, self.y, self.height = x, y, height
+        self._marks: list[str] = []
+        self._around = {"x": list[str](), "y": list[str]()}
+        self._left, self._right, self._top, self._below = 1.5, 1.5, 0.2, 0.5  # em around the frame
+        self._name = ""
+
+    def bar(self, x: tuple[float, float], y: tuple[float, float], role: str, tip: str = "") -> None:
+        """A rectangle between two x and two y."""
+        (left, right), (low, high) = sorted(map(self.x, x)), sorted(map(self.y, y))
+        place = f'x="{left:.6g}%" y="{100 - high:.5g}%" width="{right - left:.5g}%" height="{high - low:.5g}%"'
+        self._marks.append(f'<rect class="{role}" {place}{_tip(tip)}/>')
+
+    def line(self, x: Sequence[float], y: Sequence[float], role: str, width: float = 1.2) -> None:
+        """A line through points, or an area where the role has `area`."""
+        at = " ".join(f"{10 * self.x(a):.5g} {1000 - 10 * self.y(b):.5g}" for a, b in zip(x, y, strict=True))
+        path = f'<path class="{role}" stroke-width="{width}" d="M{at}"/>'
+        self._marks.append(f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none">{path}</svg>')
+
+    def dot(self, x: float, y: float, role: str, tip: str = "", size: float = 4) -> None:
+        """A filled circle."""
+        place = f'cx="{self.x(x):.5g}%" cy="{100 - self.y(y):.5g}%" r="{size}"'
+        self._marks.append(f'<circle class="{role}" {place}{_tip(tip)}/>')
+
+    def text(self, x: float, y: float, text: str, role: str, anchor: str = "middle", dy: str = ".35em") -> None:
+        """A small text, its middle at y."""
+        self._marks.append(_text(f"{self.x(x):.5g}%", f"{100 - self.y(y):.5g}%", text, role, anchor, dy))
+
+    def across(self, role: str, *, x: float | None = None, y: float | None = None, width: float = 1.2) -> None:
+        """A line over the whole frame, at an x or at a y."""
+        ends = ((x, x), (self.y.low, self.y.high)) if x is not None else ((self.x.low, self.x.high), (y or 0.0,) * 2)
+        self.line(*ends, role, width)
+
+    def x_axis(self, name: str, ticks: Mapping[float, str], has_grid: bool = False) -> None:
+        """Texts below the frame, and what they count."""
+        self._below = 3.2 if name else 1.6
+        for value, text in ticks.items():
+            at = f"{self.x(value):.5g}%"
+            self._around["x"].append(f'<line class="rule" x1="{at}" x2="{at}" y2="100%"/>' if has_grid else "")
+            self._around["x"].append(_text(at, "100%", text, "muted", "middle", "1.3em"))
+        self._name = _text("50%", "100%", name, "muted", "middle", "2.8em")
+
+    def y_axis(self, name: str, ticks: Mapping[float, str], role: str = "muted", side: str = "left") -> None:
+        """Texts beside the frame, and above them what they count; numbers have a grid, names have none."""
+        room = _LETTER * max(map(len, ticks.values()), default=0) + 1.2
+        self._left, self._right = (room, self._right) if side == "left" else (self._left, room)
+        self._top = 1.7 if name else self._top
+        at, anchor, dx = ("0%", "end", -0.6) if side == "left" else ("100%", "start", 0.6)
+        for value, text in ticks.items():
+            y = f"{100 - self.y(value):.5g}%"
+            self._around["y"].append(f'<line class="rule" x2="100%" y1="{y}" y2="{y}"/>' if role == "muted" else "")
+            self._around["y"].append(_text(at, y, text, role, anchor, ".35em", f"{dx}em"))
+        self._around["y"].append(_text("0%", "0%", name, "muted", "start", "-.6em", f"{-self._left}em") if name else "")
+
+    def svg(self, zoom: str = "") -> str:
+        """The chart as HTML.
+
+        Args:
+            zoom: the axes along which the reader may see a part closer, "x" or "xy".
+        """
+        room = " ".join(f"{each:.3g}em" for each in (self._top, self._right, self._below, self._left))
+        ends = f"{self.x.low!r} {self.x.high!r} {self.y.low!r} {self.y.high!r}"
+        return "".join(
+            (
+                f'<div class="plot" style="padding: {room}"><svg width="100%" height="{self.height}">',
+                *(f'<g class="{axis}-axis">{"".join(texts)}</g>' for axis, texts in self._around.items()),
+                self._name,
+                f'<svg class="frame" data-ends="{ends}" data-zoom="{zoom}">',
+                '<rect class="back" width="100%" height="100%"/>',
+                f'<svg class="marks">{"".join(self._marks)}</svg></svg></svg></div>',
+            )
+        )
 
 
-def add_zoom(plot: figure, renderers: Sequence[Any], dimensions: str = "width") -> None:
-    """Drag to see a part closer (along x, also by Shift and the wheel), double-click (or the tool) for all."""
-    from bokeh.models import BoxZoomTool, ResetTool, WheelZoomTool
-
-    plot.toolbar_location = "above"
-    plot.toolbar.logo = None
-    plot.toolbar.active_drag = zoom = BoxZoomTool(dimensions=dimensions)
-    plot.add_tools(zoom)
-    if dimensions == "width":
-        plot.toolbar.active_scroll = wheel = WheelZoomTool(dimensions=dimensions, modifiers={"shift": True})
-        plot.add_tools(wheel)
-    plot.add_tools(ResetTool())
-    add_hover(plot, *renderers)
+def _tip(text: str) -> str:
+    said = escape(text).replace("\n", "&#10;")
+    return f' data-tip="{said}"' if text else ""
 
 
-def add_text(
-    plot: figure, x: Sequence[float], y: Sequence[float], texts: Sequence[str], role: str, **style: Any
-) -> None:
-    """Small texts in the chart."""
-    from bokeh.core.properties import value
-
-    font = {"text_font": value(FONT), "text_font_size": "12px"}
-    plot.text(x=list(x), y=list(y), text=list(texts), text_color=COLOURS[role], **font, **style)
+def _text(x: str, y: str, text: str, role: str, anchor: str, dy: str, dx: str = "0") -> str:
+    place = f'x="{x}" y="{y}" dx="{dx}" dy="{dy}" text-anchor="{anchor}"'
+    return f'<text class="{role}" {place}>{escape(text)}</text>'

@@ -1,20 +1,19 @@
-"""A step's allocations, stacked over its events: the frame drawn here, the allocations laid out by the page's script.
+"""A step's allocations, stacked over its events: by group here, one by one by the page's script.
 
 The script (`allocations.js`) stacks them anew whenever the reader asks for more or less detail, so the page carries the
-allocations themselves, a few numbers each, and no polygons.
+allocations themselves, a few numbers each. Without it, in mail for instance, the groups remain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
-from trainstep.report.charts import COLOURS, add_text, add_zoom, empty_figure
+from trainstep.report.charts import Plot, Scale
 from trainstep.report.numbers import numeric
 from trainstep.rows import MemoryTimelineRow
-
-if TYPE_CHECKING:
-    from bokeh.plotting import figure
 
 HEIGHT = 420
 SHOWN = 400  # Allocations drawn one by one before the reader moves the slider
@@ -36,39 +35,51 @@ def roles(groups: Sequence[str]) -> list[str]:
     return [_ROLES[name] if name in _ROLES else next(left, "neutral") for name in groups]
 
 
-def allocation_chart(row: MemoryTimelineRow, unit: str, scale: float) -> figure:
-    """The chart of a timeline, its allocations still to be laid out.
+def allocation_chart(row: MemoryTimelineRow, unit: str, scale: float) -> str:
+    """The chart of a timeline, its groups stacked; the page's script puts the allocations in their place.
 
     Args:
         unit, scale: the unit of its axis, and how many of it a GiB has.
     """
-    from bokeh.models import ColumnDataSource, Range1d, Span
-
     series, events, peak = row.series, row.events or 0, (row.peak_gib or 0.0) * scale
-    plot = empty_figure(height=HEIGHT, y_axis_label=unit, x_axis_label="allocations and releases, in order")
-    plot.x_range = Range1d(0, events + 1, bounds=(0, events + 1))
-    plot.y_range = Range1d(0, 1.12 * peak, bounds=(0, 1.12 * peak))
-    plot.ygrid.grid_line_color = COLOURS["rule"]
-    plot.yaxis.ticker.desired_num_ticks = 6
-    source = ColumnDataSource({name: [] for name in ("xs", "ys", "colour", "alpha", "name", "tip")}, name="allocations")
-    style = {"fill_color": "colour", "fill_alpha": "alpha", "line_color": None}
-    hovered = {"hover_fill_color": "colour", "hover_fill_alpha": 1.0, "hover_line_color": COLOURS["ink"]}
-    patches = plot.patches(xs="xs", ys="ys", source=source, **style, **hovered)
+    plot = Plot(Scale(0, events + 1), Scale(0, 1.12 * peak or 1.0), HEIGHT)
+    plot.x_axis("allocations and releases, in order", plot.x.ticks())
+    plot.y_axis(unit, plot.y.ticks(6))
     edges = [numeric(edge) for edge in series["edges"]]
-    total = [numeric(size) / 2**30 * scale for size in series["total"]]
-    plot.step(edges, [*total, total[-1]], mode="after", line_color=COLOURS["ink"], line_width=1)
-    for start in series["phase_start"]:
-        plot.add_layout(Span(location=start, dimension="height", line_color=COLOURS["neutral"], line_dash="dotted"))
-    phases = [
-        ((numeric(start) + numeric(end)) / 2, str(name))
-        for name, start, end in zip(*(series[key] for key in ("phases", "phase_start", "phase_end")), strict=True)
-        if numeric(end) - numeric(start) >= _NARROWEST_LABEL * events
+    steps = [edge for edge in edges for _ in range(2)][1:-1]  # each stretch begins and ends
+    below = [0.0] * len(steps)
+    for role, held in _stacked(row, edges):
+        above = [low + size / 2**30 * scale for low, size in zip(below, _twice(held), strict=True)]
+        plot.line([*steps, *reversed(steps)], [*below, *reversed(above)], f"{role} area")
+        below = above
+    plot.line(steps, [size / 2**30 * scale for size in _twice(series["total"])], "ink", 1)
+    for name, *ends in zip(*(series[key] for key in ("phases", "phase_start", "phase_end")), strict=True):
+        start, end = map(numeric, ends)
+        plot.across("neutral dotted", x=start)
+        if end - start >= _NARROWEST_LABEL * events:
+            plot.text((start + end) / 2, 1.06 * peak, str(name), "muted")
+    plot.across("warn dashed", x=row.peak_state or 0)
+    return plot.svg("xy")
+
+
+def _twice(values: Iterable[object]) -> list[float]:
+    return [numeric(value) for value in values for _ in range(2)]
+
+
+def _stacked(row: MemoryTimelineRow, edges: Sequence[float]) -> list[tuple[str, list[float]]]:
+    """Colour and bytes in each stretch between two edges, of every group, from below."""
+    series, groups = row.series, [str(name) for name in row.series["groups"]]
+    grown = [[0.0] * len(edges) for _ in groups]
+    for start, end, size, group in zip(*(series[key] for key in ("start", "end", "bytes", "group")), strict=True):
+        first, last = (bisect(edges, numeric(at)) - 1 for at in (start, end))
+        grown[int(numeric(group))][first] += numeric(size)
+        grown[int(numeric(group))][last] -= numeric(size)
+    order = sorted(range(len(groups)), key=lambda group: numeric(series["bands"][group]))
+    colours, rests = roles(groups), [series.get(f"rest_{place}") or [0.0] * (len(edges) - 1) for place in order]
+    return [
+        (colours[place], [numeric(small) + large for small, large in zip(rest, accumulate(grown[place]), strict=False)])
+        for place, rest in zip(order, rests, strict=True)
     ]
-    middles, names = zip(*phases, strict=True) if phases else ((), ())
-    add_text(plot, middles, [1.06 * peak] * len(phases), names, "muted", text_align="center")
-    plot.add_layout(Span(location=row.peak_state, dimension="height", line_color=COLOURS["warn"], line_dash="dashed"))
-    add_zoom(plot, [patches], "auto")
-    return plot
 
 
 def layout_data(row: MemoryTimelineRow, unit: str, scale: float) -> dict[str, Any]:

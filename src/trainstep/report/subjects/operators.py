@@ -10,7 +10,7 @@ from functools import partial
 from trainstep.report import columns
 from trainstep.report.blocks import Chart, Charts, Section, section
 from trainstep.report.charts import KINDS
-from trainstep.report.charts.lines import Series, curves, key_of
+from trainstep.report.charts.lines import Series, key_of, lines
 from trainstep.report.numbers import number, typeset
 from trainstep.report.tables import define, page_table
 from trainstep.rows import AttentionRatioRow, AttentionRow, FusedRatioRow, FusedRow
@@ -136,8 +136,9 @@ def _chart(
             role = KINDS[index % len(KINDS)]
             series.append(Series(impl, x, y, role, texts=[typeset(f"{number(each)} {unit}") for each in y]))
     lengths = sorted({float(row.seq) for row in rows})
-    id, drawn = f"{name}-{shape}".replace(" ", "-").replace(",", ""), (lengths, series, "sequence length", unit)
-    return Chart(id, title, shape, partial(curves, *drawn), key_of(series))
+    id = f"{name}-{shape}".replace(" ", "-").replace(",", "")
+    drawn = partial(lines, series, "sequence length", unit, log=True, sizes=lengths)
+    return Chart(id, title, shape, drawn, key_of(series))
 
 
 def fused(records: Sequence[Row]) -> Section | None:
