@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -46,6 +48,18 @@ def noise(browser: Any) -> list[str]:
     """Complaints, and requests that leave the page's own files."""
     asked = [url for url in requests(browser) if not url.startswith(("file://", "data:", "blob:"))]
     return [*complaints(browser), *asked]
+
+
+@contextlib.contextmanager
+def on_paper(browser: Any) -> Iterator[None]:
+    """With the style and the width of an A4 sheet."""
+    size = {"width": round((8.27 - 2 * 12 / 25.4) * 96), "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        yield
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
 def drag(browser: Any, chart: str) -> None:

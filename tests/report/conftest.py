@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.report.browsing import open_page
+from trainstep.report.page import write_html
+from trainstep.rows.records import Row
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +45,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
         driver.quit()
 
 
-@pytest.fixture(scope="session")
-def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where pages for the browser are written."""
-    return tmp_path_factory.mktemp("pages")
+@pytest.fixture
+def show(browser: object, tmp_path: Path) -> Callable[..., Path]:
+    """Opens the page of rows in the browser: `show(rows, width=320)`; returns its file."""
+
+    def shown(records: Sequence[Row], **options: Any) -> Path:
+        path = tmp_path / "report.html"
+        write_html(records, path)
+        open_page(browser, path.as_uri(), **options)
+        return path
+
+    return shown

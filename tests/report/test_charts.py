@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trainstep.report.charts import ROLES, Plot, Scale
+from trainstep.report.charts import ROLES, Scale
 from trainstep.report.charts.lines import Series, lines
 from trainstep.report.charts.rows import BEYOND, BROKEN, Fall, waterfall
 
@@ -23,11 +23,15 @@ FALLS = [
 LINES = [Series("one", [1, 2, 3], [1.0, 2.0, 4.0], "accent"), Series("two", [2, 3], [2.0, 3.0], "neutral")]
 
 
+def part(chart: str, name: str) -> ElementTree.Element:
+    found = ElementTree.fromstring(chart).find(f".//*[@class='{name}']")
+    assert found is not None
+    return found
+
+
 def drawn(chart: str, tag: str, role: str = "") -> list[dict[str, str]]:
-    """The attributes of all marks of a kind, their text among them; of one with the words of `role` as classes."""
-    marks = ElementTree.fromstring(chart).find(".//*[@class='marks']")
-    assert marks is not None
-    found = [each.attrib | {"text": each.text or ""} for each in marks.iter(tag)]
+    """The attributes of all marks of a kind; of those with the words of `role` as classes."""
+    found = [each.attrib for each in part(chart, "marks").iter(tag)]
     return [each for each in found if set(role.split()) <= set(each["class"].split())]
 
 
@@ -40,15 +44,11 @@ def spans(chart: str, tag: str = "rect", role: str = "") -> list[tuple[float, fl
 
 def ends(chart: str) -> list[float]:
     """Both ends of x and of y."""
-    frame = ElementTree.fromstring(chart).find(".//*[@class='frame']")
-    assert frame is not None
-    return [float(each) for each in frame.attrib["data-ends"].split()]
+    return [float(each) for each in part(chart, "frame").attrib["data-ends"].split()]
 
 
 def names(chart: str, axis: str) -> list[str]:
-    group = ElementTree.fromstring(chart).find(f".//*[@class='{axis}-axis']")
-    assert group is not None
-    return [text.text or "" for text in group.iter("text")]
+    return [text.text or "" for text in part(chart, f"{axis}-axis").iter("text")]
 
 
 def tips(chart: str) -> list[str]:
@@ -151,11 +151,3 @@ def test_every_role_has_a_colour_by_day_and_by_night() -> None:
     for part in (day, night):
         assert [role for role in ROLES if not re.search(rf"--{role}: #[0-9a-f]{{6}};", part)] == []
     assert [role for role in ROLES if f".{role} {{ --swatch: var(--{role}); }}" not in css] == []
-
-
-def test_a_chart_s_places_are_shares_of_its_width() -> None:
-    plot = Plot(Scale(0, 10), Scale(0, 1), 100)
-    plot.bar((2, 4), (0, 1), "accent")
-    plot.text(5, 0.5, "half", "ink")
-    (bar,), (text,) = drawn(plot.svg(), "rect"), drawn(plot.svg(), "text")
-    assert (bar["x"], bar["width"], bar["height"], text["x"]) == ("20%", "20%", "100%", "50%")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.report import sample
-from tests.report.browsing import noise, open_page
+from tests.report.browsing import noise
 from trainstep.report.blocks import Charts, Facts
 from trainstep.report.numbers import number
-from trainstep.report.page import write_html
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.training import LATE, MOST_RANKS, WAITING, headline, training
 from trainstep.report.tables import Table
@@ -176,10 +174,8 @@ def test_restarts_are_told_and_one_start_is_none() -> None:
 
 
 @pytest.mark.browser
-def test_the_page_of_a_run_on_a_phone_in_the_dark(browser: Any, page_folder: Path) -> None:
-    path = page_folder / "training.html"
-    write_html([run()], path)
-    open_page(browser, path.as_uri(), width=390, scheme="dark")
+def test_the_page_of_a_run_on_a_phone_in_the_dark(browser: Any, show: Any) -> None:
+    show([run()], width=390, scheme="dark")
     assert noise(browser) == []
     assert browser.execute_script("return document.documentElement.scrollWidth") == 390
     assert browser.execute_script("return document.querySelectorAll('.chart').length") == 5

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.report.browsing import hover_bar, noise, open_page
+from tests.report.browsing import hover_bar, noise
 from tests.report.page import Page
 from trainstep.bench.parallel.trace import TracedStep, family_rows, phases_of, trace_row
 from trainstep.measure.outcome import Failure
 from trainstep.measure.profile.kernels import Kernel, KernelProfile, kernel_family
 from trainstep.measure.profile.trace import Stream, Trace
-from trainstep.report.page import render, write_html
+from trainstep.report.page import render
 from trainstep.rows import ParallelFamilyRow, ParallelRow, ParallelTraceRow
 from trainstep.rows.records import Times
 
@@ -131,10 +130,8 @@ CHART = "chart-parallel-trace"
 
 
 @pytest.mark.browser
-def test_communication_lies_under_backward_with_overlap_and_after_it_without(browser: Any, page_folder: Path) -> None:
-    path = page_folder / "overlap.html"
-    write_html(records(), path)
-    open_page(browser, path.as_uri())
+def test_communication_lies_under_backward_with_overlap_and_after_it_without(browser: Any, show: Any) -> None:
+    show(records())
     all_reduce = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
     tip = hover_bar(browser, CHART, all_reduce, "overlapped")
     assert tip.split("\n") == [all_reduce, "overlapped: communication, backward", "1.20 ms"]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.report.browsing import complaints, drag, hover, noise, open_page
+from tests.report.browsing import complaints, drag, hover, noise
 from trainstep.base.config import ModelConfig, StepConfig
 from trainstep.bench.allocations import allocation_records, imported_records
 from trainstep.measure.allocations.snapshot import snapshot_of, write_snapshot
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
-from trainstep.report.page import render, write_html
+from trainstep.report.page import render
 from trainstep.report.subjects.allocations import owner_findings
 from trainstep.rows import AllocationRow, MemoryTimelineRow, OwnerRow
 from trainstep.rows.records import Row, of_kind, read_records, write_whole
@@ -111,13 +111,6 @@ CHART = "chart-allocations-0"
 SHAPES = f"const shapes = [...document.querySelectorAll('#{CHART} [data-tip]')];"
 
 
-@pytest.fixture(scope="module")
-def allocations_page(page_folder: Path, toy_records: list[Row]) -> str:
-    path = page_folder / "allocations.html"
-    write_html(toy_records, path)
-    return path.as_uri()
-
-
 def move(browser: Any, slider: float) -> tuple[int, str]:
     """Put the slider somewhere; how many shapes there are then, and what is said of them."""
     browser.execute_script(
@@ -137,10 +130,8 @@ def top_of_stack(browser: Any) -> float:
 
 
 @pytest.mark.browser
-def test_the_slider_hides_small_allocations_and_loses_none(
-    browser: Any, allocations_page: str, toy_records: list[Row]
-) -> None:
-    open_page(browser, allocations_page)
+def test_the_slider_hides_small_allocations_and_loses_none(browser: Any, show: Any, toy_records: list[Row]) -> None:
+    show(toy_records)
     row = toy_records[0]
     total, peak = row.allocations, row.peak_gib * 1024
 
@@ -156,8 +147,8 @@ def test_the_slider_hides_small_allocations_and_loses_none(
 
 
 @pytest.mark.browser
-def test_hovering_shows_size_owner_and_line_and_dragging_zooms(browser: Any, allocations_page: str) -> None:
-    open_page(browser, allocations_page)
+def test_hovering_shows_size_owner_and_line_and_dragging_zooms(browser: Any, show: Any, toy_records: list[Row]) -> None:
+    show(toy_records)
     move(browser, 1)
     # The largest activation: a place near its left edge, as fractions of the frame, from its outline.
     place = browser.execute_script(
@@ -178,16 +169,14 @@ def test_hovering_shows_size_owner_and_line_and_dragging_zooms(browser: Any, all
     assert browser.execute_script(shown) == pytest.approx(500, rel=0.02)
     browser.find_element("css selector", f"#{CHART} button.all").click()
     assert browser.execute_script(shown) == 100
-    open_page(browser, allocations_page, width=320)
+    show(toy_records, width=320)
     assert browser.execute_script("return document.documentElement.scrollWidth") == 320, "a phone has room for it"
 
 
 @pytest.mark.browser
-def test_hostile_names_are_shown_and_never_run(browser: Any, page_folder: Path, tmp_path: Path) -> None:
+def test_hostile_names_are_shown_and_never_run(browser: Any, show: Any, tmp_path: Path) -> None:
     write_snapshot(snapshot_of(large_timeline(3000)), tmp_path / "snapshot.pickle")
-    page = page_folder / "hostile-allocations.html"
-    write_html(list(imported_records(tmp_path / "snapshot.pickle")), page)
-    open_page(browser, page.as_uri())
+    show(list(imported_records(tmp_path / "snapshot.pickle")))
     move(browser, 1)
     assert str(LINE) in hover(browser, CHART, 0.5, 0.8)
     assert "run" not in browser.title.split()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.report import sample
-from tests.report.browsing import drag, hover_bar, noise, open_page
+from tests.report.browsing import drag, hover_bar, noise
 from tests.report.page import Page
 from trainstep.measure.profile.kernels import Family, Kernel, KernelProfile, Lane
 from trainstep.measure.profile.rows import profile_rows, summary_values
 from trainstep.measure.profile.trace import Stream
-from trainstep.report.page import render, write_html
+from trainstep.report.page import render
 from trainstep.report.subjects.kernels import TOP_KERNELS, kernels
 from trainstep.report.tables import Table
 from trainstep.rows import CeilingRow, FamilyRow, KernelRow, ProfileRow
@@ -153,16 +152,9 @@ def test_a_large_profile_makes_a_small_page() -> None:
     assert "30,000 kernels as" in html
 
 
-@pytest.fixture(scope="module")
-def kernels_page(page_folder: Path) -> str:
-    path = page_folder / "kernels.html"
-    write_html(records(gpu_profile()), path)
-    return path.as_uri()
-
-
 @pytest.mark.browser
-def test_hovering_shows_a_kernel_and_dragging_zooms_in_time_alone(browser: Any, kernels_page: str) -> None:
-    open_page(browser, kernels_page)
+def test_hovering_shows_a_kernel_and_dragging_zooms_in_time_alone(browser: Any, show: Any) -> None:
+    show(records(gpu_profile()))
     tip = hover_bar(browser, CHART, "nvjet_backward")
     assert tip.split("\n") == ["nvjet_backward", "tensor-core matmul, backward", "blocks.1.attention", "150 µs"]
     tip = hover_bar(browser, CHART, "ncclDevKernel_AllReduce")
@@ -179,5 +171,5 @@ def test_hovering_shows_a_kernel_and_dragging_zooms_in_time_alone(browser: Any, 
     assert browser.execute_script(texts, CHART) != whole
     browser.find_element("css selector", f"#{CHART} button.all").click()
     assert (browser.execute_script(SHOWN), browser.execute_script(texts, CHART)) == (["100%", "100%"], whole)
-    open_page(browser, kernels_page, width=320)
+    show(records(gpu_profile()), width=320)
     assert browser.execute_script("return document.documentElement.scrollWidth") == 320, "a phone has room for it"

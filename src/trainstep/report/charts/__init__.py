@@ -105,7 +105,9 @@ class Plot:
             y = f"{100 - self.y(value):.5g}%"
             self._around["y"].append(f'<line class="rule" x2="100%" y1="{y}" y2="{y}"/>' if role == "muted" else "")
             self._around["y"].append(_text(at, y, text, role, anchor, ".35em", f"{dx}em"))
-        self._around["y"].append(_text("0%", "0%", name, "muted", "start", "-.6em", f"{-self._left}em") if name else "")
+        self._around["y"].append(
+            _text("0%", "0%", name, "muted", "start", "-.6em", f"{0.2 - self._left:.3g}em") if name else ""
+        )
 
     def svg(self, zoom: str = "") -> str:
         """The chart as HTML.

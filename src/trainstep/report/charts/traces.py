@@ -91,7 +91,7 @@ def timeline(row: TimelineRow) -> str:
     height, ends = {lane: -index for index, lane in enumerate(lanes)}, _ends(row)
     start = "the first kernel" if row.has_steps is False else "the step’s first kernel"
     end = max((last for _, last in ends), default=1.0)
-    named = {y: lane for lane, y in height.items()}
+    named = {float(y): lane for lane, y in height.items()}
     plot = _lanes(named, 0.5 - len(lanes), end, len(lanes) * LANE_HEIGHT, start)
     passed: dict[str, list[float]] = {}
     columns = (_texts(row, name) for name in ("lane", "family", "phase", "module"))
