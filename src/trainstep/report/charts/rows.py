@@ -35,17 +35,16 @@ class Fall:
 _ROLES = {"baseline": "neutral", "kept": "accent", "left": "neutral outline", "slower": "warn hatched"}
 
 
-def end_of(rows: Sequence[Fall]) -> tuple[float, bool]:
-    """Where the axis ends, and whether a bar goes beyond: one slow change must not flatten all others."""
+def end_of(rows: Sequence[Fall]) -> float:
+    """End of the axis: the longest bar's, unless one slow change would flatten all others and goes beyond."""
     accepted = max((row.end for row in rows if row.outcome in ("baseline", "kept") and row.end), default=0.0)
     reach = max((x for row in rows for x in (row.start, row.end, row.high) if x), default=1.0)
-    is_broken = 0 < BROKEN * accepted < reach
-    return (BEYOND * accepted, True) if is_broken else (1.03 * reach, False)
+    return BEYOND * accepted if 0 < BROKEN * accepted < reach else 1.03 * reach
 
 
 def waterfall(rows: Sequence[Fall], axis: str) -> str:
     """The ladder: bars from the accepted time to each change's, a cross where it has no time."""
-    count, (end, _) = len(rows), end_of(rows)
+    count, end = len(rows), end_of(rows)
     plot = Plot(Scale(0, end), Scale(-count + 0.5, 0.5), count * ROW_HEIGHT)
     plot.x_axis(axis, plot.x.ticks(), has_grid=True)
     for side, texts in (("left", [row.name for row in rows]), ("right", [typeset(row.label) for row in rows])):
