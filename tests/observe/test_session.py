@@ -170,6 +170,8 @@ def test_steps_with_an_evaluation_are_not_timed_among_the_others(tmp_path):
     row = the_step(rows)
     assert [step.evaluations for step in log.steps if step.evaluations] == [5, 5, 5]
     assert (row.steps_seen, row.left_out, row.evaluated, row.n) == (16, 3, 3, 10)
+    assert sorted([*row.series["number"], *row.series["apart"]]) == [*range(1, 17)], "each step is drawn"
+    assert row.series["apart_why"] == ["left out"] * 3 + ["evaluated"] * 3
     assert "evaluation" not in row.times
 
 

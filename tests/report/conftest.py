@@ -28,10 +28,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
         "--headless=new",
         "--no-sandbox",
         "--disable-gpu",
-        "--disable-background-networking",
         "--disable-component-update",
-        "--disable-sync",
-        "--no-first-run",
         "--force-prefers-reduced-motion",
         f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
     ):

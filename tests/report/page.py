@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from html.parser import HTMLParser
-from typing import Any
 
 from tests.report import sample
 from trainstep.rows import ChangeRow
-from trainstep.rows.records import Row, of_kind
+from trainstep.rows.records import Row
 
 HOSTILE = "<script>document.title = 'run'</script><img src=x onerror=\"document.title = 'run'\">"
 """A name that would run as code, if it were not escaped."""
@@ -54,21 +52,6 @@ class Page(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if tag not in self.VOID:
             assert self.open.pop() == tag, f"</{tag}> closes something else"
-
-
-def expected_ladder(records: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """What the ladder's table must hold: every known value, and nothing where there is none."""
-    return {
-        row.change: {name: value for name, value in row.values.items() if name in LADDER_COLUMNS}
-        for row in of_kind(records, ChangeRow)
-    }
-
-
-def as_numbers(cells: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
-    return {
-        row: {name: value if name in ("verdict", "throttled_by") else float(value) for name, value in columns.items()}
-        for row, columns in cells.items()
-    }
 
 
 def hostile_records() -> list[Row]:

@@ -35,10 +35,11 @@ def drawn(chart: str, tag: str, role: str = "") -> list[dict[str, str]]:
     return [each for each in found if set(role.split()) <= set(each["class"].split())]
 
 
-def spans(chart: str, tag: str = "rect", role: str = "") -> list[tuple[float, float]]:
-    """Left and right of rectangles, in the chart's unit."""
+def spans(chart: str, role: str = "", tip: str = "") -> list[tuple[float, float]]:
+    """Left and right of rectangles whose tooltip begins so, in the chart's unit."""
     low, high = ends(chart)[:2]
-    share = [[float(each[name].removesuffix("%")) / 100 for name in ("x", "width")] for each in drawn(chart, tag, role)]
+    bars = [each for each in drawn(chart, "rect", role) if each.get("data-tip", "").startswith(tip)]
+    share = [[float(each[name].removesuffix("%")) / 100 for name in ("x", "width")] for each in bars]
     return [(low + x * (high - low), low + (x + width) * (high - low)) for x, width in share]
 
 

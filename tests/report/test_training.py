@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.report import sample
 from tests.report.browsing import noise
+from tests.report.test_charts import drawn, ends
 from trainstep.report.blocks import Charts, Facts
 from trainstep.report.numbers import number
 from trainstep.report.subjects import findings
@@ -67,8 +68,8 @@ def test_every_curve_is_drawn_with_what_happened() -> None:
     assert [meaning for _, meaning in charts["training-loss"].legend] == meanings
     for name, chart in charts.items():
         plot = chart.plot()
-        low, high = map(float, re.search(r'data-ends="(\S+) (\S+) ', plot).groups())
-        places = [float(at) / 1000 for at in re.findall(r'"warn dashed"[^>]* d="M(\S+)', plot)]
+        low, high = ends(plot)[:2]
+        places = [float(each["d"][1:].split()[0]) / 1000 for each in drawn(plot, "path", "warn dashed")]
         assert [low + share * (high - low) for share in places] == pytest.approx([20.5], rel=1e-3), name
 
 
@@ -100,14 +101,9 @@ def test_several_runs_share_their_charts_by_the_shortest_name() -> None:
     charts = charts_of(run("one"), run("two"))
     assert [meaning for _, meaning in charts["training-rate"].legend] == ["one", "two"]
     assert headline([run("one"), run("two")]) is None
-    other = TrainRow(**{**vars_of(run()), "scheme": "ddp"})
+    other = replace(run(), scheme="ddp")
     assert [meaning for _, meaning in charts_of(run(), other)["training-rate"].legend] == ["fsdp on 4", "ddp on 4"]
     assert [meaning for _, meaning in charts_of(run(), run())["training-rate"].legend] == ["run 1", "run 2"]
-
-
-def vars_of(row: TrainRow) -> dict[str, Any]:
-    names = ("workload", "scheme", "world_size", "steps", "times", "done", "starts", "last_loss", "first_loss")
-    return {name: getattr(row, name) for name in (*names, "series", "environment")}
 
 
 def test_a_record_of_an_earlier_version_is_in_the_table_alone() -> None:

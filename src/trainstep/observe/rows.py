@@ -96,16 +96,19 @@ def _step_row(log: RankLog, steps: Sequence[Step], known: Mapping[str, Any]) -> 
     left_out = WARMUP if len(steps) >= MANY else min(1, len(steps) - 1)
     apart = [_what_is_apart(step, compiled) for step in steps]
     usual = {what for what in ("evaluated", "compiled") if sum(what in each for each in apart) > USUAL * len(steps)}
-    kept = []
+    kept, reasons = [], dict[int, str]()
     for step, own_apart in zip(steps[left_out:], apart[left_out:], strict=True):
         why = next((what for what in own_apart if what not in usual), "")
         counts[why] += 1
+        reasons[step.number] = why or "instrumented"
         if not why:
             kept.append(step)
     if by_device := [step for step in kept if step.device]:  # the others have the host's times alone
         counts["instrumented"] += len(kept) - len(by_device)
         kept = by_device
     most = ", ".join(f"{count} {why}" for why, count in counts.most_common() if why) or "none came after the warm-up"
+    numbers = {step.number for step in kept}
+    others = [step for step in steps if step.number not in numbers]
     taken = [_times_of(step) for step in kept]
     phases = list(dict.fromkeys(phase for each in taken for phase in each))
     samples = {phase: [each.get(phase, 0.0) for each in taken] for phase in phases}
@@ -115,7 +118,13 @@ def _step_row(log: RankLog, steps: Sequence[Step], known: Mapping[str, Any]) -> 
         **known,
         times={phase: Times.of(summarize(values)) for phase, values in samples.items()},
         samples=samples,
-        series=dict(zip(("process_mib", "allocated_mib"), memory, strict=False)),
+        series={
+            **dict(zip(("process_mib", "allocated_mib"), memory, strict=False)),
+            "number": [step.number for step in kept],
+            "apart": [step.number for step in others],
+            "apart_ms": [sum(step.host) for step in others],
+            "apart_why": [reasons.get(step.number, "left out") for step in others],
+        },
         n=len(kept),
         world_size=log.header.get("world_size"),
         on_gpu=log.facts.get("on_gpu"),

@@ -31,7 +31,6 @@ _Captioned = tuple[Stack, str]
 _UNNAMED = {"(optimizer)": "optimizer", "(loss)": "loss", "(unknown)": UNPLACED}
 _ROLE_OF_PHASE = {"forward": "kind-1", "backward": "kind-2", "optimizer": "kind-3", "loss": "kind-4"}
 _ROLES = ("kind-1", "kind-2", "kind-3", "kind-4", "kind-5", "kind-6", "kind-7")
-_ROLES_OF_SCRIPTS = (*_ROLES, "kind-8", "neutral")
 _FIXED = {IDLE: "idle", BESIDE: "idle", OTHERS: "kind-8", UNPLACED: "neutral"}
 
 
@@ -181,7 +180,7 @@ def _of_phases(row: Timed, name: str, words: Mapping[str, str] | None = None) ->
     phases = {}
     for phase in known:
         said = words[phase] if words else phase
-        role = dict(zip(words, _ROLES_OF_SCRIPTS, strict=True)) if words else _ROLE_OF_PHASE
+        role = run.ROLES if words else _ROLE_OF_PHASE
         phases[said] = [Part(said, row.times[phase].median, role[phase])]
     whole = row.step_ms or sum(row.times[phase].median for phase in known)
     return Stack(name, in_ms(whole), phases) if phases else None

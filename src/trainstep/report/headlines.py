@@ -109,9 +109,7 @@ def _of_ladder(climb: Climb, found: Sequence[Finding]) -> str:
     samples = f"{number(last.n)} steps{turns}" if last.n is not None else ""
     speedup = ratio_cell(last, "speedup")
     if len(climb.accepted) > 1:
-        has_interval = speedup.low is not None and speedup.low.value is not None and speedup.high is not None
-        bounds = f"{speedup.low.text}–{speedup.high.text}×" if has_interval else ""  # type: ignore[union-attr]
-        parts.append(f"95 % interval {WITHIN_RUN} {bounds}" if has_interval else "no interval: too few samples for one")
+        parts.append(_interval(speedup, WITHIN_RUN) or "no interval: too few samples for one")
     parts.append(f"one process{f', {samples}' if samples else ''}")
     drifts = [end for end in ("first", "top") if final is not None and f"{end}_drift" in final.values]
     for end in drifts:
@@ -264,16 +262,21 @@ def _script_gain(records: Sequence[Row]) -> Headline | None:
         ("Step", change_of(first, top, "step_ms", number, "ms"), "median of the runs"),
         ("Peak memory", change_of(first, top, "peak_gib", gib, "") or UNMEASURED, "of one step"),
     ]
-    bounds = _between_runs(speedup)
     says = "faster, gradients, losses and weights within their budgets"
     detail = f"{change_of(first, top, 'step_ms', number, 'ms')} per step of {top.workload}"
     runs = [f"{number(top.runs)} processes"] if top.runs is not None else []
-    return Headline(speedup, says, detail, [stat for stat in stats if stat[1]], _sentence([bounds, *runs]))
+    return Headline(
+        speedup,
+        says,
+        detail,
+        [stat for stat in stats if stat[1]],
+        _sentence([_interval(speedup, "between runs"), *runs]),
+    )
 
 
-def _between_runs(speedup: Cell) -> str:
+def _interval(speedup: Cell, where: str) -> str:
     low, high = speedup.low, speedup.high
-    return f"95 % interval between runs {low.text}–{high.text}×" if low is not None and high is not None else ""
+    return f"95 % interval {where} {low.text}–{high.text}×" if low is not None and high is not None else ""
 
 
 def _pair(row: RatioRow) -> Headline:
@@ -284,7 +287,7 @@ def _pair(row: RatioRow) -> Headline:
     is_timed = row.old_ms is not None and row.new_ms is not None
     step = ("Step", f"{number(row.old_ms)} → {number(row.new_ms)} ms", "medians of the runs’ medians")
     runs = [] if row.runs is None else [f"{number(row.runs)} processes each"]
-    parts = [part for part in (_between_runs(speedup), *runs) if part]
+    parts = [part for part in (_interval(speedup, "between runs"), *runs) if part]
     return Headline(speedup, says, "", [step] if is_timed else [], _sentence(parts))
 
 

@@ -39,7 +39,7 @@ def summary(records: Sequence[Row], found: Sequence[Finding], sections: Sequence
         topic = TOPICS[finding.topic]
         topics.setdefault(topic, []).append(finding.sentence.removeprefix(f"{topic}: "))
     every = Sentences(topics, is_folded=chosen is not None) if topics else None
-    return section("summary", "Summary", "Summary", "", *first, breakdown(records), chosen, *_advice(records), every)
+    return section("summary", "Summary", "Summary", "", *first, *_advice(records), breakdown(records), chosen, every)
 
 
 def _advice(records: Sequence[Row]) -> list[Block]:

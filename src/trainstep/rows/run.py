@@ -25,7 +25,8 @@ class ScriptRow(OfScript, Timed, kind="script"):
     the device can have waited for launches), and the host's: "issue" (without waiting for data or the device; of a host
     that is far ahead, with waits for room in the device's queue), "wait" (for the device, in lines of code) and "ahead"
     (by how much later the device ends the step). Series are of the memory at each step's end: "process_mib" (without
-    files) and, on a GPU, "allocated_mib" (that torch has given out).
+    files) and, on a GPU, "allocated_mib" (that torch has given out); of the "number" of each; and of the steps that are
+    not timed: "apart" (their numbers), "apart_ms" and "apart_why".
     """
 
     updates: str | None = setting(None)  # which optimizers, where not all steps update the same

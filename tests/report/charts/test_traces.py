@@ -8,10 +8,12 @@ import pytest
 
 from tests.report.browsing import hover_bar, noise
 from tests.report.page import Page
+from tests.report.test_charts import spans
 from trainstep.bench.parallel.trace import TracedStep, family_rows, phases_of, trace_row
 from trainstep.measure.outcome import Failure
 from trainstep.measure.profile.kernels import Kernel, KernelProfile, kernel_family
 from trainstep.measure.profile.trace import Stream, Trace
+from trainstep.report.charts.traces import overlap_chart
 from trainstep.report.page import render
 from trainstep.rows import ParallelFamilyRow, ParallelRow, ParallelTraceRow
 from trainstep.rows.records import Times
@@ -139,18 +141,10 @@ def test_communication_lies_under_backward_with_overlap_and_after_it_without(bro
     assert "38.4 ms in which nothing is computed" in tip
     tip = hover_bar(browser, CHART, "communication", "flat")
     assert tip.split("\n") == ["communication", "flat: from 109 to 147 ms"]
-    spans = browser.execute_script(
-        """const found = {}, end = Number(document.querySelector('.frame').dataset.ends.split(' ')[1]);
-        for (const bar of document.querySelectorAll('[data-tip^=nccl]')) {
-            const scheme = bar.dataset.tip.split('\\n')[1].split(':')[0];
-            const [first, last] = found[scheme] ?? [Infinity, 0];
-            const [left, width] = ['x', 'width'].map((name) => end * parseFloat(bar.getAttribute(name)) / 100);
-            found[scheme] = [Math.min(first, left), Math.max(last, left + width)];
-        }
-        return found;"""
-    )
-    backward = (BLOCKS * FORWARD / 1e3, BLOCKS * (FORWARD + BACKWARD) / 1e3)
-    assert spans["flat"][0] == pytest.approx(backward[1], rel=1e-4)
-    assert backward[0] < spans["overlapped"][0] < spans["overlapped"][1] <= backward[1] + SENT / 1e3 + 1e-2
+    chart = overlap_chart(records())
+    flat, overlapped = (spans(chart, tip=f"{all_reduce}\n{scheme}:") for scheme in ("flat", "overlapped"))
+    end = BLOCKS * (FORWARD + BACKWARD) / 1e3
+    assert flat[0][0] == pytest.approx(end, rel=1e-4)
+    assert BLOCKS * FORWARD / 1e3 < overlapped[0][0] < overlapped[-1][1] <= end + SENT / 1e3 + 1e-2
     assert noise(browser) == []
     assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")

@@ -80,6 +80,12 @@ def large_timeline(count: int = 12_000) -> Timeline:
     )
 
 
+def snapshot(folder: Path, count: int) -> list[Row]:
+    """Rows of a snapshot of so many allocations."""
+    write_snapshot(snapshot_of(large_timeline(count)), folder / "snapshot.pickle")
+    return list(imported_records(folder / "snapshot.pickle"))
+
+
 def test_a_large_snapshot_makes_a_small_page(tmp_path: Path) -> None:
     timeline = large_timeline()
     write_snapshot(snapshot_of(timeline), tmp_path / "snapshot.pickle")
@@ -111,22 +117,16 @@ CHART = "chart-allocations-0"
 SHAPES = f"const shapes = [...document.querySelectorAll('#{CHART} [data-tip]')];"
 
 
-def move(browser: Any, slider: float) -> tuple[int, str]:
-    """Put the slider somewhere; how many shapes there are then, and what is said of them."""
-    browser.execute_script(
+def move(browser: Any, slider: float) -> tuple[int, str, float]:
+    """Put the slider somewhere; how many shapes there are then, what is said of them, and the top of the stack."""
+    return browser.execute_script(
         "const slider = document.getElementById('detail-allocations-0'); slider.value = arguments[0];"
-        "slider.dispatchEvent(new Event('input'))",
+        f"slider.dispatchEvent(new Event('input')); {SHAPES}"
+        "const top = Math.min(...shapes.map((each) => each.getBBox().y)) / 1000;"
+        "const high = Number(document.querySelector('.frame').dataset.ends.split(' ')[3]);"
+        "return [shapes.length, document.querySelector('.detail output').textContent, high * (1 - top)]",
         slider,
     )
-    count = browser.execute_script(SHAPES + "return shapes.length")
-    return count, browser.execute_script("return document.querySelector('.detail output').textContent")
-
-
-def top_of_stack(browser: Any) -> float:
-    """In the chart's unit: the frame ends at 1.12 of the peak."""
-    high = "const high = Number(document.querySelector('.frame').dataset.ends.split(' ')[3]);"
-    top = "return high * (1 - Math.min(...shapes.map((each) => each.getBBox().y)) / 1000)"
-    return browser.execute_script(SHAPES + high + top)
 
 
 @pytest.mark.browser
@@ -135,14 +135,14 @@ def test_the_slider_hides_small_allocations_and_loses_none(browser: Any, show: A
     row = toy_records[0]
     total, peak = row.allocations, row.peak_gib * 1024
 
-    everything, says = move(browser, 1)
+    everything, says, top = move(browser, 1)
     assert says == f"all {total:,} allocations one by one"
     assert everything == total
-    assert top_of_stack(browser) == pytest.approx(peak, rel=1e-4)
-    few, says = move(browser, 0)
+    assert top == pytest.approx(peak, rel=1e-4)
+    few, says, top = move(browser, 0)
     assert says.endswith(f"; {total - 1:,} others together")
     assert few <= 1 + len(row.series["groups"])
-    assert top_of_stack(browser) == pytest.approx(peak, rel=1e-3)
+    assert top == pytest.approx(peak, rel=1e-3)
     assert noise(browser) == []
 
 
@@ -175,8 +175,7 @@ def test_hovering_shows_size_owner_and_line_and_dragging_zooms(browser: Any, sho
 
 @pytest.mark.browser
 def test_hostile_names_are_shown_and_never_run(browser: Any, show: Any, tmp_path: Path) -> None:
-    write_snapshot(snapshot_of(large_timeline(3000)), tmp_path / "snapshot.pickle")
-    show(list(imported_records(tmp_path / "snapshot.pickle")))
+    show(snapshot(tmp_path, 3000))
     move(browser, 1)
     assert str(LINE) in hover(browser, CHART, 0.5, 0.8)
     assert "run" not in browser.title.split()

@@ -4,8 +4,11 @@ import dataclasses
 
 import pytest
 
+from tests.report.test_charts import drawn, ends, tips
 from trainstep.base.stats import summarize
+from trainstep.report.blocks import Charts
 from trainstep.report.breakdown import breakdown
+from trainstep.report.charts.steps import MOST
 from trainstep.report.headlines import headlines
 from trainstep.report.subjects import run
 from trainstep.report.subjects.run import as_told, comes_in_bursts, is_uneven, share_of
@@ -25,6 +28,7 @@ def row(**phases):
 
 BURSTS = row(data=[0.5, 0.5, 0.5, 62.5] * 6, forward=[1.0] * 24)
 SLOW_ONCE = row(data=[0.5] * 24, forward=[1.0] * 23 + [25.0])
+RANKS = [dataclasses.replace(row(forward=[1.0, 2.0], own=[1.0, 5.0 + 4 * rank]), rank=rank) for rank in range(3)]
 EVEN = row(data=[4.0] * 24, forward=[6.0] * 24)
 
 
@@ -168,3 +172,35 @@ def test_lines_are_named_where_their_phase_is_much_of_the_step(phases, phase, li
 def test_workers_that_were_not_looked_into_are_said(start, is_said):
     step = dataclasses.replace(EVEN, loader="train.py:7, 2 workers, memory pinned", worker_start=start)
     assert ("not looked into" in said(run.data_bound, step)[0]) == is_said
+
+
+def charts_of(*rows):
+    return {
+        chart.name: chart for block in run.script(rows).blocks if isinstance(block, Charts) for chart in block.charts
+    }
+
+
+def test_every_step_is_drawn_by_its_phases_and_what_is_not_timed_by_its_reason():
+    apart = {"apart": [1, 2, 28], "apart_ms": [900.0, 5.0, 70.0], "apart_why": ["left out", "left out", "evaluated"]}
+    chart = charts_of(dataclasses.replace(BURSTS, series={"number": [*range(3, 27)], **apart}, ended="to its end"))[
+        "steps"
+    ]
+    assert [role for role, _ in chart.legend] == ["kind-1", "kind-3", "rule", "muted"]
+    told = [tip.split("\n") for tip in tips(chart.plot())]
+    assert [told[0], told[5], told[-1]] == [
+        ["step 1: 900 ms", "the first steps 900 ms"],
+        ["step 6: 63.5 ms", "data wait 62.5 ms", "forward 1.00 ms"],
+        ["step 28: 70.0 ms", "with an evaluation 70.0 ms"],
+    ]
+    assert ends(chart.plot()) == [1, 29, 0, pytest.approx(1.05 * 63.5)], "no step that is not timed flattens the others"
+    many = charts_of(row(forward=[1.0] * (2 * MOST) + [9.0]))["steps"].plot()
+    assert len(tips(many)) <= MOST
+    assert tips(many)[-1] == f"step {2 * MOST + 1}: 9.00 ms\nforward 9.00 ms", "of neighbours the longest"
+
+
+def test_ranks_have_a_map_whose_darkest_cell_is_the_latest():
+    cells = drawn(charts_of(*RANKS)["ranks"].plot(), "rect", "accent")
+    shades = {cell["data-tip"]: float(cell.get("fill-opacity", 1)) for cell in cells}
+    assert max(shades, key=shades.get) == "rank 2, step 2\n13.0 ms"
+    assert len(shades) == 6
+    assert "ranks" not in charts_of(RANKS[0])

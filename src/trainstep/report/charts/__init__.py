@@ -8,7 +8,7 @@ script shows beside the pointer; names come from the user's model and are escape
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -60,10 +60,11 @@ class Plot:
         self._left, self._right, self._top, self._below = 1.5, 1.5, 0.2, 0.5  # em around the frame
         self._name = ""
 
-    def bar(self, x: tuple[float, float], y: tuple[float, float], role: str, tip: str = "") -> None:
+    def bar(self, x: tuple[float, float], y: tuple[float, float], role: str, tip: str = "", opacity: float = 1) -> None:
         """A rectangle between two x and two y."""
         (left, right), (low, high) = sorted(map(self.x, x)), sorted(map(self.y, y))
         place = f'x="{left:.6g}%" y="{100 - high:.5g}%" width="{right - left:.5g}%" height="{high - low:.5g}%"'
+        place += "" if opacity == 1 else f' fill-opacity="{opacity:.2f}"'
         self._marks.append(f'<rect class="{role}" {place}{_tip(tip)}/>')
 
     def line(self, x: Sequence[float], y: Sequence[float], role: str, width: float = 1.2) -> None:
@@ -71,6 +72,15 @@ class Plot:
         at = " ".join(f"{10 * self.x(a):.5g} {1000 - 10 * self.y(b):.5g}" for a, b in zip(x, y, strict=True))
         path = f'<path class="{role}" stroke-width="{width}" d="M{at}"/>'
         self._marks.append(f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none">{path}</svg>')
+
+    def stack(self, edges: Sequence[float], layers: Iterable[tuple[str, Sequence[float]]]) -> None:
+        """Areas on one another: roles, from below, and the height in each stretch between two edges."""
+        steps = twice(edges)[1:-1]
+        below = [0.0] * len(steps)
+        for role, heights in layers:
+            above = [low + height for low, height in zip(below, twice(heights), strict=True)]
+            self.line([*steps, *reversed(steps)], [*below, *reversed(above)], f"{role} area")
+            below = above
 
     def dot(self, x: float, y: float, role: str, tip: str = "", size: float = 4) -> None:
         """A filled circle."""
@@ -81,10 +91,9 @@ class Plot:
         """A small text, its middle at y."""
         self._marks.append(_text(f"{self.x(x):.5g}%", f"{100 - self.y(y):.5g}%", text, role, anchor, dy))
 
-    def across(self, role: str, *, x: float | None = None, y: float | None = None, width: float = 1.2) -> None:
-        """A line over the whole frame, at an x or at a y."""
-        ends = ((x, x), (self.y.low, self.y.high)) if x is not None else ((self.x.low, self.x.high), (y or 0.0,) * 2)
-        self.line(*ends, role, width)
+    def across(self, x: float, role: str) -> None:
+        """A line from the bottom to the top."""
+        self.line((x, x), (self.y.low, self.y.high), role)
 
     def x_axis(self, name: str, ticks: Mapping[float, str], has_grid: bool = False) -> None:
         """Texts below the frame, and what they count."""
@@ -127,6 +136,11 @@ class Plot:
                 f'<svg class="marks">{"".join(self._marks)}</svg></svg></svg></div>',
             )
         )
+
+
+def twice(values: Iterable[float]) -> list[float]:
+    """The values, each at the beginning of its stretch and at the end."""
+    return [value for value in values for _ in range(2)]
 
 
 def _tip(text: str) -> str:

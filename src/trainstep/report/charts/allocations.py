@@ -7,11 +7,11 @@ allocations themselves, a few numbers each. Without it, in mail for instance, th
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from trainstep.report.charts import Plot, Scale
+from trainstep.report.charts import Plot, Scale, twice
 from trainstep.report.numbers import numeric
 from trainstep.rows import MemoryTimelineRow
 
@@ -46,24 +46,15 @@ def allocation_chart(row: MemoryTimelineRow, unit: str, scale: float) -> str:
     plot.x_axis("allocations and releases, in order", plot.x.ticks())
     plot.y_axis(unit, plot.y.ticks(6))
     edges = [numeric(edge) for edge in series["edges"]]
-    steps = [edge for edge in edges for _ in range(2)][1:-1]  # each stretch begins and ends
-    below = [0.0] * len(steps)
-    for role, held in _stacked(row, edges):
-        above = [low + size / 2**30 * scale for low, size in zip(below, _twice(held), strict=True)]
-        plot.line([*steps, *reversed(steps)], [*below, *reversed(above)], f"{role} area")
-        below = above
-    plot.line(steps, [size / 2**30 * scale for size in _twice(series["total"])], "ink", 1)
+    plot.stack(edges, [(role, [size / 2**30 * scale for size in held]) for role, held in _stacked(row, edges)])
+    plot.line(twice(edges)[1:-1], [size / 2**30 * scale for size in twice(map(numeric, series["total"]))], "ink", 1)
     for name, *ends in zip(*(series[key] for key in ("phases", "phase_start", "phase_end")), strict=True):
         start, end = map(numeric, ends)
-        plot.across("neutral dotted", x=start)
+        plot.across(start, "neutral dotted")
         if end - start >= _NARROWEST_LABEL * events:
             plot.text((start + end) / 2, 1.06 * peak, str(name), "muted")
-    plot.across("warn dashed", x=row.peak_state or 0)
+    plot.across(row.peak_state or 0, "warn dashed")
     return plot.svg("xy")
-
-
-def _twice(values: Iterable[object]) -> list[float]:
-    return [numeric(value) for value in values for _ in range(2)]
 
 
 def _stacked(row: MemoryTimelineRow, edges: Sequence[float]) -> list[tuple[str, list[float]]]:

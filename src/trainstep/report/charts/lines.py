@@ -25,14 +25,6 @@ class Series:
     hover: bool = True  # Whether hovering shows it
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A vertical line across the chart."""
-
-    x: float
-    role: str
-
-
 def key_of(series: Sequence[Series]) -> list[tuple[str, str]]:
     """The legend of these lines."""
     return [(one.role, one.name) for one in series]
@@ -45,13 +37,14 @@ def lines(
     *,
     log: bool = False,
     around_zero: bool = False,
-    marks: Sequence[Mark] = (),
+    marks: Sequence[float] = (),
     sizes: Sequence[float] = (),
 ) -> str:
     """Lines over a common x; hovering shows all of them at one x.
 
     Args:
         log: whether y is logarithmic.
+        marks: where a line stands across the chart.
         sizes: make x logarithmic, with these as ticks; the series' x are among them.
     """
     places = sorted({*sizes, *(x for one in series for x in one.x)})
@@ -64,19 +57,20 @@ def lines(
     plot.x_axis(x_axis, named or x.ticks(least=1.0 if is_whole else 0.0))
     plot.y_axis(y_axis, plot.y.ticks())
     if around_zero:
-        plot.across("neutral", y=0)
+        plot.line((x.low, x.high), (0, 0), "neutral")
     for mark in marks:
-        plot.across(f"{mark.role} dashed", x=mark.x)
+        plot.across(mark, "warn dashed")
     for one in series:
         if one.line and one.x:
             plot.line(one.x, one.y, f"{one.role} {one.dash}", one.width)
         for at in zip(one.x, one.y, strict=True) if one.markers or sizes or len(one.x) == 1 else ():
             plot.dot(*at, one.role)
-    told = [one for one in series if one.hover]
+    texts = [(one.texts or [f"{y:.5g}" for y in one.y]) if one.hover else () for one in series]
+    told = [(one.name, dict(zip(one.x, said, strict=False))) for one, said in zip(series, texts, strict=True)]
     ends = [x.low, *map(sum, itertools.pairwise(places)), x.high]
     # An invisible column around every x at which a line has a value shows all of them.
     for place, left, right in zip(places, ends, ends[1:], strict=False):
-        tips = [f"{one.name}: {_told(one, list(one.x).index(place))}" for one in told if place in one.x]
+        tips = [f"{name}: {said[place]}" for name, said in told if place in said]
         edges = (left if place == first else left / 2, right if place == last else right / 2)
         plot.bar(edges, (plot.y.low, plot.y.high), "cover", "\n".join([f"{x_axis} {place:.15g}", *tips]))
     return plot.svg()
@@ -95,7 +89,3 @@ def _room(series: Sequence[Series], log: bool, around_zero: bool) -> tuple[float
     lacking = max(0.0, 0.05 * abs(high) - (high - low))
     air = 0.1 * (high - low + lacking) or 1.0
     return low - lacking / 2 - air, high + lacking / 2 + air
-
-
-def _told(series: Series, index: int) -> str:
-    return series.texts[index] if series.texts else f"{series.y[index]:.5g}"

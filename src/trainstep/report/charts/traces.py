@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from trainstep.report.charts import Plot, Scale
 from trainstep.report.numbers import number, numeric
@@ -51,36 +50,28 @@ _GAP = 0.5  # Lanes left empty between two schemes
 _LETTER = 0.0095  # Share of the axis that a letter takes: a phase that has no room for its name goes without
 
 
-@dataclass(frozen=True)
-class Point:
-    """A family in the roofline."""
-
-    name: str
-    flop_per_byte: float
-    tflops: float
-    tip: str
-
-
-def roofline(points: Sequence[Point], matmul_tflops: Mapping[str, float], copy_gb_s: float) -> str:
+def roofline(
+    points: Mapping[str, tuple[float, float, str]], matmul_tflops: Mapping[str, float], copy_gb_s: float
+) -> str:
     """Achieved arithmetic rate over arithmetic intensity, under what this device reaches (Williams et al. 2009).
 
     Args:
-        points: at least one.
+        points: family → FLOP per byte, TFLOP/s and words; at least one.
         matmul_tflops: name of each ceiling → its rate.
         copy_gb_s: measured bandwidth.
     """
     slope = copy_gb_s / 1e3  # TFLOP/s for each FLOP per byte
-    reach, most = [point.flop_per_byte for point in points], max(matmul_tflops.values())
+    reach, rates, _ = zip(*points.values(), strict=True)
+    most = max(matmul_tflops.values())
     left, right = min(reach) / 3, max(*reach, most / slope) * 3
-    plot = Plot(Scale(left, right, True), Scale(min(point.tflops for point in points) / 3, 3 * most, True), 270)
+    plot = Plot(Scale(left, right, True), Scale(min(rates) / 3, 3 * most, True), 270)
     plot.x_axis("FLOP per byte", plot.x.ticks(), has_grid=True)
     plot.y_axis("TFLOP/s", plot.y.ticks())
     for name, peak in matmul_tflops.items():
         plot.line([left, max(left, peak / slope), right], [min(left * slope, peak), peak, peak], "neutral")
         plot.text(right / 1.15, peak, f"{name}: {number(peak)}", "muted", "end", "-.4em")
-    for point in points:
-        tip = f"{point.name}\n{point.tip}"
-        plot.dot(point.flop_per_byte, point.tflops, FAMILY_ROLES.get(point.name, "series-1"), tip, 6.5)
+    for name, (x, y, tip) in points.items():
+        plot.dot(x, y, FAMILY_ROLES.get(name, "series-1"), f"{name}\n{tip}", 6.5)
     return plot.svg()
 
 

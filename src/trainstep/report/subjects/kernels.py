@@ -9,7 +9,7 @@ from functools import partial
 from trainstep.base.config import PHASES
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, section, told_apart
-from trainstep.report.charts.traces import FAMILY_ROLES, Point, roofline, timeline
+from trainstep.report.charts.traces import FAMILY_ROLES, roofline, timeline
 from trainstep.report.columns import Cell, Column, median_cell, value_cell
 from trainstep.report.numbers import NONE, as_float, count, number
 from trainstep.report.subjects import kernel_findings
@@ -256,11 +256,11 @@ def _roofline_chart(
 ) -> Chart | None:
     peaks = {f"{row.operation} {row.precision}": row.tflops for row in ceilings if row.tflops is not None}
     copy = next((row.gb_s for row in ceilings if row.gb_s is not None), None)
-    points = [
-        Point(row.family, flop, row.tflops, f"{_rates(row)}\n{number(flop)} FLOP per byte")
+    points = {
+        row.family: (flop, row.tflops, f"{_rates(row)}\n{number(flop)} FLOP per byte")
         for row in rows
         if row.phase == "step" and (flop := row.flop_per_byte) and row.tflops
-    ]
+    }
     if not points or not peaks or copy is None:
         return None
     caption = (
@@ -268,7 +268,7 @@ def _roofline_chart(
         f"arithmetic. Counted: {profile.counted or NONE}."
     )
     heading = "Roofline: how near each family comes to this device’s limits"
-    legend = [(FAMILY_ROLES.get(point.name, "series-1"), point.name) for point in points]
+    legend = [(FAMILY_ROLES.get(name, "series-1"), name) for name in points]
     return Chart(f"roofline{suffix}", heading, caption, partial(roofline, points, peaks, copy), legend)
 
 
@@ -282,9 +282,8 @@ def _timeline_chart(row: TimelineRow, title: str, suffix: str) -> Chart:
     shown: dict[str, str] = {}
     for name in map(str, row.series["family_names"]):
         shown.setdefault(FAMILY_ROLES.get(name, "series-1"), name)
-    plot = partial(timeline, row)
     heading = "The whole trace, kernel by kernel" if row.has_steps is False else "One step, kernel by kernel"
-    return Chart(f"timeline{suffix}", heading, caption, plot, list(shown.items()))
+    return Chart(f"timeline{suffix}", heading, caption, partial(timeline, row), list(shown.items()))
 
 
 def _phase_table(profile: ProfileRow, title: str, suffix: str) -> Table | None:

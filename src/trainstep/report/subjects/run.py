@@ -5,14 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from trainstep.base import advice
 from trainstep.base.stats import Trend, rising
 from trainstep.report import columns
-from trainstep.report.blocks import Section, section
+from trainstep.report.blocks import Chart, Charts, Section, section
+from trainstep.report.charts import KINDS
+from trainstep.report.charts.steps import neighbours, rank_map, steps_in_order
 from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.findings import Claim, Finding, found, listed, literal
-from trainstep.report.numbers import as_float, number, percent
+from trainstep.report.numbers import as_float, number, numeric, percent
 from trainstep.report.tables import define, page_table
 from trainstep.rows import ChangeRow, HabitRow, LineRow, PeakRow, ProfileRow, RecompilationRow, ScriptRow, WaitRow
 from trainstep.rows.records import Row, Scalar, Times, of_kind
@@ -31,6 +34,16 @@ PHASES = {
     "other": "everything else",
 }
 """Phase → its name in words, in the order of a step."""
+ROLES = dict(zip(PHASES, (*KINDS, "neutral"), strict=True))
+APART = {
+    "left out": ("rule", "the first steps"),
+    "evaluated": ("muted", "with an evaluation"),
+    "compiled": ("warn", "in which code was compiled"),
+    "skipped": ("series-2", "skipped by a scaler"),
+    "instrumented": ("series-1", "looked into"),
+}
+"""Steps that are not timed: their colour, and the reason in words."""
+OTHERS = ("apart", "apart_ms", "apart_why")  # Series of the row on them: the step, its time, and the reason
 DATA_BOUND = 0.1  # Share of the step spent waiting for data from which it is remarked on
 LINES_BOUND = {"other": 0.25, "loss": 0.5, "data": DATA_BOUND, "workers": DATA_BOUND, "python": 0.25}
 """Share of the step from which the lines of a phase are named; of workers, the share that waits for data."""
@@ -501,8 +514,37 @@ def script(rows: Sequence[Row]) -> Section | None:
             f"{averages} of {number(first.n)} steps by {clock}, from the end of one optimizer step to the end of the "
             f"next; left out are {listed(left)}. The script: {first.ended}."
         )
+    own = [row for row in measured(rows) if row.samples.keys() & PHASES.keys()]
     title = "Where the script’s steps spend their time"
-    return section("script", "Script", title, lead, page_table(SCRIPT, rows), page_table(LINES, rows))
+    charts = [_in_order(row, f"-{place}" if place else "") for place, row in enumerate(first_rank(own))]
+    drawn = [Charts([each]) for each in (*charts, *_by_rank(own))]
+    return section("script", "Script", title, lead, *drawn, page_table(SCRIPT, rows), page_table(LINES, rows))
+
+
+def _in_order(row: ScriptRow, suffix: str) -> Chart:
+    """Every step: those that were timed by their phases, the others by what sets them apart."""
+    timed = [int(numeric(at)) for at in row.series.get("number") or range(1, len(row.samples["step"]) + 1)]
+    others = list(zip(*(row.series.get(name, ()) for name in OTHERS), strict=True))
+    of_phases = {phase: dict(zip(timed, row.samples[phase], strict=True)) for phase in PHASES if phase in row.samples}
+    parts = [(ROLES[phase], PHASES[phase], known) for phase, known in of_phases.items() if any(known.values())]
+    for why, (role, words) in APART.items():
+        parts.append((role, words, {int(numeric(at)): numeric(ms) for at, ms, reason in others if reason == why}))
+    numbers = sorted({at for *_, known in parts for at in known})
+    layers = [(role, words, [known.get(at, 0.0) for at in numbers]) for role, words, known in parts if known]
+    top, each = 1.05 * max(row.samples["step"]), neighbours(len(numbers))
+    caption = f"Each bar is the longest of {each} steps. " if each > 1 else ""
+    caption += "What is not timed may go on beyond the frame. Drag over a part to see it closer." if others else ""
+    plot, legend = partial(steps_in_order, numbers, layers, top), [(role, name) for role, name, _ in layers]
+    whose = f": {row.updates}" if row.updates else ""
+    return Chart(f"steps{suffix}", f"Every step, in the order it ran{whose}", caption, plot, legend)
+
+
+def _by_rank(rows: Sequence[ScriptRow]) -> list[Chart]:
+    own = {f"rank {row.rank}": row.samples.get("own", ()) for row in rows if row.updates == rows[0].updates}
+    if len(own) < 2 or not all(own.values()):
+        return []
+    caption = "A rank’s own part of each step, before it waits for the others: the darker, the longer."
+    return [Chart("ranks", "Which rank was late, step by step", caption, partial(rank_map, own))]
 
 
 def waits(rows: Sequence[Row]) -> Section | None:

@@ -10,7 +10,7 @@ from typing import Any
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Headline, Section, section, told_apart
 from trainstep.report.charts import KINDS
-from trainstep.report.charts.lines import Mark, Series, lines
+from trainstep.report.charts.lines import Series, key_of, lines
 from trainstep.report.columns import Cell
 from trainstep.report.findings import Finding, found
 from trainstep.report.numbers import number
@@ -174,7 +174,7 @@ def _curves(rows: Sequence[TrainRow]) -> Iterator[Chart]:
             told, kind = ("validation", KINDS[2]) if is_one else (f"{name}, validation", role)
             series.append(Series(told, x, y, kind, width=1.2, dash="dashed", markers=len(x) <= 60))
     marks = _marks(rows[0]) if is_one else []
-    legend = [(one.role, one.name) for one in series]
+    legend = key_of(series)
     if is_one:
         x, y = _points(rows[0], "saved_loss", "saved_step")
         if y:
@@ -200,7 +200,7 @@ def _curves(rows: Sequence[TrainRow]) -> Iterator[Chart]:
         if not shown:
             continue
         is_log = log and all(y > 0 for one in shown for y in one.y)
-        legend = [] if is_one else [(one.role, one.name) for one in shown]
+        legend = [] if is_one else key_of(shown)
         named = [replace(one, name=axis) for one in shown] if is_one else shown
         yield Chart(
             f"training-{name}", title, "", partial(lines, named, "update", axis, log=is_log, marks=marks), legend
@@ -211,8 +211,8 @@ def _texts(row: TrainRow, name: str) -> list[str]:
     return [number(y, 5) for y in _points(row, name)[1]]
 
 
-def _marks(row: TrainRow) -> list[Mark]:
-    return [Mark(float(step) - 0.5, "warn") for step in _points(row, "start_step", "start_step")[0][1:]]
+def _marks(row: TrainRow) -> list[float]:
+    return [float(step) - 0.5 for step in _points(row, "start_step", "start_step")[0][1:]]
 
 
 def _ranks(row: TrainRow, place: int, which: str) -> Table | None:
