@@ -49,11 +49,12 @@ def test_every_chart_answers_the_pointer(browser: Any, show: Any) -> None:
 def test_names_are_shown_and_never_run(browser: Any, show: Any) -> None:
     path = show(hostile_records())
 
-    assert browser.execute_script("return document.querySelector('h1').textContent") == HOSTILE
+    title = f"{HOSTILE} · A CPU with 2 cores"
+    assert browser.execute_script("return document.querySelector('h1').textContent") == title
     for name in (HOSTILE, "$$\\frac{1}{2}$$ @name"):
         assert hover_bar(browser, "chart-ladder", name).startswith(name)
     assert HOSTILE in hover(browser, "chart-losses", 0.5, 0.3)
-    assert browser.title == f"{HOSTILE} · trainstep report"
+    assert browser.title == f"{title} · trainstep report"
     assert browser.execute_script("return document.querySelectorAll('img').length") == 0
     assert complaints(browser) == []
     assert {url for url in requests(browser) if not url.startswith(("data:", "blob:"))} == {path.as_uri()}

@@ -11,10 +11,9 @@ import pytest
 
 from tests.report import sample
 from tests.report.browsing import complaints, on_paper
+from tests.report.subjects.test_attention import row as attention
 from trainstep.rows import ParallelRow
 from trainstep.rows.records import Row, Times
-
-COLUMN = "const cells = [...document.querySelectorAll('table[data-table=ladder] tbody tr')]"
 
 
 @pytest.fixture
@@ -22,12 +21,13 @@ def page(show: Any) -> Path:
     return show([*sample.h200_analysis(), *wide_table()])
 
 
-def ladder(browser: Any, column: str) -> list[float | None]:
-    """The raw values of a column, from above; None where a rung has none."""
+def values(browser: Any, name: str, table: str = "ladder") -> list[float | None]:
+    """The raw values of a column, from above; None where a row has none."""
     found = browser.execute_script(
-        f"{COLUMN}.map((row) => row.querySelector(`[data-column=${{arguments[0]}}]`)?.dataset.value ?? null);"
-        "return cells",
-        column,
+        "return [...document.querySelectorAll(`table[data-table=${arguments[1]}] tbody tr`)]"
+        ".map((row) => row.querySelector(`[data-column=${arguments[0]}]`)?.dataset.value ?? null)",
+        name,
+        table,
     )
     return [None if each is None else float(each) for each in found]
 
@@ -44,7 +44,7 @@ def sorts(browser: Any, table: str) -> list[str | None]:
 
 @pytest.mark.browser
 def test_a_click_on_a_title_sorts_by_numbers_and_a_third_restores(browser: Any, page: Path) -> None:
-    written = ladder(browser, "step_ms")
+    written = values(browser, "step_ms")
     known = sorted(each for each in written if each is not None)
     assert known[0] < 100 < known[-1], "as texts they have another order"
     place = next(
@@ -55,13 +55,13 @@ def test_a_click_on_a_title_sorts_by_numbers_and_a_third_restores(browser: Any, 
     lacking = [None] * (len(written) - len(known))
 
     button.click()
-    assert ladder(browser, "step_ms") == [*known, *lacking], "what has no value stays last"
+    assert values(browser, "step_ms") == [*known, *lacking], "what has no value stays last"
     assert sorts(browser, "ladder")[place] == "ascending"
     button.send_keys("\n")  # by the keyboard
-    assert ladder(browser, "step_ms") == [*reversed(known), *lacking]
+    assert values(browser, "step_ms") == [*reversed(known), *lacking]
     assert sorts(browser, "ladder")[place] == "descending"
     button.send_keys(" ")
-    assert ladder(browser, "step_ms") == written
+    assert values(browser, "step_ms") == written
     assert set(sorts(browser, "ladder")) == {None}
     assert complaints(browser) == []
 
@@ -71,12 +71,28 @@ def test_small_numbers_sort_by_their_size(browser: Any, page: Path) -> None:
     """1e-06 is less than 0.0003, in raw values and in texts."""
     titles = browser.find_elements("css selector", "table[data-table=errors] thead button")
     next(title for title in titles if title.text == "Loss").click()
-    shown = browser.execute_script(
-        "return [...document.querySelectorAll('table[data-table=errors] [data-column=loss_error]')]"
-        ".map((cell) => cell.dataset.value)"
-    )
-    assert any("e-" in each for each in shown)
-    assert [float(each) for each in shown] == sorted(map(float, shown))
+    shown = values(browser, "loss_error", "errors")
+    assert any(0 < each < 1e-4 for each in shown), "written with an exponent"
+    assert shown == sorted(shown)
+
+
+@pytest.mark.browser
+def test_a_long_table_folds_and_filters_and_is_whole_on_paper(browser: Any, show: Any) -> None:
+    show([attention(impl, 64 * seq) for impl in ("sdpa", "flex") for seq in range(1, 20)])
+
+    rows = browser.find_elements("css selector", "table[data-table=attention] tbody tr")
+    find, show_all = browser.find_elements("css selector", ".fold *")
+
+    def shown() -> int:
+        return sum(row.is_displayed() for row in rows)
+
+    assert shown() == 20
+    find.send_keys("FLEX")
+    assert shown() == 19
+    with on_paper(browser):
+        assert shown() == 38
+    show_all.click()
+    assert shown() == 38
 
 
 def natural(name: str) -> list[tuple[float, str]]:
@@ -89,7 +105,8 @@ def test_one_column_is_sorted_by_and_words_sort_as_words(browser: Any, page: Pat
     buttons = browser.find_elements("css selector", "table[data-table=ladder] thead button")
     buttons[1].click()
     buttons[0].click()
-    names = browser.execute_script(f"{COLUMN}.map((row) => row.dataset.row); return cells")
+    rows = browser.find_elements("css selector", "table[data-table=ladder] tbody tr")
+    names = [row.get_attribute("data-row") for row in rows]
     assert names == sorted(names, key=natural)
     assert names.index("FP8 matmuls") < names.index("fp16 autocast"), "numbers in words count too"
     assert sorts(browser, "ladder")[:2] == ["ascending", None]

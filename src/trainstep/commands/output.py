@@ -218,7 +218,7 @@ def show_report(
     from trainstep.report.page import Report
     from trainstep.report.subjects.climbs import failed_baselines
 
-    report, how = Report(rows), HOW.get()
+    report, how = Report(rows, launch.title), HOW.get()
     found, is_shown = report.findings, how in ("", "verbose")
     files = {"report": "report.html", "results": "results.jsonl", "tables": "tables/", "summary": "summary.json"}
     named = ("trace", "snapshot")  # values that name a file written beside the rows

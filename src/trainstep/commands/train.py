@@ -68,7 +68,7 @@ class Train(AnyModel):
         from trainstep.train.history import history
 
         try:
-            write_html([history(self.out)], self.out / PAGE)
+            write_html([history(self.out)], self.out / PAGE, "trainstep train")
         except UsageError as error:
             show.line(f"no {PAGE}: {error}")
         else:

@@ -48,6 +48,25 @@
     });
   }
 
+  // A long table shows its first rows, and those that have the words one looks for; on paper it is whole.
+  for (const box of document.querySelectorAll(".table")) {
+    const table = box.firstElementChild, rows = [...table.tBodies[0].rows];
+    if (rows.length <= 24) continue;
+    const [line, find, all] = ["p", "input", "button"].map((tag) => document.createElement(tag));
+    Object.assign(find, { type: "search", placeholder: `Filter ${rows.length} rows`, ariaLabel: "Filter rows" });
+    Object.assign(all, { type: "button", textContent: `Show all ${rows.length}` });
+    line.className = "fold";
+    line.append(find, all);
+    box.before(line);
+    const update = () => {
+      table.classList.toggle("folded", !find.value && !all.hidden);
+      for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(find.value.toLowerCase());
+    };
+    all.addEventListener("click", () => { find.value = ""; all.hidden = true; update(); });
+    find.addEventListener("input", update);
+    update();
+  }
+
   let folded = [];
   addEventListener("beforeprint", () => {
     folded = [...document.querySelectorAll("details:not([open])")];

@@ -12,6 +12,7 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from trainstep.base.errors import UsageError
@@ -37,6 +38,7 @@ class Report:
     """The records of one analysis and everything derived from them."""
 
     records: Sequence[Row]
+    command: str = ""  # that made them, in words
 
     @property
     def findings(self) -> list[Finding]:
@@ -56,7 +58,7 @@ class Report:
         """
         page, tables = folder / "report.html", folder / "tables"
         missing = dict[str, UsageError]()
-        for path, write in ((page, write_html), (tables, write_tables)):
+        for path, write in ((page, partial(write_html, command=self.command)), (tables, write_tables)):
             try:
                 write(self.records, path)
             except UsageError as error:
@@ -67,8 +69,12 @@ class Report:
         return [page, *sorted(tables.iterdir())]
 
 
-def render(records: Sequence[Row]) -> str:
-    """The page of these records; kinds that are absent have no section. Of very many it shows the first."""
+def render(records: Sequence[Row], command: str = "") -> str:
+    """The page of these records; kinds that are absent have no section. Of very many it shows the first.
+
+    Args:
+        command: made them, in words, such as `trainstep run · train.py`.
+    """
     every, records = len(records), _first(records)
     sections = [section for make in SECTIONS if (section := make(records)) is not None]
     first = summary(records, findings(records), sections)
@@ -88,7 +94,7 @@ def render(records: Sequence[Row]) -> str:
     environment.filters |= {"typeset": typeset, "kind": lambda block: type(block).__name__, "ms": in_ms}
     source = environment.loader.get_source  # type: ignore[union-attr]
     return environment.get_template("page.html.jinja").render(
-        title=_title(records),
+        title=_title(records, command),
         subtitle=_subtitle(records, every),
         sections=sections,
         has_intervals=any(name.endswith(("_low_ms", "_low")) for row in records for name in row.values),
@@ -98,20 +104,28 @@ def render(records: Sequence[Row]) -> str:
     )
 
 
-def write_html(records: Sequence[Row], path: Path) -> None:
-    """Write the page of these records.
+def write_html(records: Sequence[Row], path: Path, command: str = "") -> None:
+    """Write the page of these records, which a command made.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    page = render(records)
+    page = render(records, command)
     with aside(path) as draft, draft.open("x", encoding="utf-8", errors="backslashreplace") as file:
         file.write(page)  # names may hold half a surrogate
 
 
-def _title(records: Sequence[Row]) -> str:
+def _title(records: Sequence[Row], command: str) -> str:
+    """Command, model and device."""
     names = dict.fromkeys(str(row.case["workload"]) for row in records if "workload" in row.case)
-    return ", ".join(names or dict.fromkeys(record.kind for record in records)) or "no results"
+    model = ", ".join(names or dict.fromkeys(record.kind for record in records)) or "no results"
+    parts = command, "" if model in command else model, *_measured_on(records, "device")
+    return " · ".join(filter(None, parts))
+
+
+def _measured_on(records: Sequence[Row], name: str) -> list[str]:
+    """The values that the environment of these rows has of a name."""
+    return list(dict.fromkeys(str(row.environment[name]) for row in records if row.environment.get(name)))
 
 
 def _first(records: Sequence[Row]) -> Sequence[Row]:
@@ -127,11 +141,7 @@ def _subtitle(records: Sequence[Row], every: int) -> list[str]:
             parts.append(f"batch {facts.batch} × context {facts.context}")
         if count := facts.parameters:
             parts.append(f"{count / 1e6:,.3g} M parameters" if count < 1e9 else f"{count / 1e9:.3g} B parameters")
-    ends = [
-        list(dict.fromkeys(str(row.environment[name]) for row in records if row.environment.get(name)))
-        for name in ("device", "date")
-    ]
-    return [*ends[0], *parts, *ends[1]]
+    return [*parts, *_measured_on(records, "date")]
 
 
 def _packed(text: str) -> str:
