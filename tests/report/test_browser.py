@@ -73,21 +73,16 @@ def test_a_phone_scrolls_in_one_direction(browser: Any, show: Any) -> None:
     )
     assert wide == []
     assert hover_bar(browser, "chart-ladder", "fp16 autocast").startswith("fp16 autocast")
-    tooltip = browser.execute_script(
-        "const {left, right} = document.querySelector('.tip').getBoundingClientRect(); return [left, right]"
-    )
-    assert 0 <= tooltip[0] < tooltip[1] <= width
+    tooltip = browser.find_element("css selector", ".tip").rect
+    assert 0 <= tooltip["x"] < tooltip["x"] + tooltip["width"] <= width
 
 
 @pytest.mark.browser
 def test_dark_mode_reaches_page_and_charts_when_it_is_switched(browser: Any, show: Any) -> None:
-    def look() -> tuple[str, str]:
-        return tuple(
-            browser.execute_script(
-                "return [getComputedStyle(document.body).backgroundColor,"
-                "getComputedStyle(document.querySelector('#chart-ladder rect.accent')).fill]"
-            )
-        )
+    def look() -> list[str]:
+        colours = {"body": "background-color", "#chart-ladder rect.accent": "fill"}
+        found = {where: browser.find_element("css selector", where) for where in colours}
+        return [found[where].value_of_css_property(name) for where, name in colours.items()]
 
     show(sample.h200_analysis())
     day = look()
@@ -95,8 +90,8 @@ def test_dark_mode_reaches_page_and_charts_when_it_is_switched(browser: Any, sho
     night = look()
     set_scheme(browser, "light")
 
-    assert day == ("rgb(255, 255, 255)", "rgb(11, 92, 171)") == look()
-    assert night == ("rgb(18, 21, 24)", "rgb(109, 179, 242)")
+    assert day == ["rgba(255, 255, 255, 1)", "rgb(11, 92, 171)"] == look()
+    assert night == ["rgba(18, 21, 24, 1)", "rgb(109, 179, 242)"]
     assert complaints(browser) == []
 
 

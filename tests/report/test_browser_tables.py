@@ -32,14 +32,10 @@ def values(browser: Any, name: str, table: str = "ladder") -> list[float | None]
     return [None if each is None else float(each) for each in found]
 
 
-def sorts(browser: Any, table: str) -> list[str | None]:
-    return list(
-        browser.execute_script(
-            "return [...document.querySelectorAll(`table[data-table=${arguments[0]}] thead th`)]"
-            ".map((title) => title.getAttribute('aria-sort'))",
-            table,
-        )
-    )
+def sorts(browser: Any) -> list[str | None]:
+    """By what each column of the ladder is sorted."""
+    titles = browser.find_elements("css selector", "table[data-table=ladder] thead th")
+    return [title.get_attribute("aria-sort") for title in titles]
 
 
 @pytest.mark.browser
@@ -56,13 +52,13 @@ def test_a_click_on_a_title_sorts_by_numbers_and_a_third_restores(browser: Any, 
 
     button.click()
     assert values(browser, "step_ms") == [*known, *lacking], "what has no value stays last"
-    assert sorts(browser, "ladder")[place] == "ascending"
+    assert sorts(browser)[place] == "ascending"
     button.send_keys("\n")  # by the keyboard
     assert values(browser, "step_ms") == [*reversed(known), *lacking]
-    assert sorts(browser, "ladder")[place] == "descending"
+    assert sorts(browser)[place] == "descending"
     button.send_keys(" ")
     assert values(browser, "step_ms") == written
-    assert set(sorts(browser, "ladder")) == {None}
+    assert set(sorts(browser)) == {None}
     assert complaints(browser) == []
 
 
@@ -109,7 +105,7 @@ def test_one_column_is_sorted_by_and_words_sort_as_words(browser: Any, page: Pat
     names = [row.get_attribute("data-row") for row in rows]
     assert names == sorted(names, key=natural)
     assert names.index("FP8 matmuls") < names.index("fp16 autocast"), "numbers in words count too"
-    assert sorts(browser, "ladder")[:2] == ["ascending", None]
+    assert sorts(browser)[:2] == ["ascending", None]
 
 
 @pytest.mark.browser

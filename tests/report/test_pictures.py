@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.report import sample
-from tests.report.browsing import on_paper
+from tests.report.browsing import noise, on_paper, open_page
 from tests.report.charts.test_traces import records as traces
 from tests.report.subjects.test_allocations import snapshot
 from tests.report.subjects.test_attention import row as attention
@@ -24,7 +24,8 @@ from trainstep.rows.records import Row
 CUT = """
 const [drawn] = arguments, box = (each) => each.getBoundingClientRect(), whole = box(drawn.closest("figure"));
 const outside = (each) => box(each).left < whole.left - 1 || box(each).right > whole.right + 1;
-return whole.right > innerWidth + 1 || [drawn, ...drawn.querySelectorAll("text, .phase")].some(outside);"""
+const shown = [...drawn.querySelectorAll("text, .phase")].filter((each) => box(each).width);
+return whole.right > innerWidth + 1 || [drawn, ...shown].some(outside);"""
 TITLE = "return arguments[0].closest('figure').querySelector('h3').textContent"
 BOX = "const {x, y, width, height} = arguments[0].getBoundingClientRect(); return {x, y: y + scrollY, width, height}"
 SHOW = "for (const each of arguments[0].querySelectorAll('.marks, .parts')) each.style.visibility = arguments[1]"
@@ -60,13 +61,16 @@ def faults(browser: Any) -> list[str]:
 
 @pytest.mark.browser
 @pytest.mark.parametrize("name", PAGES)
-def test_every_figure_shows_something_on_screen_in_mail_and_on_paper(
+def test_every_figure_shows_something_on_screens_in_mail_and_on_paper(
     browser: Any, show: Any, tmp_path: Path, name: str
 ) -> None:
     make, figures = PAGES[name]
     path = show(make(tmp_path))
     assert len(figures_of(browser)) == figures
     assert faults(browser) == []
+    open_page(browser, path.as_uri(), width=390, scheme="dark")
+    assert [*faults(browser), *noise(browser)] == [], "on a phone by night"
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 390
     path.write_text(re.sub("<script>.*?</script>", "", path.read_text(), flags=re.DOTALL))
     browser.get(path.as_uri())
     assert faults(browser) == [], "without a script"

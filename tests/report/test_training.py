@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.report import sample
-from tests.report.browsing import noise
 from tests.report.test_charts import drawn, ends
 from trainstep.report.blocks import Charts, Facts
 from trainstep.report.numbers import number
@@ -167,11 +166,3 @@ def test_restarts_are_told_and_one_start_is_none() -> None:
     assert finding.figures["again"] == 3
     assert "3 of its 40 updates had been made before" in finding.sentence
     assert "training.restarts" not in ids(run(starts=1))
-
-
-@pytest.mark.browser
-def test_the_page_of_a_run_on_a_phone_in_the_dark(browser: Any, show: Any) -> None:
-    show([run()], width=390, scheme="dark")
-    assert noise(browser) == []
-    assert browser.execute_script("return document.documentElement.scrollWidth") == 390
-    assert browser.execute_script("return document.querySelectorAll('.chart').length") == 5

@@ -176,13 +176,10 @@ def _recommended(rows: Sequence[Row], role: str | None) -> Stack | None:
 
 
 def _of_phases(row: Timed, name: str, words: Mapping[str, str] | None = None) -> Stack | None:
-    known = [phase for phase in (words or PHASES) if phase in row.times and row.times[phase].median > 0]
-    phases = {}
-    for phase in known:
-        said = words[phase] if words else phase
-        role = run.ROLES if words else _ROLE_OF_PHASE
-        phases[said] = [Part(said, row.times[phase].median, role[phase])]
-    whole = row.step_ms or sum(row.times[phase].median for phase in known)
+    names, roles = (words, run.ROLES) if words else ({phase: phase for phase in PHASES}, _ROLE_OF_PHASE)
+    known = {phase: row.times[phase].median for phase in names if phase in row.times and row.times[phase].median > 0}
+    phases = {names[phase]: [Part(names[phase], ms, roles[phase])] for phase, ms in known.items()}
+    whole = row.step_ms or sum(known.values())
     return Stack(name, in_ms(whole), phases) if phases else None
 
 

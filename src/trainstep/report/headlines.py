@@ -265,13 +265,8 @@ def _script_gain(records: Sequence[Row]) -> Headline | None:
     says = "faster, gradients, losses and weights within their budgets"
     detail = f"{change_of(first, top, 'step_ms', number, 'ms')} per step of {top.workload}"
     runs = [f"{number(top.runs)} processes"] if top.runs is not None else []
-    return Headline(
-        speedup,
-        says,
-        detail,
-        [stat for stat in stats if stat[1]],
-        _sentence([_interval(speedup, "between runs"), *runs]),
-    )
+    confidence = _sentence([_interval(speedup, "between runs"), *runs])
+    return Headline(speedup, says, detail, [stat for stat in stats if stat[1]], confidence)
 
 
 def _interval(speedup: Cell, where: str) -> str:

@@ -48,6 +48,7 @@ _OTHER = "kind-6"
 _PHASES, _COMMUNICATION, _COPIES = "phase", "communication", "copies"
 _GAP = 0.5  # Lanes left empty between two schemes
 _LETTER = 0.0095  # Share of the axis that a letter takes: a phase that has no room for its name goes without
+_NARROW = 3.5  # Times that share on a phone
 
 
 def roofline(
@@ -127,8 +128,9 @@ def overlap_chart(rows: Sequence[ParallelTraceRow]) -> str:
         for ends, phase in zip(_ends(row, "phase_span_"), map(str, row.series["phase_span_names"]), strict=True):
             tip = f"{phase}\n{row.label}: from {number(ends[0])} to {number(ends[1])} ms"
             plot.bar(ends, _around(top - 1, 0.84), STEP_ROLES.get(phase, _OTHER), tip)
-            if ends[1] - ends[0] >= _LETTER * len(phase) * end:
-                plot.text(sum(ends) / 2, top - 1, phase, "paper")
+            room = (ends[1] - ends[0]) / (_LETTER * len(phase) * end)
+            if room >= 1:
+                plot.text(sum(ends) / 2, top - 1, phase, "paper wide" if room < _NARROW else "paper")
     return plot.svg("x")
 
 
@@ -149,10 +151,7 @@ def _around(y: float, height: float) -> tuple[float, float]:
 def _heading(row: ParallelTraceRow) -> str:
     if row.hidden_share is None:
         return "no communication"
-    return (
-        f"{number(row.communication_ms)} ms of communication, {row.hidden_share:.0%} hidden, "
-        f"{number(row.exposed_communication_ms)} ms exposed"
-    )
+    return f"{number(row.communication_ms)} ms communication, {row.hidden_share:.0%} hidden"
 
 
 def _lanes_of(row: ParallelTraceRow) -> list[str]:
