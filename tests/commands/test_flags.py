@@ -171,7 +171,7 @@ def done(traced, monkeypatch):
 @functools.cache
 def parsed(command, files, *words):
     """The command with these words. Its folder is among `files`, unless the words name or refuse a folder."""
-    has_none = "--out" in words or "--nvtx" in words or command in ("compare", "tune", "info")
+    has_none = "--out" in words or "--nvtx" in words or command in ("tune", "info")
     end = TABLE["ends"].get(command, "").split()
     line = [*words, *([] if has_none else ["--out", "{tmp}/out"]), *end]
     return parse([*command.split(), *(each.format(tmp=files) for each in line)])

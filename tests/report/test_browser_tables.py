@@ -43,11 +43,9 @@ def test_a_click_on_a_title_sorts_by_numbers_and_a_third_restores(browser: Any, 
     written = values(browser, "step_ms")
     known = sorted(each for each in written if each is not None)
     assert known[0] < 100 < known[-1], "as texts they have another order"
-    place = next(
-        index for index, title in enumerate(browser.find_elements("css selector", "table[data-table=ladder] thead th"))
-        if title.text.startswith("step (ms)")
-    )  # fmt: skip
-    button = browser.find_elements("css selector", "table[data-table=ladder] thead button")[place]
+    buttons = browser.find_elements("css selector", "table[data-table=ladder] thead button")
+    place = [button.text.startswith("step (ms)") for button in buttons].index(True)
+    button = buttons[place]
     lacking = [None] * (len(written) - len(known))
 
     button.click()

@@ -1,10 +1,13 @@
 import itertools
 import math
 import random
+import re
 from dataclasses import replace
 
 import pytest
 
+from tests.report.page import HOSTILE, Page
+from tests.report.subjects.test_run import row as scripted
 from trainstep.base.errors import UsageError
 from trainstep.commands.compare import Compare
 from trainstep.commands.output import CASE_FAILED
@@ -412,7 +415,7 @@ def test_other_numbers_of_ranks_are_told():
 def test_the_command_names_them_and_ends_with_an_error_where_a_case_was_lost(tmp_path, capsys):
     def printed(code, *rows):
         write_whole(tmp_path / "new.jsonl", rows)
-        assert Compare(old=tmp_path / "old.jsonl", new=tmp_path / "new.jsonl").run() == code
+        assert Compare(old=tmp_path / "old.jsonl", new=tmp_path / "new.jsonl", out=tmp_path).run() == code
         return " ".join(capsys.readouterr().out.split())
 
     write_whole(tmp_path / "old.jsonl", [bare(device="A"), bare("bf16")])
@@ -477,9 +480,8 @@ def test_a_slower_run_fails_the_gate_and_is_said_first(share, gate, tmp_path, ca
     """Folders of several launches are compared between runs."""
     for side, ms in (("old", 10.0), ("new", 12.0)):
         for at in range(3):
-            (tmp_path / side / str(at)).mkdir(parents=True)
             write_whole(tmp_path / side / str(at) / "results.jsonl", [timed([ms + 0.01 * at] * 9)])
-    code = Compare(old=tmp_path / "old", new=tmp_path / "new", fail_if_slower=share).run()
+    code = Compare(old=tmp_path / "old", new=tmp_path / "new", fail_if_slower=share, out=tmp_path).run()
     assert code == CASE_FAILED * (gate == "Failed")
     said = capsys.readouterr().out.splitlines()
     verdict = next(at for at, line in enumerate(said) if "SLOWER" in line)
@@ -491,10 +493,9 @@ def test_a_slower_run_fails_the_gate_and_is_said_first(share, gate, tmp_path, ca
 
 def test_a_failed_run_of_several_is_named_with_its_folder(tmp_path, capsys):
     for side, at in itertools.product(("old", "new"), range(3)):
-        (tmp_path / side / str(at)).mkdir(parents=True)
         row = replace(timed([10.0 + at / 100] * 9), status="failed" if (side, at) == ("new", 1) else "ok", reason="why")
         write_whole(tmp_path / side / str(at) / "results.jsonl", [row])
-    assert Compare(old=tmp_path / "old", new=tmp_path / "new", fail_if_slower="5%").run() == CASE_FAILED
+    assert Compare(old=tmp_path / "old", new=tmp_path / "new", fail_if_slower="5%", out=tmp_path).run() == CASE_FAILED
     _, line = " ".join(capsys.readouterr().out.split()).split("• ")
     assert (line[:7], f"failed (in {tmp_path / 'new/1'}: why) in the second" in line) == ("Failed:", True)
 
@@ -504,3 +505,16 @@ def test_a_gate_needs_a_share(share, tmp_path):
     write_whole(tmp_path / "results.jsonl", [step(100.0)])
     with pytest.raises(UsageError, match=r"expected a share of 0 or more, as 5% or 0\.05"):
         Compare(old=tmp_path, new=tmp_path, fail_if_slower=share).run()
+
+
+@pytest.mark.parametrize(("topic", "bars"), [("Gone", ["9.00", "6.01"]), ("New", ["6.01", "9.00"])])
+def test_the_page_has_a_step_before_and_after_and_the_findings_that_differ(topic, bars, tmp_path):
+    pair = scripted(data=[5.0] * 9, forward=[4.0] * 9), scripted(data=[0.01] * 9, forward=[6.0] * 9)
+    for name, row in zip(("old", "new"), pair if topic == "Gone" else pair[::-1], strict=True):
+        write_whole(tmp_path / name, [replace(row, workload=HOSTILE)])
+    Compare(old=tmp_path / "old", new=tmp_path / "new", out=tmp_path).run()
+    html = (tmp_path / "report.html").read_text()
+    assert Page(html).anchors == ["#summary", "#cases"]
+    assert re.findall(r'class="stack-name">\w+ <b>([\d.]+) ms', html) == bars
+    assert re.findall("<dt>(.*?)</dt><dd>A step waits 5.00 ms", html) == [topic]
+    assert HOSTILE not in html

@@ -141,10 +141,9 @@ def test_a_user_s_workload_without_settings_or_flops() -> None:
 def test_nothing_on_the_page_is_fetched() -> None:
     html = render(sample.h200_analysis())
     page = Page(html)
-    addresses = page.addresses
 
-    assert len(addresses) == len(page.links) + 1, "the links and the icon"
-    assert [address for address in addresses if not address.startswith(("#", "data:"))] == []
+    assert len(page.addresses) == len(page.links) + 1, "the links and the icon"
+    assert [address for address in page.addresses if not address.startswith(("#", "data:"))] == []
     assert re.findall(r"url\((?!#)|@import|https?://", html) == []
 
 

@@ -60,9 +60,7 @@ def ids(*rows: TrainRow) -> list[str]:
 
 def test_every_curve_is_drawn_with_what_happened() -> None:
     charts = charts_of(run())
-    assert list(charts) == [
-        *("training-loss", "training-throughput", "training-utilisation", "training-norm", "training-rate")
-    ]
+    assert list(charts) == [f"training-{name}" for name in ("loss", "throughput", "utilisation", "norm", "rate")]
     meanings = ["training", "validation", "checkpoint", "restart"]
     assert [meaning for _, meaning in charts["training-loss"].legend] == meanings
     for name, chart in charts.items():

@@ -46,8 +46,12 @@ class Compare(Common):
     across: commas(str) = ()  # type: ignore[valid-type]
     """Columns in which the rows may differ: workload,precision compares a model with its rewritten form in bf16."""
 
+    out: Path = Path("results/compare")
+    """Folder for report.html. The default has a new folder for each launch."""
+
     def run(self) -> int:
-        from trainstep.report.compare import compare, comparison_table, other_conditions, overall, unmatched
+        from trainstep.report import compare as of
+        from trainstep.report.page import write_html
         from trainstep.rows.records import collection_paused
 
         most = None if self.fail_if_slower is None else _share(self.fail_if_slower)
@@ -57,26 +61,32 @@ class Compare(Common):
         with collection_paused():
             with console.status(f"reading {self.old} and {self.new}"):
                 old, new = _runs(self.old), _runs(self.new)
-                comparisons = compare(old, new, self.spread, self.across)
-            left_out, is_verbose = unmatched(old, new, self.across), HOW.get() == "verbose"
+                comparisons = of.compare(old, new, self.spread, self.across)
+            left_out, is_verbose = of.unmatched(old, new, self.across), HOW.get() == "verbose"
             gate = Counter(each.is_slower_by(most) for each in comparisons if most is not None)
-            console.print(f" trainstep compare · {self.old} → {self.new}\n\n {overall(comparisons)}\n")
+            files = f"{self.old} → {self.new}"
+            console.print(f" trainstep compare · {files}\n\n {of.overall(comparisons)}\n")
             if is_verbose:
-                show_table(console, comparison_table(comparisons, f"{self.old} → {self.new}"))
-            said = [f"   {each}" for each in (() if is_verbose else comparisons[:MOST_SHOWN])]
-            conditions = other_conditions(old, new)
-            said += [f"• Not measured under the same conditions: {'; '.join(conditions)}."] if conditions else []
+                show_table(console, of.comparison_table(comparisons, files))
+            for each in () if is_verbose else comparisons[:MOST_SHOWN]:
+                console.print(f"   {each}")
+            conditions = of.other_conditions(old, new)
+            notes = [f"Not measured under the same conditions: {'; '.join(conditions)}."] if conditions else []
             left_out.sort(key=lambda each: not each.is_lost)
-            for each in left_out if is_verbose else left_out[:MOST_LEFT]:
-                what, then = ("Failed", " Run that again, or leave it out.") if each.is_lost else ("Left out", "")
-                said.append(f"• {what}: {each}.{then}")
+            for left in left_out if is_verbose else left_out[:MOST_LEFT]:
+                what, then = ("Failed", " Run that again, or leave it out.") if left.is_lost else ("Left out", "")
+                notes.append(f"{what}: {left}.{then}")
             if gate[True]:
-                said.append(f"• Failed: {gate[True]} take over {self.fail_if_slower} longer.")
+                notes.append(f"Failed: {gate[True]} take over {self.fail_if_slower} longer.")
             elif gate[None]:
                 among = f"within {gate[None]} of {len(comparisons)} intervals"
-                said.append(f"• Not failed: {self.fail_if_slower} longer is {among}. More runs a side decide.")
-            for line in said:
-                console.print(line)
+                notes.append(f"Not failed: {self.fail_if_slower} longer is {among}. More runs a side decide.")
+            for note in notes:
+                console.print(f"• {note}")
+            sections = of.before_and_after(comparisons, old, new, notes, files)
+            with self.in_folder() as own:
+                write_html([*old, *new], own.out / "report.html", f"trainstep compare · {files}", sections)
+                console.print(f"Written to {own.out}: report.html")
             gc.freeze()  # nor one at the end
         return CASE_FAILED if gate[True] or any(each.is_lost for each in left_out) else 0
 

@@ -92,23 +92,19 @@ def _step_rows(log: RankLog, own: Mapping[str, Any], how: Mapping[str, Any]) -> 
 
 
 def _step_row(log: RankLog, steps: Sequence[Step], known: Mapping[str, Any]) -> ScriptRow:
-    counts, compiled = Counter[str](), {each["step"] for each in log.recompilations}
+    compiled = {each["step"] for each in log.recompilations}
     left_out = WARMUP if len(steps) >= MANY else min(1, len(steps) - 1)
     apart = [_what_is_apart(step, compiled) for step in steps]
     usual = {what for what in ("evaluated", "compiled") if sum(what in each for each in apart) > USUAL * len(steps)}
-    kept, reasons = [], dict[int, str]()
-    for step, own_apart in zip(steps[left_out:], apart[left_out:], strict=True):
-        why = next((what for what in own_apart if what not in usual), "")
-        counts[why] += 1
-        reasons[step.number] = why or "instrumented"
-        if not why:
-            kept.append(step)
+    later = zip(steps[left_out:], apart[left_out:], strict=True)
+    reasons = {step.number: next((what for what in own if what not in usual), "") for step, own in later}
+    kept = [step for step in steps if reasons.get(step.number) == ""]
     if by_device := [step for step in kept if step.device]:  # the others have the host's times alone
-        counts["instrumented"] += len(kept) - len(by_device)
+        reasons |= {step.number: "instrumented" for step in kept if not step.device}
         kept = by_device
+    counts = Counter(reasons.values())
     most = ", ".join(f"{count} {why}" for why, count in counts.most_common() if why) or "none came after the warm-up"
-    numbers = {step.number for step in kept}
-    others = [step for step in steps if step.number not in numbers]
+    others = [step for step in steps if reasons.get(step.number) != ""]
     taken = [_times_of(step) for step in kept]
     phases = list(dict.fromkeys(phase for each in taken for phase in each))
     samples = {phase: [each.get(phase, 0.0) for each in taken] for phase in phases}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from trainstep.base.config import PHASES
 from trainstep.report.blocks import Breakdown, Part, Stack, told_apart
@@ -17,7 +18,7 @@ from trainstep.report.numbers import as_float, in_ms, percent
 from trainstep.report.subjects import run
 from trainstep.report.subjects.climbs import of_steps
 from trainstep.report.subjects.steps import analysed_step, is_same_step
-from trainstep.rows import ChangeRow, KernelRow, ParallelRow, ProfileRow
+from trainstep.rows import ChangeRow, KernelRow, ParallelRow, ProfileRow, ScriptRow
 from trainstep.rows.records import Row, belonging, of_kind
 from trainstep.rows.row import Timed
 
@@ -43,16 +44,35 @@ def breakdown(rows: Sequence[Row]) -> Breakdown | None:
         return None
     stack, caption = first
     best = _recommended(rows, role=None if profiled is None else "neutral")
-    stacks = [stack, *([best] if best is not None else [])]
-    sums = Counter[str]()
-    roles: dict[str, str] = {}
-    for part in (part for parts in stack.phases.values() for part in parts):
-        sums[part.name] += part.ms  # type: ignore[assignment]  # a Counter adds any number
-        roles[part.name] = part.role
-    legend = [(roles[name], name, f"{in_ms(ms)}, {_share(ms, stack)}") for name, ms in sums.most_common()]
+    sums = sorted(_summed(stack).values(), key=lambda part: -part.ms)
+    legend = [(part.role, part.name, f"{in_ms(part.ms)}, {_share(part.ms, stack)}") for part in sums]
     if best is not None:
         caption += " The recommended step is drawn to the same scale, by its phases."
-    return Breakdown("Where the time goes", caption, stacks, legend)
+    return Breakdown("Where the time goes", caption, [*filter(None, (stack, best))], legend)
+
+
+def _summed(stack: Stack) -> dict[str, Part]:
+    """Parts of a bar by name, each over all phases."""
+    sums: dict[str, Part] = {}
+    for part in chain.from_iterable(stack.phases.values()):
+        sums[part.name] = replace(part, ms=part.ms + (sums[part.name].ms if part.name in sums else 0.0))
+    return sums
+
+
+def before_and_after(old: Timed, new: Timed) -> Breakdown | None:
+    """Bars of a step's phases in two files; None where one has no phases."""
+    words, said = None, "Medians"
+    if isinstance(old, ScriptRow) and isinstance(new, ScriptRow):
+        said = "Means" if any(map(run.is_uneven, (old, new))) else said
+        words, old, new = run.PHASES, run.as_told(old, new), run.as_told(new, old)
+    stacks = [*filter(None, (_of_phases(old, "before", words), _of_phases(new, "after", words)))]
+    sums = [*map(_summed, stacks)]
+    if len(sums) < 2:
+        return None
+    parts = sums[0] | sums[1]
+    times = {name: " → ".join(in_ms(own[name].ms if name in own else 0) for own in sums) for name in parts}
+    legend = [(part.role, name, times[name]) for name, part in parts.items()]
+    return Breakdown("Before and after", f"{said} of the first run of a side, to one scale.", stacks, legend)
 
 
 def _share(ms: float, stack: Stack) -> str:
@@ -187,8 +207,6 @@ def _settings(row: Row, first: ChangeRow | None = None) -> str:
     """Settings that the step runs with: `fp32, eager attention`; of a change, what differs from the first."""
     forms = {"precision": "{}", "attention": "{} attention", "compile": "{} compiled", "optimizer": "{}",
              "loss": "{} loss"}  # fmt: skip
-    if first is not None:
-        told = {name: row.case[name] for name in forms if row.case.get(name) not in (None, first.case.get(name))}
-    else:
-        told = {name: row.case[name] for name in ("precision", "attention") if row.case.get(name) is not None}
+    names, own = (forms, first.case) if first is not None else (("precision", "attention"), {})
+    told = {name: row.case[name] for name in names if row.case.get(name) not in (None, own.get(name))}
     return ", ".join(forms[name].format(value) for name, value in told.items()) or str(row.case.get("workload", ""))

@@ -10,14 +10,20 @@ import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
+from typing import Any
 
 from trainstep.base.config import CASE, settings_with
 from trainstep.base.errors import UsageError
 from trainstep.base.stats import RUN_SPREAD, WITHIN_RUN, Ratio, in_rounds, ratio_of_passes, ratio_of_runs, verdict
+from trainstep.report import breakdown
+from trainstep.report.blocks import Headline, Section, Sentences, section
+from trainstep.report.columns import Cell
+from trainstep.report.headlines import change_of
 from trainstep.report.losses import WRITTEN, Losses, hold, tokens_of
-from trainstep.report.numbers import number
+from trainstep.report.numbers import gib, number
+from trainstep.report.subjects import findings
 from trainstep.report.subjects.run import UNEVEN
-from trainstep.report.tables import Table, text_table, with_shapes
+from trainstep.report.tables import LONGEST, Table, text_table, with_shapes
 from trainstep.rows.records import Row, Scalar
 
 ACROSS = ("workload", *settings_with(CASE, without=("seed",)), "mode", "warmup", "timing", "scheme")
@@ -54,6 +60,8 @@ class Comparison:
     """Tokens per step, old and new, where they differ; of a script samples."""
     batch: tuple[float, float] | None
     """Milliseconds to make the next batch, old and new, where rows have them."""
+    rows: tuple[Any, Any]
+    """The first row of either file."""
     verdict: str
     """faster, slower or inconclusive. Where that would be of other work, "losses differ" or "work differs"; where the
     batch takes as much longer as the step takes less, so that nothing is left to call faster, "moved to batch"."""
@@ -158,13 +166,11 @@ def _cases(records: Sequence[Row], across: Collection[str]) -> dict[CaseKey, lis
 
 def _differing(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
     """The columns that have one value in each file, and another in the other, if leaving them out makes cases match."""
-    before, after = ([dict(zip(*key, strict=True)) for key in _passes(records)] for records in (old, new))
-    values = {name: [{case.get(name) for case in cases} for cases in (before, after)] for name in ACROSS}
+    sides = [[*_passes(old)], [*_passes(new)]]
+    values = {name: [{dict(zip(*key, strict=True)).get(name) for key in keys} for keys in sides] for name in ACROSS}
     apart = [name for name, (a, b) in values.items() if len(a) == len(b) == 1 and a != b]
-    rest = [
-        {tuple(item for item in case.items() if item[0] not in apart) for case in cases} for cases in (before, after)
-    ]
-    return apart if rest[0] & rest[1] else []
+    before, after = ({without(key, apart) for key in keys} for keys in sides)
+    return apart if before & after else []
 
 
 def repeatability(records: Sequence[Row], spread: float = RUN_SPREAD) -> list[Comparison]:
@@ -201,10 +207,10 @@ def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: 
         batch = before, after
         grown_ms = after - before if verdict(of_batch) == "slower" else 0.0
         # Work that moved from the step into drawing its batch is no gain, as both are waited for.
-        if said == "faster" and not _is_left(ratio, new_ms, grown_ms):
+        if said == "faster" and ratio.interval and ratio.interval.low * new_ms <= new_ms + grown_ms:
             said = BATCH_GREW
     said = LOSSES_DIFFER if losses.differ else WORK_DIFFERS if tokens else said
-    return Comparison(key, ratio, old_ms, new_ms, losses, tokens, batch, said)
+    return Comparison(key, ratio, old_ms, new_ms, losses, tokens, batch, (old[0], new[0]), said)
 
 
 def _ratio_of(old: Sequence[Row], new: Sequence[Row], name: str, spread: float) -> tuple[Ratio, float, float]:
@@ -220,12 +226,6 @@ def _ratio_of(old: Sequence[Row], new: Sequence[Row], name: str, spread: float) 
     if all(len(rows) > 1 and len({row.case.get("run") for row in rows} - {None}) == len(rows) for rows in (old, new)):
         return ratio_of_runs(before, after), old_ms, new_ms
     return ratio_of_passes(old_ms / new_ms, before, after, spread), old_ms, new_ms
-
-
-def _is_left(speedup: Ratio, new_ms: float, grown_ms: float) -> bool:
-    """True if a step is faster even if it took what the batch takes longer."""
-    assert speedup.interval is not None, "without one nothing was called faster"
-    return speedup.interval.low * new_ms / (new_ms + grown_ms) > 1
 
 
 def _other_tokens(old: Row, new: Row) -> tuple[float, float] | None:
@@ -246,10 +246,40 @@ def _said(compared: Comparison) -> str:
 
 def overall(comparisons: Sequence[Comparison]) -> str:
     """The verdict on all cases, with the figures of the first that is slower, or else faster."""
+    first, where, cases = _told_first(comparisons)
+    return f"{first.verdict.upper()}   speed-up {first.ratio} {where}   {cases}"
+
+
+def _told_first(comparisons: Sequence[Comparison]) -> tuple[Comparison, str, str]:
+    """The case that decides, what its interval covers, and how many cases have its verdict."""
     first = max(comparisons, key=lambda each: (each.verdict == "slower", each.verdict == "faster"))
     alike = sum(each.verdict == first.verdict for each in comparisons)
     where = "between runs" if first.speedup.between_runs else WITHIN_RUN
-    return f"{first.verdict.upper()}   speed-up {first.ratio} {where}   {alike} of {len(comparisons)} cases"
+    return first, where, f"{alike} of {len(comparisons)} cases"
+
+
+def before_and_after(
+    comparisons: Sequence[Comparison], old: Sequence[Row], new: Sequence[Row], notes: Sequence[str], caption: str
+) -> list[Section]:
+    """The page: the verdict, the phases of the case that decides, findings that went and came, and every case.
+
+    Args:
+        notes: on cases that were left out and conditions that differ.
+    """
+    first, where, cases = _told_first(comparisons)
+    stats = [("Step", f"{number(first.old_ms)} → {number(first.new_ms)} ms", told(first.key))]
+    stats += [("Peak memory", peak, "of one step")] if (peak := change_of(*first.rows, "peak_gib", gib, "")) else []
+    figure = Cell(f"{first.speedup.value:.2f}×", first.speedup.value, "speedup")
+    before, after = findings(old), findings(new)
+    ids = [{each.id for each in side} for side in (before, after)]
+    gone = [each.sentence for each in before if each.id not in ids[1]]
+    came = [each.sentence for each in after if each.id not in ids[0]]
+    topics = {"Gone": gone, "New": came, "Comparison": notes}
+    said = Sentences({topic: sentences for topic, sentences in topics.items() if sentences})
+    head = Headline(figure, first.verdict, cases, stats, f"{first.ratio}, 95 % interval {where}.")
+    blocks = head, breakdown.before_and_after(*first.rows), said
+    every = section("cases", "Cases", "Every case of both files", "", comparison_table(comparisons[:LONGEST], caption))
+    return [each for each in (section("summary", "Summary", "Summary", "", *blocks), every) if each is not None]
 
 
 def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:

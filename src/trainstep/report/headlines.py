@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trainstep.base.stats import WITHIN_RUN
 from trainstep.report.blocks import Headline, span, told_apart
 from trainstep.report.columns import Cell, ratio_cell
 from trainstep.report.findings import Finding, listed
-from trainstep.report.numbers import NONE, as_float, gib, number, numeric
+from trainstep.report.numbers import NONE, as_float, gib, in_ms, number, numeric
 from trainstep.report.subjects import run, training
 from trainstep.report.subjects.climbs import Climb, after_precision, of_script, of_steps, times_agree
 from trainstep.report.subjects.noise import NOISY_INTERVAL, TIMED, same_step_twice, throttled, unsteady
@@ -196,16 +196,13 @@ def _per_step(row: StepRow | ProfileRow) -> Cell:
 def _profile(profile: ProfileRow, records: Sequence[Row]) -> Headline:
     """The profiled step, as it was without the profiler."""
     profiles = of_kind(records, ProfileRow)
-    stats = list[tuple[str, str, str]]()
-    if profile.kernels is not None:
-        per = "in the trace" if profile.has_steps is False else "per step"
-        stats.append(("Kernels", number(profile.kernels), per))
-    if profile.busy_ms is not None:
-        stats.append(("Device busy", f"{number(profile.busy_ms)} ms", "in a kernel or a transfer"))
-    if profile.idle_share is not None:
-        stats.append(("Device idle", f"{profile.idle_share:.0%}", "without the profiler"))
-    if profile.matmul_share_step is not None:
-        stats.append(("Matmuls", f"{profile.matmul_share_step:.0%}", "of the kernel time"))
+    known: list[tuple[str, float | None, Callable[[Any], str], str]] = [
+        ("Kernels", profile.kernels, number, "in the trace" if profile.has_steps is False else "per step"),
+        ("Device busy", profile.busy_ms, in_ms, "in a kernel or a transfer"),
+        ("Device idle", profile.idle_share, "{:.0%}".format, "without the profiler"),
+        ("Matmuls", profile.matmul_share_step, "{:.0%}".format, "of the kernel time"),
+    ]
+    stats = [(name, text(value), note) for name, value, text, note in known if value is not None]
     told = f"{told_apart(profile, profiles)}: " if len(profiles) > 1 else ""
     profiled = [] if profile.profiled_n is None else [f"{number(profile.profiled_n)} steps under the profiler"]
     cost = [] if profile.profiler_cost is None else [f"the profiler cost {profile.profiler_cost:.0%} of the step"]
@@ -351,11 +348,9 @@ def _peak(records: Sequence[Row]) -> Headline | None:
     told = ", ".join(
         f"{name} {largest.case[name]}" for name in ("mode", "context", "precision") if name in largest.case
     )
-    too_large = sum(row.status == "out of memory" for row in rows)
-    failed = sum(row.status not in ("ok", "out of memory") for row in rows)
+    without = Counter("Do not fit" if row.status == "out of memory" else "Failed" for row in rows if row.status != "ok")
     stats = [("Measured", number(len(measured)), "peaks")]
-    without = {"Do not fit": too_large, "Failed": failed}
-    stats += [(says, number(cases), "cases") for says, cases in without.items() if cases]
+    stats += [(says, number(cases), "cases") for says, cases in sorted(without.items())]
     figure = Cell(gib(largest.peak_gib), largest.peak_gib, "peak_gib")
     return Headline(figure, "the largest peak of memory measured", told, stats)
 

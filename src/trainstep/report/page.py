@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trainstep.base.errors import UsageError
 from trainstep.base.files import aside
-from trainstep.report.blocks import Charts
+from trainstep.report.blocks import Charts, Section
 from trainstep.report.findings import Finding
 from trainstep.report.formats import write_tables
 from trainstep.report.numbers import in_ms, typeset
@@ -69,19 +69,21 @@ class Report:
         return [page, *sorted(tables.iterdir())]
 
 
-def render(records: Sequence[Row], command: str = "") -> str:
+def render(records: Sequence[Row], command: str = "", sections: Sequence[Section] = ()) -> str:
     """The page of these records; kinds that are absent have no section. Of very many it shows the first.
 
     Args:
         command: made them, in words, such as `trainstep run · train.py`.
+        sections: of the page, in the place of the records' own.
     """
     every, records = len(records), _first(records)
-    sections = [section for make in SECTIONS if (section := make(records)) is not None]
-    first = summary(records, findings(records), sections)
-    sections = [*([first] if first is not None else []), *sections]
+    if not sections:
+        sections = [section for make in SECTIONS if (section := make(records)) is not None]
+        sections = [*filter(None, [summary(records, findings(records), sections)]), *sections]
     blocks = (block for section in sections for block in section.blocks)
     drawn = [chart for block in blocks if isinstance(block, Charts) for chart in block.charts]
     allocations = {chart.name: chart.allocations for chart in drawn if chart.allocations is not None}
+    packed = gzip.compress(json.dumps(allocations).encode(), 9, mtime=0)
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -98,19 +100,19 @@ def render(records: Sequence[Row], command: str = "") -> str:
         subtitle=_subtitle(records, every),
         sections=sections,
         has_intervals=any(name.endswith(("_low_ms", "_low")) for row in records for name in row.values),
-        allocations=_packed(json.dumps(allocations)) if allocations else "",
+        allocations=base64.b64encode(packed).decode() if allocations else "",  # needs no escaping anywhere
         style=source(environment, "page.css")[0],
         script=source(environment, "allocations.js")[0] + source(environment, "page.js")[0],
     )
 
 
-def write_html(records: Sequence[Row], path: Path, command: str = "") -> None:
-    """Write the page of these records, which a command made.
+def write_html(records: Sequence[Row], path: Path, command: str = "", sections: Sequence[Section] = ()) -> None:
+    """Write the page of these records, as `render` makes it.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    page = render(records, command)
+    page = render(records, command, sections)
     with aside(path) as draft, draft.open("x", encoding="utf-8", errors="backslashreplace") as file:
         file.write(page)  # names may hold half a surrogate
 
@@ -119,8 +121,7 @@ def _title(records: Sequence[Row], command: str) -> str:
     """Command, model and device."""
     names = dict.fromkeys(str(row.case["workload"]) for row in records if "workload" in row.case)
     model = ", ".join(names or dict.fromkeys(record.kind for record in records)) or "no results"
-    parts = command, "" if model in command else model, *_measured_on(records, "device")
-    return " · ".join(filter(None, parts))
+    return " · ".join(filter(None, (command, "" if model in command else model, *_measured_on(records, "device"))))
 
 
 def _measured_on(records: Sequence[Row], name: str) -> list[str]:
@@ -142,8 +143,3 @@ def _subtitle(records: Sequence[Row], every: int) -> list[str]:
         if count := facts.parameters:
             parts.append(f"{count / 1e6:,.3g} M parameters" if count < 1e9 else f"{count / 1e9:.3g} B parameters")
     return [*parts, *_measured_on(records, "date")]
-
-
-def _packed(text: str) -> str:
-    """Gzipped, in base64, which needs no escaping anywhere."""
-    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()

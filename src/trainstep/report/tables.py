@@ -154,7 +154,8 @@ def with_shapes(caption: str, names: Iterable[str]) -> str:
 def text_table(name: str, caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table of texts that are not one row's values each."""
     cell = cache(Cell)  # most texts of a long table are the same
-    return Table(caption, columns, [TableRow([cell(text) for text in row], row[0]) for row in rows], name)
+    aligned = [_aligned([*map(cell, texts)]) for texts in zip(*rows, strict=True)]
+    return Table(caption, columns, [TableRow(cells, cells[0].text) for cells in zip(*aligned, strict=True)], name)
 
 
 def outcome_table(caption: str, what: str, row: Row) -> Table:
@@ -166,4 +167,4 @@ def _aligned(cells: Sequence[Cell]) -> Sequence[Cell]:
     """The cells of a column, set as words where one of them is long and not all are numbers."""
     texts = [cell.text for cell in cells]
     is_text = max(map(len, texts), default=0) > _SHORT and not all(map(_NUMBER.fullmatch, texts))
-    return [cell if cell.is_text is not None else replace(cell, is_text=is_text) for cell in cells]
+    return [replace(cell, is_text=True) if is_text and cell.is_text is None else cell for cell in cells]

@@ -17,12 +17,10 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     role: str
-    width: float = 1.6
+    width: float = 1.6  # Of its line; 0 where it has dots alone
     dash: str = "solid"
     markers: bool = False
-    line: bool = True
-    texts: Sequence[str] | None = None  # What hovering shows for each y, where that is not y itself
-    hover: bool = True  # Whether hovering shows it
+    texts: Sequence[str] | None = None  # What hovering shows for each y, where that is not y itself; () where nothing
 
 
 def key_of(series: Sequence[Series]) -> list[tuple[str, str]]:
@@ -61,11 +59,11 @@ def lines(
     for mark in marks:
         plot.across(mark, "warn dashed")
     for one in series:
-        if one.line and one.x:
+        if one.width and one.x:
             plot.line(one.x, one.y, f"{one.role} {one.dash}", one.width)
         for at in zip(one.x, one.y, strict=True) if one.markers or sizes or len(one.x) == 1 else ():
             plot.dot(*at, one.role)
-    texts = [(one.texts or [f"{y:.5g}" for y in one.y]) if one.hover else () for one in series]
+    texts = [[f"{y:.5g}" for y in one.y] if one.texts is None else one.texts for one in series]
     told = [(one.name, dict(zip(one.x, said, strict=False))) for one, said in zip(series, texts, strict=True)]
     ends = [x.low, *map(sum, itertools.pairwise(places)), x.high]
     # An invisible column around every x at which a line has a value shows all of them.

@@ -25,7 +25,6 @@ FAMILY_ROLES: Mapping[str, str] = {
     "CUDA graph": "series-4",
     "other": "series-1",
 }  # Colour of each family
-PHASE_ROLES: Mapping[str, str] = {"forward": "series-1", "loss": "warn", "backward": "series-3", "optimizer": "neutral"}
 LANE_HEIGHT = 46
 STEP_ROLES: Mapping[str, str] = {
     "forward": "series-1",
@@ -92,7 +91,7 @@ def timeline(row: TimelineRow) -> str:
         tip = f"{name}\n{family}, {phase}\n{module}\n{length}"
         plot.bar(own, _around(height[lane], 0.72), FAMILY_ROLES.get(family, "series-1"), tip)
         passed.setdefault(phase, []).extend(own)
-    for phase, role in PHASE_ROLES.items():
+    for phase, role in STEP_ROLES.items():
         if phase in passed:  # from its first kernel to its last
             first, last = min(passed[phase]), max(passed[phase])
             plot.bar((first, last), _around(0, 0.3), role, f"{phase}\nfrom {number(first)} to {number(last)} ms")

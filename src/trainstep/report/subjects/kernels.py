@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -313,19 +314,17 @@ def _phase_table(profile: ProfileRow, title: str, suffix: str) -> Table | None:
 def _module_table(rows: Sequence[KernelRow], title: str, suffix: str, per: str) -> Table:
     """Kernel time of each module by phase, transfers left out; alike modules are one row."""
     rows = [row for row in rows if row.family != "transfer"]
-    times: dict[str, dict[str, float]] = {}
+    times = defaultdict[str, Counter[str]](Counter)
     for row in rows:
-        own = times.setdefault(row.module, {})
-        own[row.phase] = own.get(row.phase, 0) + (row.ms or 0)
-    ordered = sorted(times, key=lambda module: -sum(times[module].values()))
+        times[row.module][row.phase] += row.ms or 0  # type: ignore[assignment]  # a Counter adds any number
+    ordered = sorted(times, key=lambda module: -times[module].total())
     names = [(module, times[module]) for module in ordered[:TOP_MODULES]]
     if rest := ordered[TOP_MODULES:]:
-        sums = {phase: sum(times[module].get(phase, 0) for module in rest) for phase in PHASES}
-        names.append((f"{len(rest)} others", sums))
+        names.append((f"{len(rest)} others", sum((times[module] for module in rest), Counter())))
     total = sum(row.ms or 0 for row in rows)
     table_rows = []
     for module, own in names:
-        whole = sum(own.values())
+        whole = own.total()
         cells = [Cell(module, is_text=True)]
         cells += [Cell(number(own.get(phase)), own.get(phase), f"{phase}_ms") for phase in PHASES]
         cells += [Cell(number(whole), whole, "ms"), Cell(f"{100 * whole / total:.1f}%" if total else NONE)]

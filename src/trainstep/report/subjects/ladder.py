@@ -289,10 +289,9 @@ def correctness(rows: Sequence[Row]) -> Section | None:
 def _loss_charts(accepted: Sequence[ChangeRow], suffix: str) -> list[Chart]:
     length = min(len(row.samples["training_loss"]) for row in accepted)
     steps = [float(index + 1) for index in range(length)]
-    styles = [_line_style(index, len(accepted)) for index in range(len(accepted))]
     curves = [
-        Series(row.change, steps, row.samples["training_loss"][:length], *style)
-        for row, style in zip(accepted, styles, strict=True)
+        Series(row.change, steps, row.samples["training_loss"][:length], *_line_style(index, len(accepted)))
+        for index, row in enumerate(accepted)
     ]
     legend = [(f"line {one.role} {one.dash}", one.name) for one in curves]
     title, caption = "Training loss of everything accepted", "Same seed, same batches: right curves lie on one another."

@@ -3,7 +3,7 @@ attention time and memory against the sequence length, a pair of charts for each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +11,7 @@ from trainstep.report import columns
 from trainstep.report.blocks import Chart, Charts, Section, section
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, key_of, lines
-from trainstep.report.numbers import number, typeset
+from trainstep.report.numbers import as_float, number, typeset
 from trainstep.report.tables import define, page_table
 from trainstep.rows import AttentionRatioRow, AttentionRow, FusedRatioRow, FusedRow
 from trainstep.rows.records import Row, of_kind
@@ -94,7 +94,9 @@ def attention(records: Sequence[Row]) -> Section | None:
         groups.setdefault(", ".join(f"{name} {row.case[name]}" for name in SHAPE if name in row.case), []).append(row)
     impls = list(dict.fromkeys(row.impl for row in rows))
     charts = [
-        Charts([_chart(group, impls, shape, *what) for what in _CHARTS if any(map(what[-1], group))])
+        Charts(
+            [_chart(group, impls, shape, *what) for what in _CHARTS if any(row.values.get(what[0]) for row in group)]
+        )
         for shape, group in groups.items()
         if len({row.seq for row in group if row.times}) > 1
     ]
@@ -108,29 +110,17 @@ def attention(records: Sequence[Row]) -> Section | None:
     return section("attention", "Attention", "Attention by implementation", lead, *charts, *tables)
 
 
-def _both_ms(row: AttentionRow) -> float | None:
-    return row.times["both"].median if "both" in row.times else None
+_CHARTS = (("both_ms", "Time of forward and backward", "ms"), ("peak_gib", "Peak memory", "GiB"))
+"""Value, title, unit."""
 
 
-_CHARTS: tuple[tuple[str, str, str, Callable[[AttentionRow], float | None]], ...] = (
-    ("both_ms", "Time of forward and backward", "ms", _both_ms),
-    ("peak_gib", "Peak memory", "GiB", lambda row: row.peak_gib),
-)  # Name, title, unit, value
-
-
-def _chart(
-    rows: Sequence[AttentionRow],
-    impls: Sequence[str],
-    shape: str,
-    name: str,
-    title: str,
-    unit: str,
-    value_of: Callable[[AttentionRow], float | None],
-) -> Chart:
+def _chart(rows: Sequence[AttentionRow], impls: Sequence[str], shape: str, name: str, title: str, unit: str) -> Chart:
     """A line for each implementation, in its colour of all charts; a case without the value is left out."""
     series = []
     for index, impl in enumerate(impls):
-        known = sorted((row.seq, value) for row in rows if row.impl == impl and (value := value_of(row)))
+        known = sorted(
+            (row.seq, value) for row in rows if row.impl == impl and (value := as_float(row.values.get(name)))
+        )
         if known:
             x, y = zip(*known, strict=True)
             role = KINDS[index % len(KINDS)]

@@ -88,9 +88,9 @@ def comes_in_bursts(row: ScriptRow) -> bool:
     return mean_of(data) - data.median > (mean_of(step) - step.median) / 2
 
 
-def as_told(row: ScriptRow) -> ScriptRow:
-    """The row, with means in the place of medians, and no intervals, where its steps are uneven."""
-    if not is_uneven(row):
+def as_told(row: ScriptRow, *others: ScriptRow) -> ScriptRow:
+    """The row, with means in the place of medians, and no intervals, where its steps or the others' are uneven."""
+    if not any(map(is_uneven, (row, *others))):
         return row
     return replace(row, times={phase: Times(mean_of(times)) for phase, times in row.times.items()})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import median_high
 from typing import Any
 
 from trainstep.report import columns
@@ -13,7 +14,7 @@ from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, key_of, lines
 from trainstep.report.columns import Cell
 from trainstep.report.findings import Finding, found
-from trainstep.report.numbers import number
+from trainstep.report.numbers import in_ms, number
 from trainstep.report.tables import Table, define, page_table, text_table
 from trainstep.rows import TrainRow
 from trainstep.rows.records import Row, Scalar, of_kind
@@ -75,17 +76,15 @@ def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
         if len(times) < 2:
             continue
         # The rank's own part is what tells: in a collective all ranks take as long as the latest.
-        late = max(range(len(times)), key=lambda rank: times[rank])
-        others = sorted(value for rank, value in enumerate(times) if rank != late)
-        usual = others[len(others) // 2]
+        late = times.index(max(times))
+        usual = median_high(times[:late] + times[late + 1 :])
         step = row.times["step"].median if "step" in row.times else 0.0
         # Late by share of the others and of the update: microseconds between idle ranks are no news.
         if times[late] < (1 + LATE) * usual or times[late] - usual < LATE * step:
             continue
         figures: dict[str, Scalar] = {"rank": late, "own_ms": times[late], "usual_ms": usual, "run": str(row.workload)}
         if own and data:
-            theirs = sorted(value for rank, value in enumerate(data) if rank != late)
-            more = data[late] - theirs[len(theirs) // 2]
+            more = data[late] - median_high(data[:late] + data[late + 1 :])
             said = "{run}: rank {rank} is late: until it waits for the others an update takes it {own_ms:ms}, and them "
             said += "{usual_ms:ms}"
             if more > (times[late] - usual) / 2:
@@ -103,19 +102,16 @@ def headline(rows: Sequence[Row]) -> Headline | None:
     if row is None or row.done is None or row.last_loss is None:
         return None
     of = f" of {number(row.steps)}" if row.steps else ""
-    stats = []
-    if row.validation_loss is not None:
-        stats.append(("Validation", number(row.validation_loss, 5), "loss, the last one"))
-    if row.tokens_per_s is not None:
-        stats.append(("Throughput", number(row.tokens_per_s), "tokens/s, the median of its last start"))
-    elif "step" in row.times:
-        stats.append(("Update", f"{number(row.times['step'].median)} ms", "the median of its last start"))
-    if row.utilisation is not None:
-        stats.append(("Utilisation", f"{row.utilisation:.1%}", "model FLOPs over the devices’ peak"))
-    again = row.trained_again or 0
-    stats.append(
-        ("Starts", number(row.starts), f"{number(again)} updates made again" if again else "nothing made again")
-    )
+    again = f"{number(row.trained_again)} updates" if row.trained_again else "nothing"
+    step = row.times["step"].median if row.tokens_per_s is None and "step" in row.times else None
+    known: list[tuple[str, Scalar, Callable[[Any], str], str]] = [
+        ("Validation", row.validation_loss, partial(number, digits=5), "loss, the last one"),
+        ("Throughput", row.tokens_per_s, number, "tokens/s, the median of its last start"),
+        ("Update", step, in_ms, "the median of its last start"),
+        ("Utilisation", row.utilisation, "{:.1%}".format, "model FLOPs over the devices’ peak"),
+    ]
+    stats = [(name, text(value), note) for name, value, text, note in known if value is not None]
+    stats.append(("Starts", number(row.starts), f"{again} made again"))
     detail = f"from {number(row.first_loss, 5)} at the first"
     says = f"loss after update {number(row.done)}{of}"
     return Headline(Cell(number(row.last_loss, 5), row.last_loss, "last_loss"), says, detail, stats)
@@ -173,12 +169,12 @@ def _curves(rows: Sequence[TrainRow]) -> Iterator[Chart]:
         if y:
             told, kind = ("validation", KINDS[2]) if is_one else (f"{name}, validation", role)
             series.append(Series(told, x, y, kind, width=1.2, dash="dashed", markers=len(x) <= 60))
-    marks = _marks(rows[0]) if is_one else []
+    marks = [start - 0.5 for start in _points(rows[0], "start_step", "start_step")[0][1:]] if is_one else []
     legend = key_of(series)
     if is_one:
         x, y = _points(rows[0], "saved_loss", "saved_step")
         if y:
-            series.append(Series("checkpoint", x, y, "neutral", line=False, markers=True, hover=False))
+            series.append(Series("checkpoint", x, y, "neutral", width=0, markers=True, texts=()))
             legend.append(("neutral", "checkpoint"))
         legend += [("warn", "restart")] if marks else []
     yield Chart("training-loss", "Loss", "", partial(lines, series, "update", "loss", marks=marks), legend)
@@ -191,12 +187,8 @@ def _curves(rows: Sequence[TrainRow]) -> Iterator[Chart]:
         ("rate", "Learning rate", "learning_rate", "learning rate", 1.0, False),
     ]  # fmt: skip
     for name, title, value, axis, scale, log in rest:
-        shown = [
-            Series(which, x, y, role)
-            for row, which, role in of_rows
-            for x, y in [_points(row, value, scale=scale)]
-            if y
-        ]
+        curves = [Series(which, *_points(row, value, scale=scale), role) for row, which, role in of_rows]
+        shown = [one for one in curves if one.y]
         if not shown:
             continue
         is_log = log and all(y > 0 for one in shown for y in one.y)
@@ -209,10 +201,6 @@ def _curves(rows: Sequence[TrainRow]) -> Iterator[Chart]:
 
 def _texts(row: TrainRow, name: str) -> list[str]:
     return [number(y, 5) for y in _points(row, name)[1]]
-
-
-def _marks(row: TrainRow) -> list[float]:
-    return [float(step) - 0.5 for step in _points(row, "start_step", "start_step")[0][1:]]
 
 
 def _ranks(row: TrainRow, place: int, which: str) -> Table | None:
