@@ -84,8 +84,7 @@ def _profiled(rows: Sequence[Row]) -> _Captioned | None:
     """Module by phase, of the first profile whose kernels have a module."""
     step = analysed_step(rows)
     profiles = [row for row in of_kind(rows, ProfileRow) if row.status == "ok"]
-    fitting = [row for row in profiles if step is None or is_same_step(step, row)]
-    for profile in fitting:
+    for profile in [row for row in profiles if step is None or is_same_step(step, row)]:
         own = belonging(rows, KernelRow, profile)
         kernels = [row for row in own if (row.ms or 0.0) > 0 and row.family != "transfer"]
         if kernels and any(not row.module.startswith("(") for row in kernels):
@@ -128,7 +127,9 @@ def _of_kernels(profile: ProfileRow, kernels: Sequence[KernelRow], name: str, sc
             name_of_phase = run.PHASES.get(phase, phase) if wholes else phase.strip("()")
             phases[name_of_phase] = [Part(each, merged[each], roles[each]) for each in roles if merged.get(each)]
     what = "the whole trace" if profile.has_steps is False else "a profiled step"
-    beyond = f"; {empty} is what phases take beyond them, without the profiler" if sums[empty] else ""
+    gaps = sorted(((part.ms, name) for name, own in phases.items() for part in own if part.name == empty), reverse=True)
+    where = ", ".join(f"{in_ms(ms)} in {name}" for ms, name in gaps)
+    beyond = f"; {empty} is what phases take beyond them, without the profiler: {where}" if gaps else ""
     caption = f"Kernels of {what}, by the module whose forward made them{beyond}."
     time = in_ms(profile.step_ms) if profile.step_ms is not None else f"{in_ms(total)} of kernels"
     return Stack(name or _settings(profile), time, phases), caption
@@ -136,8 +137,7 @@ def _of_kernels(profile: ProfileRow, kernels: Sequence[KernelRow], name: str, sc
 
 def _in_order(phases: Iterable[str]) -> list[str]:
     """A step's order; what has no phase last."""
-    order = [*run.PHASES]
-    return sorted(phases, key=lambda phase: order.index(phase) if phase in order else len(order))
+    return sorted(phases, key=lambda phase: [*run.PHASES, phase].index(phase))
 
 
 def _short(modules: Iterable[str]) -> dict[str, str]:
