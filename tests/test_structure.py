@@ -30,7 +30,7 @@ ROWS_ALONE = {"report": {"base", "rows"}, "plan": {"base", "rows"}}
 """Rooms that know numbers and no tensors: all that they may import."""
 APART = ("observe", "train")
 """Rooms that import no other room of their level: the instruments that two rooms use belong to `measure`."""
-MOST_LINES = {"src": 41_081, "tests": 45_323}
+MOST_LINES = {"src": 41_079, "tests": 45_321}
 """Lines of code without blanks, comments and docstrings, `tools` among `tests`; only a decision raises them."""
 
 NO_SUBJECT = {

@@ -53,14 +53,13 @@ class Losses:
 
 def tokens_of(row: Row) -> float | None:
     """Tokens per step, to five digits, or a script's samples; None where a row does not say."""
-    if isinstance(samples := row.values.get("samples_per_step"), (int, float)):
+    names = ("samples_per_step", "tokens", "done", "tokens_per_s", "step_ms")
+    samples, tokens, done, per_second, step_ms = (getattr(row, name, None) for name in names)
+    if samples is not None:
         return samples
-    if (tokens := row.values.get("tokens")) and (done := row.values.get("done")):  # of a training
-        return tokens / done  # type: ignore[operator]
-    per_second, step_ms = row.values.get("tokens_per_s"), row.values.get("step_ms")
-    if not isinstance(per_second, (int, float)) or not isinstance(step_ms, (int, float)):
-        return None
-    return per_second * step_ms / 1e3
+    if tokens and done:  # of a training
+        return tokens / done
+    return None if per_second is None or step_ms is None else per_second * step_ms / 1e3
 
 
 def hold(old: Row, new: Row) -> Losses:
@@ -94,9 +93,9 @@ def _incomparable(old: Row, new: Row) -> str:
     for which, row in (("old", old), ("new", new)):
         if not row.samples.get("training_loss"):
             return f"no losses in the {which} row"
-        if row.values.get("batches"):
+        if getattr(row, "batches", None):
             return "every build has other batches"
-        if row.values.get("compared"):
+        if getattr(row, "compared", None):
             return "random numbers differ"
         if row.case.get("precision") not in PRECISIONS:
             return f"the {which} row's precision is unknown"
@@ -112,7 +111,7 @@ def _part(name: str) -> float:
 def _not_checked(old: Row, new: Row) -> str:
     """Say which row was not checked by itself, and why; empty where both were."""
     for which, row in (("old", old), ("new", new)):
-        if reason := row.values.get("not_checked"):
+        if reason := getattr(row, "not_checked", None):
             return f"{which} row: {reason}"
     return ""
 

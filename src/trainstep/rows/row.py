@@ -176,11 +176,10 @@ def decode_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str,
     for name, value in found.items():
         if type(value) is int:  # msgspec makes a float of it for a float's field, and tables show 4 as 4.00
             object.__setattr__(row, name, value)
-    for section, columns in (("case", case), ("values", values)):  # as they are, rather than made of the fields again
-        if not {list, type(None)}.isdisjoint(map(type, columns.values())):
-            known = ((name, each) for name, each in columns.items() if each is not None)
-            columns = {name: tuple(each) if type(each) is list else each for name, each in known}
-        object.__setattr__(row, section, columns)
+    if not {list, type(None)}.isdisjoint(map(type, case.values())):
+        known = ((name, each) for name, each in case.items() if each is not None)
+        case = {name: tuple(each) if type(each) is list else each for name, each in known}
+    object.__setattr__(row, "case", case)  # as it is, rather than made of the fields again
     return row
 
 

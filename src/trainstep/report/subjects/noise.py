@@ -85,7 +85,7 @@ def _width(times: Times) -> float | None:
 def throttled(rows: Sequence[Row]) -> Iterator[Finding]:
     """Count the rows of every kind that a slowed GPU measured, with the reason."""
     for many, own in _groups(rows).items():
-        known = [(name, str(row.values["throttled_by"])) for name, row in own if "throttled_by" in row.values]
+        known = [(name, reason) for name, row in own if (reason := getattr(row, "throttled_by", None)) is not None]
         slowed = [(name, reason) for name, reason in known if reason != "nothing"]
         if slowed:
             reasons = Counter(reason for _, reason in slowed)
