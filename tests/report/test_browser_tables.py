@@ -149,7 +149,7 @@ def test_on_paper_everything_is_open_and_nothing_is_cut(browser: Any, page: Path
         chrome, sentences, wider, scrolling = browser.execute_script(
             """const all = (selector) => [...document.querySelectorAll(selector)];
             const shown = (selector) => all(selector).filter((el) => el.checkVisibility()).length;
-            return [shown("nav, button[data-copy]"), shown(".findings dd"),
+            return [shown("nav, button, input"), shown(".findings dd"),
               all("main table, main pre").filter((el) => el.getBoundingClientRect().right > innerWidth + 1).length,
               all(".table").filter((el) => getComputedStyle(el).overflowX !== "visible").length];"""
         )

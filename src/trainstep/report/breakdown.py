@@ -128,7 +128,7 @@ def _of_kernels(profile: ProfileRow, kernels: Sequence[KernelRow], name: str, sc
             phases[name_of_phase] = [Part(each, merged[each], roles[each]) for each in roles if merged.get(each)]
     what = "the whole trace" if profile.has_steps is False else "a profiled step"
     gaps = sorted(((part.ms, name) for name, own in phases.items() for part in own if part.name == empty), reverse=True)
-    where = ", ".join(f"{in_ms(ms)} in {name}" for ms, name in gaps)
+    where = ", ".join(f"{in_ms(ms)} in {name}" for ms, name in gaps[:3])
     beyond = f"; {empty} is what phases take beyond them, without the profiler: {where}" if gaps else ""
     caption = f"Kernels of {what}, by the module whose forward made them{beyond}."
     time = in_ms(profile.step_ms) if profile.step_ms is not None else f"{in_ms(total)} of kernels"

@@ -36,6 +36,7 @@
       const button = document.createElement("button");
       button.type = "button";
       button.className = "sort";
+      title.dataset.title = title.textContent; // for paper: titles with a button in them do not come again on the next sheet
       button.append(...title.childNodes);
       title.append(button);
       button.addEventListener("click", () => {
