@@ -70,18 +70,25 @@ def test_where_the_gradients_of_one_block_are_not_apart(source, changes, says):
         measure_gradients(source, dataclasses.replace(StepConfig(device="cpu"), **changes))
 
 
-def test_gradients_that_a_block_does_not_make_are_unknown():
-    """A frozen embedding: no gradient goes beyond the first block, so nothing says when its backward is over."""
-    source = builtin_source("toy", MODEL)
-    build = source.build
+def test_behind_a_frozen_embedding_the_second_block_is_measured():
+    """No gradient goes beyond the first block, so nothing says when its backward is over."""
 
-    def frozen(config):
-        workload = build(config)
-        workload.module.embedding.requires_grad_(False)
-        return workload
+    def frozen(blocks):
+        source = builtin_source("toy", dataclasses.replace(MODEL, num_layers=blocks))
+        build = source.build
 
-    with pytest.raises(UnsupportedError, match="its input needs no gradient"):
-        measure_gradients(dataclasses.replace(source, build=frozen), STEP)
+        def frozen(config):
+            workload = build(config)
+            workload.module.embedding.requires_grad_(False)
+            return workload
+
+        return dataclasses.replace(source, build=frozen)
+
+    found, plain = measure_gradients(frozen(3), STEP), measure_gradients(TOY, STEP)
+    assert (found.block, plain.block) == ("blocks.1", "")
+    assert dataclasses.replace(found, block="") == plain, "blocks are alike"
+    with pytest.raises(UnsupportedError, match="no block's input needs a gradient"):
+        measure_gradients(frozen(1), STEP)
 
 
 def rows_of(config):

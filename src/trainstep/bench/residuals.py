@@ -55,13 +55,13 @@ def measure_residuals(source: WorkloadSource, config: StepConfig) -> KeptByStep:
     if config.compile != "off":  # no module in it runs its hooks
         found, _ = residuals(forward, None, [*tensors_of(batch), *step.module.parameters(), *step.module.buffers()])
         return KeptByStep(found, Residuals(()), None)
-    seen: list[Tensor] = []
+    seen: list[Any] = []
     blocks = find_blocks(step.module)
-    hooks = [block.register_forward_pre_hook(partial(_note_input, seen)) for block in blocks[:1]]
+    for block in blocks[:1]:
+        block.register_forward_pre_hook(lambda block, args: seen.extend(args[:1]))
     found, _ = residuals(forward, step.module, tensors_of(batch))
-    for hook in hooks:
-        hook.remove()
-    return KeptByStep(found, _inside(found, step.module, blocks[:1]), seen[0] if seen else None)
+    stream = torch.empty_like(seen[0], device="meta") if seen and isinstance(seen[0], Tensor) else None
+    return KeptByStep(found, _inside(found, step.module, blocks[:1]), stream)
 
 
 def _inside(found: Residuals, module: nn.Module, blocks: Sequence[nn.Module]) -> Residuals:
@@ -70,15 +70,11 @@ def _inside(found: Residuals, module: nn.Module, blocks: Sequence[nn.Module]) ->
     return Residuals(tuple(each for each in found.kept if f"{each.module}.".startswith(tuple(names))))
 
 
-def _note_input(seen: list[Tensor], module: nn.Module, args: tuple[Any, ...]) -> None:
-    if args and isinstance(args[0], Tensor):
-        seen.append(torch.empty_like(args[0], device="meta"))
-
-
 @dataclasses.dataclass(frozen=True)
 class BlockGradients:
-    """Bytes in the backward of the first block."""
+    """Bytes in the backward of one block."""
 
+    block: str  # its name; empty for the first
     freed: int  # what forward kept for it
     change: int  # of the memory in use, from before the block's backward to after it
     expected: int  # of its trained parameters
@@ -90,23 +86,23 @@ class BlockGradients:
 
 
 def measure_gradients(source: WorkloadSource, config: StepConfig) -> BlockGradients:
-    """Take one eager forward and backward, and see what memory the first block's backward frees and takes.
+    """Take one eager forward and backward, and see what memory one block's backward frees and takes.
+
+    It is the first block whose input needs a gradient: behind a frozen embedding, as LoRA's, that is the second.
 
     Raises:
-        UnsupportedError: checkpointing of several blocks together, no blocks, or no gradient of the first one's input.
+        UnsupportedError: checkpointing of several blocks together, no blocks, or none whose input needs a gradient.
     """
     if config.checkpointing not in ("none", "every-1"):
         raise UnsupportedError(
             f"checkpointing={config.checkpointing} has no backward of one block; use --policies none or every-1"
         )
-    step = build_step(source, dataclasses.replace(config, compile="off"))
-    batch, blocks = step.next_batch(), find_blocks(step.module)
-    if not blocks:
-        raise UnsupportedError(f"{source.name} has no blocks in an nn.ModuleList")
+    step, batch, blocks = _eager_blocks(source, config)
     device = next(step.module.parameters()).device
     resident = [*tensors_of(batch), *step.module.parameters(), *step.module.buffers()]
     live = None if device.type == "cuda" else LiveStorages(resident)
     held: list[int] = []
+    watched: list[nn.Module] = []
 
     def note(gradient: Tensor) -> None:
         asked_for = torch.cuda.memory_stats(device)["requested_bytes.all.current"] if live is None else live.bytes
@@ -114,18 +110,22 @@ def measure_gradients(source: WorkloadSource, config: StepConfig) -> BlockGradie
 
     def watch(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Backward is at the block when it has its output's gradient, and through when it has its input's."""
-        for each in (tensors_of(output)[0], tensors_of((args, kwargs))[0]):
-            if not each.requires_grad:
-                raise UnsupportedError("the first block's gradients are not seen, as its input needs no gradient")
-            each.register_hook(note)
+        ends = tensors_of(output)[0], tensors_of((args, kwargs))[0]
+        if not watched and all(each.requires_grad for each in ends):
+            watched.append(block)
+            for each in ends:
+                each.register_hook(note)
 
-    handle = blocks[0].register_forward_hook(watch, with_kwargs=True)
-    with live or contextlib.nullcontext():
+    for each in blocks:
+        each.register_forward_hook(watch, with_kwargs=True)
+    with uncompiled(), live or contextlib.nullcontext():
         found, loss = residuals(partial(step.differentiable_loss, batch), step.module, tensors_of(batch))
-        handle.remove()
+        if not watched:
+            raise UnsupportedError("no block's gradients are seen, as no block's input needs a gradient")
         loss.backward()
-    expected = sum(each.nbytes for each in blocks[0].parameters() if each.requires_grad)
-    return BlockGradients(_inside(found, step.module, blocks[:1]).bytes, held[1] - held[0], expected)
+    name = "" if watched == blocks[:1] else next(n for n, each in step.module.named_modules() if each is watched[0])
+    expected = sum(each.nbytes for each in watched[0].parameters() if each.requires_grad)
+    return BlockGradients(name, _inside(found, step.module, watched).bytes, held[1] - held[0], expected)
 
 
 def measure_compiled_block(source: WorkloadSource, config: StepConfig) -> Residuals:
@@ -134,13 +134,7 @@ def measure_compiled_block(source: WorkloadSource, config: StepConfig) -> Residu
     Raises:
         UnsupportedError: the module has no blocks, or the block was not called while it was looked for.
     """
-    eager = dataclasses.replace(config, compile="off", checkpointing="none")
-    workload = source.build(eager)
-    step = TrainingStep(workload, eager)
-    batch = step.next_batch()
-    blocks = find_blocks(step.module)
-    if not blocks:
-        raise UnsupportedError(f"{source.name} has no blocks in an nn.ModuleList")
+    step, batch, blocks = _eager_blocks(source, dataclasses.replace(config, checkpointing="none"))
     found: list[Residuals] = []
 
     def measure(block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -161,45 +155,57 @@ def measure_compiled_block(source: WorkloadSource, config: StepConfig) -> Residu
     return found[0]
 
 
+def _eager_blocks(source: WorkloadSource, config: StepConfig) -> tuple[TrainingStep, Any, list[nn.Module]]:
+    """Build an eager step; return it with its first batch and its blocks."""
+    step = build_step(source, dataclasses.replace(config, compile="off"))
+    blocks = find_blocks(step.module)
+    if not blocks:
+        raise UnsupportedError(f"{source.name} has no blocks in an nn.ModuleList")
+    return step, step.next_batch(), blocks
+
+
 class _Measured(Exception):
-    """Ends a forward pass of which the rest is not needed."""
+    """Ends a forward pass of which the rest would find its caches filled."""
 
 
 def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[ResidualRow]:
     """The largest groups of the step and of its first block, eager and compiled, the stream, a block's gradients."""
     environment = describe(resolve_device(config.device))
+
+    def rows(measure: Any, rows_of: Any, part: str, group: str = "all", **changes: Any) -> Iterator[ResidualRow]:
+        each = dataclasses.replace(config, **changes)
+        case, found = case_columns(source, each), attempt(partial(measure, source, each))
+        if isinstance(found, Failure):
+            yield failed_row(ResidualRow, case | {"part": part, "group": group}, found, environment)
+        else:
+            yield from rows_of(found, case | {"environment": environment})
+
     for compile in dict.fromkeys((config.compile, "model")):
-        each = dataclasses.replace(config, compile=compile)
-        case = case_columns(source, each)
-        kept = attempt(partial(measure_residuals, source, each))
-        if isinstance(kept, Failure):
-            yield failed_row(ResidualRow, case | {"part": "step", "group": "all"}, kept, environment)
-            continue
-        own = case | {"environment": environment}
-        yield from _group_rows("step", kept.whole, own)
-        if kept.first_block.kept:
-            yield from _group_rows("first block", kept.first_block, own)
-        if kept.stream is not None:
-            yield _stream_row(source, each, kept.stream, own)
-    yield from _gradient_rows(source, dataclasses.replace(config, compile="off"), environment)
-    case = case_columns(source, dataclasses.replace(config, compile="blocks", checkpointing="none"))
-    block = attempt(partial(measure_compiled_block, source, config))
-    if isinstance(block, Failure):
-        yield failed_row(ResidualRow, case | {"part": "first block", "group": "all"}, block, environment)
-    else:
-        yield from _group_rows("first block", block, case | {"environment": environment})
+        yield from rows(measure_residuals, partial(_kept_rows, source, config), "step", compile=compile)
+    yield from rows(measure_gradients, _gradient_rows, "first block's backward", "gradients", compile="off")
+    alone = {"compile": "blocks", "checkpointing": "none"}
+    yield from rows(measure_compiled_block, partial(_group_rows, "first block"), "first block", **alone)
 
 
-def _gradient_rows(source: WorkloadSource, config: StepConfig, environment: Any) -> Iterator[ResidualRow]:
-    """Rows of how memory changes over one block's backward, and of the gradients that it therefore makes."""
-    case = case_columns(source, config) | {"part": "first block's backward"}
-    found = attempt(partial(measure_gradients, source, config))
-    if isinstance(found, Failure):
-        yield failed_row(ResidualRow, case | {"group": "gradients"}, found, environment)
-        return
-    case |= {"environment": environment}
-    yield ResidualRow(**case, group="change of memory", mib=found.change / MIB)
-    yield ResidualRow(**case, group="gradients", mib=found.made / MIB, formula_mib=found.expected / MIB)
+def _kept_rows(
+    source: WorkloadSource, config: StepConfig, kept: KeptByStep, own: Mapping[str, Any]
+) -> Iterator[ResidualRow]:
+    """Groups of the step and of its first block, and the residual stream beside its formula."""
+    yield from _group_rows("step", kept.whole, own)
+    if kept.first_block.kept:
+        yield from _group_rows("first block", kept.first_block, own)
+    if (stream := kept.stream) is not None:
+        model, size = source.model, stream.element_size()
+        formula = residual_stream_bytes(config.batch, config.context, model.d_model, size) / MIB if model else None
+        own = {**own, "part": "residual stream", "group": "input of the first block", "formula_mib": formula}
+        yield ResidualRow(**own, tensor=_tensor(stream.dtype, stream.shape), storages=1, mib=stream.nbytes / MIB)
+
+
+def _gradient_rows(found: BlockGradients, own: Mapping[str, Any]) -> Iterator[ResidualRow]:
+    """Changes of memory over one block's backward, and the gradients that it therefore makes."""
+    own = {**own, "part": f"{found.block or 'first block'}'s backward"}
+    yield ResidualRow(**own, group="change of memory", mib=found.change / MIB)
+    yield ResidualRow(**own, group="gradients", mib=found.made / MIB, formula_mib=found.expected / MIB)
 
 
 def _group_rows(part: str, found: Residuals, own: Mapping[str, Any]) -> Iterator[ResidualRow]:
@@ -228,20 +234,3 @@ def _group_rows(part: str, found: Residuals, own: Mapping[str, Any]) -> Iterator
 
 def _tensor(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{short_name(dtype)} {'×'.join(map(str, shape))}"
-
-
-def _stream_row(source: WorkloadSource, config: StepConfig, stream: Tensor, own: Mapping[str, Any]) -> ResidualRow:
-    """The residual stream that the first block got, beside batch · context · d_model · bytes per element."""
-    formula = None
-    if source.model is not None:
-        size = residual_stream_bytes(config.batch, config.context, source.model.d_model, stream.element_size())
-        formula = size / MIB
-    return ResidualRow(
-        **own,
-        part="residual stream",
-        group="input of the first block",
-        tensor=_tensor(stream.dtype, stream.shape),
-        storages=1,
-        mib=stream.nbytes / MIB,
-        formula_mib=formula,
-    )

@@ -75,7 +75,7 @@ class AllocationRow(StepSettings, kind="allocation"):
 class ResidualRow(StepSettings, kind="residual"):
     """Tensors saved for backward: a group of alike residuals of the step or of its first block."""
 
-    part: str = setting()  # step, first block, residual stream, first block's backward
+    part: str = setting()  # step, first block, residual stream, or the backward of the first block, or of a named one
     group: str = setting()
     """largest (with its rank and module), the rest, all; of the residual stream: input of the first block; of backward:
     change of memory, gradients."""

@@ -84,8 +84,9 @@ def test_a_block_is_the_sum_of_all_its_tensors_whatever_the_order_of_rows() -> N
     rows = [row for row in STUDY if isinstance(row, ResidualRow) and row.part == "first block"]
     (found,) = findings(rows[::-1])
     assert dict(found.figures)["gib"] == 1.0
-    made = ResidualRow(**KEPT, part="first block", group="gradients", mib=256.0, formula_mib=128.0)
-    (_, gradients) = findings([*rows, made])
+    made = ResidualRow(**KEPT, part="a block's backward", group="gradients", mib=256.0, formula_mib=128.0)
+    change = ResidualRow(**KEPT, part="a block's backward", group="change of memory", mib=-768.0)
+    (_, gradients) = findings([*rows, made, change])
     assert gradients.figures == {"precision": "fp32", "freed_gib": 1.0, "gib": 0.25, "formula_gib": 0.125}
     assert findings(rows[:1]) == findings(rows[1:]) == [], "without the sum, or the largest, nothing is said"
 

@@ -172,12 +172,14 @@ def _kept(rows: Sequence[ResidualRow], under: str) -> Iterator[Finding]:
         claim = Claim("What one block keeps for backward", ("residuals",), gib=block, is_part=False, severity="aside")
         figures = {"share": first.share, "operation": first.operation, "module": first.module}
         yield kept("block", said, claim, gib=block, **figures)
-    made = next((row for row in rows if row.group == "gradients"), None)
-    if block is not None and made is not None and made.mib and made.formula_mib:
+    by_group = {row.group: row for row in rows}
+    change, made = by_group.get("change of memory"), by_group.get("gradients")
+    if change and made and change.mib is not None and made.mib and made.formula_mib:
         said = (
             "one block's backward frees {freed_gib:gib} and makes {gib:gib} of gradients (formula: {formula_gib:gib})."
         )
-        yield kept("gradients", said, freed_gib=block, gib=made.mib / 1024, formula_gib=made.formula_mib / 1024)
+        sizes = {"freed_gib": made.mib - change.mib, "gib": made.mib, "formula_gib": made.formula_mib}
+        yield kept("gradients", said, **{name: size / 1024 for name, size in sizes.items()})
     if block is not None and compiled_block is not None:
         said = "compiled, one block keeps {compiled_gib:gib} instead of {eager_gib:gib}."
         yield kept("compiled-block", said, eager_gib=block, compiled_gib=compiled_block)
