@@ -8,7 +8,7 @@ import os
 import random
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 
 import numpy as np
 import pytest
@@ -35,6 +35,19 @@ numbers_of_the_file = itertools.count(1)
 
 helpers = types.ModuleType("helpers")
 exec("import torch\nsource = torch.Generator()\ndef draw(): return torch.rand(8, generator=source)", vars(helpers))
+
+
+class Classes(OrderedDict):
+    """Holds classes in lists, and gives a new module of one, as transformers' `ACT2FN` does."""
+
+    def __getitem__(self, name):
+        return super().__getitem__(name)[0]()
+
+    def __setitem__(self, name, kind):
+        super().__setitem__(name, [kind])
+
+
+classes_of_the_file = Classes()
 
 
 class Slotted:
@@ -230,6 +243,11 @@ def remembers(block, x):
     return len(block.recent) + len(block.names)
 
 
+def makes_a_module_of_a_class(block, x):
+    classes_of_the_file[len(classes_of_the_file)] = nn.Tanh
+    return len(classes_of_the_file) * classes_of_the_file["tanh"](x)
+
+
 def makes_an_attribute(block, x):
     if not hasattr(block, "made"):
         block.made = 3.0
@@ -263,7 +281,7 @@ RIGHT = [
     *(counts_in_the_file, counts_in_the_class, counts_in_the_function, matrix_through_data),
     *(scalar_drawn_once_in_three, "closure"),
     *(fills_a_cache, counts, adds_to_a_buffer, replaces_a_buffer, makes_a_table_once, remembers, makes_an_attribute),
-    *(draws_from_python, draws_from_numpy, normalizes, normalizes_by_a_function, drops),
+    *(draws_from_python, draws_from_numpy, makes_a_module_of_a_class, normalizes, normalizes_by_a_function, drops),
 ]
 
 
@@ -278,6 +296,8 @@ def trained(policy, extra, steps=4):
     helpers.source.manual_seed(4)
     default_argument.__defaults__[0].manual_seed(6)
     vars(counts_in_the_function).clear()
+    classes_of_the_file.clear()
+    classes_of_the_file["tanh"] = nn.Tanh
     module = Stack(closure() if extra == "closure" else extra, policy)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     seen = []
@@ -292,7 +312,14 @@ def trained(policy, extra, steps=4):
     after += [first.numpy.random(), np.random.Generator(first.philox).random(), first.python["rng"].random()]
     after += [first.slotted(), first.method(), of_the_file.random(), Block.shared.random()]
     after += [torch.rand(()).item(), random.random(), np.random.rand(), calls_of_the_file, Block.calls]
-    after += [getattr(counts_in_the_function, "calls", 0), first.count, first.recent, first.names, [*first.table]]
+    after += [
+        getattr(counts_in_the_function, "calls", 0),
+        first.count,
+        first.recent,
+        first.names,
+        [*first.table],
+        list(classes_of_the_file.items()),
+    ]
     return seen, [*after, *(each.tolist() for each in module.buffers())]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 import sysconfig
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import (
@@ -41,6 +41,7 @@ _LEFT_OUT = frozenset({"torch", "trainstep", "numpy", "triton"})
 _CODE = (FunctionType, type, ModuleType, nn.Module)
 _WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, type(functools.cache(len)))
 _HOLDERS = (functools.partial, MethodType, BuiltinFunctionType)
+_BUILT_IN = (OrderedDict, dict, list, set, deque, tuple, frozenset)
 _COLLECTIONS = (dict, list, set, deque, SimpleNamespace)
 _MAKING = frozenset({"__new__", "__init__", "__post_init__"})
 
@@ -251,9 +252,24 @@ def held(value: Any) -> tuple[Any, ...]:
 
 def members(value: Any) -> Iterable[Any]:
     """Return the members of a collection, values alone of a dict, or an object's attributes."""
-    if isinstance(value, (list, set, deque, tuple, frozenset)):
-        return list(value)
-    return list(value.values() if isinstance(value, dict) else attributes_of(value).values())
+    found = contents_of(value)
+    return list(found.values()) if isinstance(found, dict) else found
+
+
+def built_in(value: Any) -> Any:
+    """Return the type of Python's own that a collection is of, or None.
+
+    Its methods read and write what the collection holds. A subclass's may do something else: that of transformers'
+    `ACT2FN` makes a module anew of the class that is held.
+    """
+    return next((each for each in _BUILT_IN if isinstance(value, each)), None)
+
+
+def contents_of(value: Any) -> Any:
+    """Return what an object holds: a dict of its items or attributes, else a list."""
+    if (kind := built_in(value)) is None:
+        return attributes_of(value)
+    return dict(kind.items(value)) if issubclass(kind, dict) else list(kind.__iter__(value))
 
 
 def attributes_of(target: Any) -> dict[str, Any]:

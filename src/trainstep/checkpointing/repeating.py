@@ -20,7 +20,6 @@ from __future__ import annotations
 import io
 import random
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -36,7 +35,8 @@ from trainstep.checkpointing.reaching import (
     PLAIN,
     Reach,
     Variables,
-    attributes_of,
+    built_in,
+    contents_of,
     held,
     is_container,
     members,
@@ -307,23 +307,18 @@ class _State:
 
 def _read(target: Any) -> Any:
     """A shallow copy of what an object holds: a dict of its items or attributes, else a list."""
-    if isinstance(target, dict):
-        return dict.copy(target)
-    if isinstance(target, (list, set, deque)):
-        return list(target)
     if isinstance(target, nn.Module):
         return {name: value for name, value in vars(target).items() if name not in OWN}
-    return target.read() if isinstance(target, Variables) else attributes_of(target)
+    return target.read() if isinstance(target, Variables) else contents_of(target)
 
 
 def _write(target: Any, contents: Any) -> None:
     """Make an object hold what `_read` said."""
-    if isinstance(target, (dict, set)):
-        target.clear()
-        target.update(contents)
-    elif isinstance(target, (list, deque)):
-        target.clear()
-        target.extend(contents)
+    if (kind := built_in(target)) is not None:
+        kind.clear(target)
+        add = kind.__setitem__ if issubclass(kind, dict) else kind.add if kind is set else kind.append
+        for each in contents.items() if issubclass(kind, dict) else zip(contents, strict=True):
+            add(target, *each)
     elif isinstance(target, Variables):
         target.write(contents)
     else:
