@@ -65,6 +65,9 @@ DRAWS = 3
 MORE_DRAWS = 20
 """At most, twice as many each time, where a step is over its budget: a router that sends a token elsewhere for one
 rounding in ten shows by then."""
+TRAINING_DRAWS = 8
+"""The same for training of some steps that is over its budget: where a ReLU's input is as near to zero as roundings
+bring it, a rounding in two decides a neuron's gradients."""
 SCRIPT_DRAWS = 8
 """The same for a script, whose runs take minutes, where its gradients are `NEAR` their budget."""
 NEAR = 4.0

@@ -5,7 +5,8 @@ other orders and round elsewhere, but no more often.
 
 A model with dropout draws random numbers. Here, and only here, each forward starts from a seed of its own, so that a
 share's numbers are the same wherever it is run. In another precision a GPU drops other elements, so gradients, and what
-the precision is off by, are taken without dropout.
+the precision is off by, are taken without dropout. Training that is off by more is held against further training with
+dropout, whose gradients alone are rounded at random: that is how schemes differ, which add them up in another order.
 
 Batch normalisation takes its mean and variance from a share, in one process as on a rank, and each rank's statistics
 begin where the others' do.
@@ -16,9 +17,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from trainstep.base.config import StepConfig
 from trainstep.base.precision import PRECISIONS
-from trainstep.base.tolerance import DRAWS, FLOAT32_AT_MOST, REPEATS, allowed_error, one_rounding
+from trainstep.base.tolerance import DRAWS, FLOAT32_AT_MOST, REPEATS, TRAINING_DRAWS, allowed_error, one_rounding
 from trainstep.check.buffers import Watched, joined
 from trainstep.check.dropout import without_dropout
 from trainstep.check.gradients import Gradients, Rounding, dense
@@ -89,6 +90,19 @@ class Expected:
     """Tolerance of its parameters after `STEPS`, relative to how far they moved."""
     share_difference: float | None
     """Distance of the first batch's gradients from the mean of its shares', relative; None where that is random."""
+    train: Callable[..., Trained]
+    """Trains as `trained` was; with a `seed`, all gradients are rounded at random."""
+
+    def allowed(self, loss: float, update: float) -> tuple[float, float]:
+        """Return the tolerances of losses and parameters for a scheme that is off by these after `STEPS`."""
+        known = self.loss_allowed, self.update_allowed
+        return known if loss <= known[0] and update <= known[1] else self._allowed_if_rounded
+
+    @cached_property
+    def _allowed_if_rounded(self) -> tuple[float, float]:
+        drawn = [self.train(seed=seed) for seed in range(TRAINING_DRAWS)]
+        loss, update = _allowed(self.trained, drawn, one_rounding(torch.float32))
+        return max(self.loss_allowed, loss), max(self.update_allowed, update)
 
     @property
     def norm(self) -> float | None:
@@ -110,23 +124,28 @@ def expected(source: WorkloadSource, config: StepConfig, world_size: int) -> Exp
     """
     plain_config = dataclasses.replace(config, compile="off")
     wide_config = dataclasses.replace(plain_config, precision="fp32")
+    train = partial(_train, source, plain_config, world_size)
     with without_dropout() as dropout:
         shares = WorkloadSource(
             source.name, lambda step: seeded(source.build(step), itertools.cycle(range(world_size))), source.model
         )
-        plain = _train(source, plain_config, world_size)
+        plain = train()
         wides = _trained_beside(plain, source, wide_config, world_size, double=config.precision == "fp32")
         places, mean = partial(_places, not plain.unused), partial(_mean_gradients, world_size)
         gradients = Reference(shares, wide_config, places, mean)
         apart = _share_difference(source, wide_config, world_size)
-    own = max(_distance(plain.parameters, wide.parameters) for wide in wides) / plain.moved
     rounding = one_rounding(autocast_dtype(config.precision) or stored_dtype(config.precision) or torch.float32)
-    off = max(abs(a - b) for wide in wides for a, b in zip(plain.losses, wide.losses, strict=True))
+    allowed = _allowed(plain, wides, rounding)
     if dropout.calls:
-        plain = _train(source, plain_config, world_size)
-    loss_allowed = allowed_error(off, rounding * max(map(abs, plain.losses)))
-    updates = _updates(source, plain_config, world_size)
-    return Expected(gradients, updates, plain, loss_allowed, allowed_error(own, rounding), apart)
+        plain = train()
+    return Expected(gradients, _updates(source, plain_config, world_size), plain, *allowed, apart, train)
+
+
+def _allowed(plain: Trained, others: Sequence[Trained], rounding: float) -> tuple[float, float]:
+    """Return the tolerances of losses and parameters, from the same training with other roundings."""
+    off = max(abs(a - b) for other in others for a, b in zip(plain.losses, other.losses, strict=True))
+    own = max(_distance(plain.parameters, other.parameters) for other in others) / plain.moved
+    return allowed_error(off, rounding * max(map(abs, plain.losses))), allowed_error(own, rounding)
 
 
 def seeded(workload: Workload, seeds: Iterator[int]) -> Workload:
@@ -274,20 +293,26 @@ def _share_difference(source: WorkloadSource, config: StepConfig, world_size: in
     return None if is_random else Rounding.between(whole, mean).relative(mean)
 
 
-def _train(source: WorkloadSource, config: StepConfig, world_size: int, *, double: bool = False) -> Trained:
+def _train(
+    source: WorkloadSource, config: StepConfig, world_size: int, *, double: bool = False, seed: int | None = None
+) -> Trained:
+    """Train in one process.
+
+    Args:
+        double: in float64.
+        seed: of random roundings of the gradients; None for none.
+    """
     workload = seeded(source.build(config), itertools.count())
     if double:
         workload.module.double()
     step = TrainingStep(workload, config)
     trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
-    gradients = 0
-
-    def came(parameter: Tensor) -> None:
-        nonlocal gradients
-        gradients += 1
-
+    came: list[nn.Parameter] = []
     for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(came)
+        parameter.register_post_accumulate_grad_hook(came.append)
+    if seed is not None:
+        rounding = RandomRounding("fp32", seed)
+        step.optimizer.register_step_pre_hook(lambda *_: rounding.round(local_gradients(step.replica)))
     before = {name: value.detach().clone() for name, value in step.module.named_parameters()}
     losses = []
     for _ in range(STEPS):
@@ -296,7 +321,7 @@ def _train(source: WorkloadSource, config: StepConfig, world_size: int, *, doubl
             batch = map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
         losses.append(step.accumulate(_shares(batch, world_size))[0])
     after = {name: value.detach() for name, value in step.module.named_parameters()}
-    unused = gradients < len(trained) * STEPS * world_size
+    unused = len(came) < len(trained) * STEPS * world_size
     frozen = sum(parameter.numel() for parameter in step.module.parameters() if not parameter.requires_grad)
     had = {id(parameter) for group in step.optimizer.param_groups for parameter in group["params"]}
     clips_all = all(id(parameter) in had for parameter in trained)

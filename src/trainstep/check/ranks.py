@@ -121,11 +121,8 @@ def compare_with_one_process(
     wanted, allow_unused = expected_on_first_rank(cases[0], process)
     if isinstance(wanted, Failure):
         return Comparison(dict.fromkeys(cases, wanted), 0, 0, allow_unused)
-    judged: dict[ParallelCase, Verdict | Failure | None] = {}
-    for case in cases:
-        if not case.scheme.communicates:
-            judged[case] = None
-            continue
+    judged: dict[ParallelCase, Verdict | Failure | None] = dict.fromkeys(cases)
+    for case in (each for each in cases if each.scheme.communicates):
         on_part(f"{case.label} is judged")
         tried = dataclasses.replace(case, allow_unused=allow_unused)
         found = attempt_on_all_ranks(partial(agreement, tried, wanted, process), process)
@@ -179,10 +176,13 @@ def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> 
         raise trial.error
     if wanted is None or own is None or optimizer is None:
         return None
+    trial._release()
+    with _host_threads(process):
+        allowed = wanted.allowed(loss, update)
     parts = {
         "optimizer": named(optimizer),
-        "loss": Part(loss, wanted.loss_allowed, f"after {STEPS} steps its loss"),
-        "update": Part(update, wanted.update_allowed, f"after {STEPS} steps its parameters' movement"),
+        "loss": Part(loss, allowed[0], f"after {STEPS} steps its loss"),
+        "update": Part(update, allowed[1], f"after {STEPS} steps its parameters' movement"),
     }
     return Verdict(own, float32, parts, (*trial.faults, *(() if trial.ranks_agree else (RANKS_DIFFER,))))
 

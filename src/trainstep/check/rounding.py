@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainstep.base.precision import PRECISIONS, PrecisionName
 from trainstep.check.row_sums import RowSums
+from trainstep.step.batches import tensors_of
 from trainstep.step.casting import in_tf32, matmul_precision
 from trainstep.step.randomness import DRAWING
 
@@ -136,22 +137,20 @@ class RandomRounding(TorchDispatchMode):
         elif func.overloadpacket is _aten._softmax_backward_data:
             self._round_softmax(args, result)
             if not self._tf32:
-                self._round_all(result)
+                self.round(result)
         elif (
             not self._tf32
             and func.overloadpacket not in (*_EXACT, *_WHOLE)
             and not any(each.alias_info for each in func._schema.returns)
         ):
-            self._round_all(result)
+            self.round(result)
         if self._row_sums is not None:
             self._row_sums.see(func.overloadpacket, args, result)
         return result
 
     def _round_products(self, product: Any, args: Any, result: Any) -> None:
         """Sums of products: as their terms are rounded in float32 and TF32, as results in narrower formats."""
-        for each in result if isinstance(result, (tuple, list)) else (result,):
-            if not isinstance(each, Tensor):
-                continue
+        for each in tensors_of(result):
             if self._dtype != torch.float32 or each.dtype != torch.float32:
                 self._round(each)
                 continue
@@ -227,10 +226,10 @@ class RandomRounding(TorchDispatchMode):
     def _normal(self, shape: Any, device: torch.device) -> Tensor:
         return torch.randn(shape, device=device, generator=self._generator(device))
 
-    def _round_all(self, result: Any) -> None:
-        for each in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(each, Tensor):
-                self._round(each)
+    def round(self, result: Any) -> None:
+        """Round tensors of the precision's format once more: one, or those of a list or tuple."""
+        for each in tensors_of(result):
+            self._round(each)
 
     def _round(self, tensor: Tensor) -> None:
         if tensor.dtype != self._dtype or tensor.layout != torch.strided or not tensor.numel() or 0 in tensor.stride():

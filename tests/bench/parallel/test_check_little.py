@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from tests.bench.parallel import by_scheme
@@ -242,6 +243,23 @@ def test_steps_that_are_too_long_show_in_losses_and_in_how_far_parameters_move(a
     assert found.parts["optimizer"].error == pytest.approx(0.05, rel=0.01)
     assert found.parts["update"].error == pytest.approx(0.05, rel=0.1)
     assert not found.parts["loss"].is_right, "the first loss is the same, and the others are not"
+
+
+class Kinked(Net):
+    """A rounding of its weights shows a thousand times over where dropout drops."""
+
+    def forward(self, x):
+        dropped = F.dropout(torch.ones_like(x), 0.5) == 0
+        return super().forward(x) + dropped * torch.sin(2.0**10 * self.layers[2].weight.sum())
+
+
+def test_training_that_turns_on_a_rounding_of_gradients_is_not_called_wrong(alone):
+    source, rounding = source_of(module=Kinked), handed(times(1 + 2.0**-23, slice(1, 3)))
+    found, wanted = judged(alone, Planted(FLAT, rounding), source=source), wanted_of(source)
+    assert found.holds, str(found)
+    assert wanted.update_allowed < found.parts["update"].error <= found.parts["update"].allowed < 0.5
+    plain = wanted_of()
+    assert plain.allowed(math.inf, math.inf) == (plain.loss_allowed, plain.update_allowed), "no more than it did"
 
 
 def test_a_step_that_is_too_long_after_ten_is_the_optimizers_fault_alone(alone):
