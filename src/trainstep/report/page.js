@@ -155,11 +155,14 @@
     all.addEventListener("click", () => show([...ends]));
   }
 
-  const packed = document.getElementById("allocations-data");
-  if (packed && window.DecompressionStream) for (const [name, data] of Object.entries(JSON.parse(await unpack(packed.id)))) {
-    const slider = document.getElementById(`detail-${name}`);
-    slider.parentNode.hidden = false;
-    fillAllocations(document.querySelector(`#chart-${name} .marks`), data, slider, slider.nextElementSibling);
+  if (window.DecompressionStream) {
+    const { allocations, tips } = JSON.parse(await unpack("packed"));
+    document.querySelectorAll("[data-tip]").forEach((mark, at) => { mark.dataset.tip = tips[at]; });
+    for (const [name, data] of Object.entries(allocations)) {
+      const slider = document.getElementById(`detail-${name}`);
+      slider.parentNode.hidden = false;
+      fillAllocations(document.querySelector(`#chart-${name} .marks`), data, slider, slider.nextElementSibling);
+    }
   }
   document.documentElement.dataset.drawn = "yes";
 })();

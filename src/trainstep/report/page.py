@@ -1,8 +1,9 @@
 """A report: rows, what they say, and the files made of them: tables, and `report.html`, which begins with a summary.
 
 The page is one file that opens from disk and asks the network for nothing. Text, tables and charts are plain HTML and
-SVG, so that they are the same on paper, in a screenshot and where no script runs; the allocations of a step, which a
-script lays out, travel compressed. Every name is escaped, in charts by `charts` and elsewhere by Jinja's autoescape.
+SVG, so that they are the same on paper, in a screenshot and where no script runs. What a script shows travels
+compressed: the words beside the pointer, half of a page of thousands of bars, and the allocations of a step. Every name
+is escaped, in charts by `charts` and elsewhere by Jinja's autoescape.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from html import unescape
 from pathlib import Path
 
 from trainstep.base.errors import UsageError
@@ -22,7 +25,6 @@ from trainstep.report.findings import Finding
 from trainstep.report.formats import write_tables
 from trainstep.report.numbers import in_ms, typeset
 from trainstep.report.subjects import SECTIONS, findings
-from trainstep.report.subjects.climbs import recommended_flags
 from trainstep.report.summary import summary
 from trainstep.rows import AllocationRow, FamilyRow, KernelRow, OwnerRow, PieceRow, TimelineRow, WorkloadRow
 from trainstep.rows.records import Row, of_kind
@@ -31,6 +33,7 @@ MOST_ROWS = 3000
 """Rows that a page is made of."""
 PARTS = (FamilyRow, KernelRow, PieceRow, TimelineRow, OwnerRow, AllocationRow)
 """Rows of which a row before them is the whole."""
+_TIP, _PACKED = re.compile(r' data-tip="([^"]*)"'), '<script type="text/plain" id="packed">'
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,6 @@ class Report:
     def findings(self) -> list[Finding]:
         """Findings of the figures, the most important first."""
         return findings(self.records)
-
-    @property
-    def recommended_flags(self) -> str:
-        """The settings that the (first) ladder ended with, as flags to paste; empty where the baseline was best."""
-        return recommended_flags(self.records)
 
     def write(self, folder: Path) -> list[Path]:
         """Write `report.html` and `tables/*.{md,tex,typ,csv}` into `folder`; returns the files.
@@ -83,7 +81,6 @@ def render(records: Sequence[Row], command: str = "", sections: Sequence[Section
     blocks = (block for section in sections for block in section.blocks)
     drawn = [chart for block in blocks if isinstance(block, Charts) for chart in block.charts]
     allocations = {chart.name: chart.allocations for chart in drawn if chart.allocations is not None}
-    packed = gzip.compress(json.dumps(allocations).encode(), 9, mtime=0)
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -95,15 +92,17 @@ def render(records: Sequence[Row], command: str = "", sections: Sequence[Section
     )
     environment.filters |= {"typeset": typeset, "kind": lambda block: type(block).__name__, "ms": in_ms}
     source = environment.loader.get_source  # type: ignore[union-attr]
-    return environment.get_template("page.html.jinja").render(
+    page = environment.get_template("page.html.jinja").render(
         title=_title(records, command),
         subtitle=_subtitle(records, every),
         sections=sections,
         has_intervals=any(name.endswith(("_low_ms", "_low")) for row in records for name in row.values),
-        allocations=base64.b64encode(packed).decode() if allocations else "",  # needs no escaping anywhere
         style=source(environment, "page.css")[0],
         script=source(environment, "allocations.js")[0] + source(environment, "page.js")[0],
     )
+    told = {"allocations": allocations, "tips": [unescape(tip) for tip in _TIP.findall(page)]}
+    packed = base64.b64encode(gzip.compress(json.dumps(told).encode(), 9, mtime=0)).decode()  # needs no escaping
+    return _TIP.sub(" data-tip", page).replace(_PACKED, _PACKED + packed)
 
 
 def write_html(records: Sequence[Row], path: Path, command: str = "", sections: Sequence[Section] = ()) -> None:
